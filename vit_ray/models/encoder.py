@@ -1,0 +1,106 @@
+"""The Transformer encoder block: pre-norm attention and MLP, as the paper's equations 2 and 3."""
+
+# B images, N tokens, D width, H heads, K head width
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit_ray.models.layers import MlpLinear, QkvLinear, XavierLinear
+from vit_ray.models.positions import RelativePositions
+
+# The reference code's; PyTorch's default is 1e-5.
+LAYER_NORM_EPS = 1e-6
+
+
+def layer_norm(width: int) -> nn.LayerNorm:
+    """LayerNorm over the width with the reference's epsilon."""
+    return nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (Appendix A) with biases; no dropout on the weights.
+
+    Args:
+        width: D, a multiple of `num_heads`.
+        num_heads: H.
+        relative: bias on the logits from relative positions, or None.
+    """
+
+    def __init__(
+        self, width: int, num_heads: int, relative: RelativePositions | None = None
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = QkvLinear(width)
+        self.relative = relative
+        self.out = XavierLinear(width, width)
+
+    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
+        """(B, N, D) to (B, N, D).
+
+        Args:
+            x_BND: normalised tokens.
+            weights_out: where given, the attention weights (B, H, N, N) in float32 are appended;
+                the output still comes from the fused kernel.
+        """
+        qkv: Tensor = self.qkv(x_BND)
+        parts = qkv.view(*x_BND.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q_BHNK, k_BHNK, v_BHNK = parts.unbind(0)
+        bias: Tensor | None = None if self.relative is None else self.relative(q_BHNK)
+        if weights_out is not None:
+            weights_out.append(attention_weights(q_BHNK, k_BHNK, bias))
+        mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def attention_weights(q_BHNK: Tensor, k_BHNK: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(q k / sqrt(K) + bias) in float32, (B, H, N, N)."""
+    scale: float = q_BHNK.shape[-1] ** -0.5
+    logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
+    if bias is not None:
+        logits = logits + bias.float()
+    return torch.softmax(logits, dim=-1)
+
+
+class Mlp(nn.Module):
+    """Two dense layers with tanh-approximate GELU between, dropout after each."""
+
+    def __init__(self, width: int, mlp_dim: int, dropout: float) -> None:
+        super().__init__()
+        self.expand = MlpLinear(width, mlp_dim)
+        self.contract = MlpLinear(mlp_dim, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """(B, N, D) to (B, N, D)."""
+        hidden = F.gelu(self.expand(x_BND), approximate="tanh")
+        out: Tensor = self.dropout(self.contract(self.dropout(hidden)))
+        return out
+
+
+class Block(nn.Module):
+    """x + dropout(attention(norm(x))), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        width: int,
+        mlp_dim: int,
+        num_heads: int,
+        dropout: float,
+        relative: RelativePositions | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = layer_norm(width)
+        self.attention = Attention(width, num_heads, relative)
+        self.dropout = nn.Dropout(dropout)
+        self.mlp_norm = layer_norm(width)
+        self.mlp = Mlp(width, mlp_dim, dropout)
+
+    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
+        """(B, N, D) to (B, N, D); `weights_out` as in `Attention.forward`."""
+        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_out)
+        x_BND = x_BND + self.dropout(mixed)
+        out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND))
+        return out

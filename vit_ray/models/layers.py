@@ -1,0 +1,187 @@
+"""Linear and convolution layers with the initial values of the paper's reference code.
+
+Each layer sets its own initial values, so a model may be built inside `deepspeed.zero.Init` or on
+the meta device. Source of the values: google-research/vision_transformer, `models_vit.py` and
+`models_resnet.py`, and the flax defaults that they rely on.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Standard deviation of a unit normal cut at +-2, which flax divides out (jax variance_scaling).
+_TRUNCATED_STD = 0.87962566103423978
+
+
+def lecun_normal_(kernel: Tensor) -> None:
+    """Truncated normal of variance 1 / fan-in, in place; fan-in is every axis but the first."""
+    fan_in = kernel[0].numel()
+    std = math.sqrt(1.0 / fan_in) / _TRUNCATED_STD
+    nn.init.trunc_normal_(kernel, std=std, a=-2 * std, b=2 * std)
+
+
+class XavierLinear(nn.Linear):
+    """Xavier-uniform kernel and zero bias: the output projection of attention."""
+
+    def reset_parameters(self) -> None:
+        """Draw the kernel, clear the bias."""
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class QkvLinear(nn.Linear):
+    """Query, key and value projections in one matrix multiplication.
+
+    Each of the three D x D kernels is drawn by itself: one draw for the (3D, D) matrix would have
+    a limit smaller by sqrt(2).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 3 * width)
+
+    def reset_parameters(self) -> None:
+        """Draw three kernels, clear the bias."""
+        for kernel in self.weight.chunk(3):
+            nn.init.xavier_uniform_(kernel)
+        nn.init.zeros_(self.bias)
+
+
+class MlpLinear(nn.Linear):
+    """Xavier-uniform kernel and a bias of standard deviation 1e-6: both layers of an MLP."""
+
+    def reset_parameters(self) -> None:
+        """Draw kernel and bias."""
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.normal_(self.bias, std=1e-6)
+
+
+class LecunLinear(nn.Linear):
+    """Lecun-normal kernel and zero bias: the tanh representation layer."""
+
+    def reset_parameters(self) -> None:
+        """Draw the kernel, clear the bias."""
+        lecun_normal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Head(nn.Linear):
+    """Zero kernel and constant bias; logits are float32 in every precision.
+
+    The bias is added in float32: at the paper's initial bias of -10, neighbouring bfloat16
+    numbers are 0.0625 apart, which is coarser than what the first thousand steps teach.
+    """
+
+    def __init__(self, width: int, num_classes: int, initial_bias: float = 0.0) -> None:
+        super().__init__(width, num_classes)
+        nn.init.constant_(self.bias, initial_bias)
+
+    def reset_parameters(self) -> None:
+        """Clear kernel and bias."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., D) features to float32 (..., K) logits."""
+        return F.linear(features, self.weight).float() + self.bias.float()
+
+
+class PatchProjection(nn.Conv2d):
+    """Convolution whose stride is its kernel, done as one matrix product over cut patches."""
+
+    def __init__(self, channels: int, width: int, patch_size: int) -> None:
+        super().__init__(channels, width, kernel_size=patch_size, stride=patch_size)
+
+    def reset_parameters(self) -> None:
+        """Draw the kernel, clear the bias."""
+        lecun_normal_(self.weight)
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, H // P, W // P, D); pixels beyond the last whole patch are unused."""
+        size = self.kernel_size[0]
+        patches = cut_patches(images.to(self.weight.dtype), size)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+def cut_patches(images: Tensor, size: int) -> Tensor:
+    """Patches flattened channel by channel, row by row.
+
+    Args:
+        images: (B, C, H, W).
+        size: side of a patch; pixels beyond the last whole patch are left out.
+
+    Returns:
+        (B, H // size, W // size, C * size * size).
+    """
+    batch, channels, height, width = images.shape
+    rows, columns = height // size, width // size
+    whole = images[:, :, : rows * size, : columns * size]
+    cut = whole.reshape(batch, channels, rows, size, columns, size)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * size * size)
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """Convolution whose kernel has mean 0 and deviation 1 per output channel; no bias.
+
+    Args:
+        padding: pixels on each side, or "same" as XLA pads: output ceil(size / stride), the odd
+            pixel of padding at the bottom and right.
+        eps: added to the deviation where `eps_on_deviation`, else to the variance.
+        eps_on_deviation: True as the hybrids' backbone, False as BiT.
+    """
+
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        kernel_size: int,
+        stride: int = 1,
+        *,
+        padding: int | str,
+        eps: float,
+        eps_on_deviation: bool,
+    ) -> None:
+        self._pads_same = padding == "same"
+        pixels = 0 if isinstance(padding, str) else padding
+        super().__init__(
+            channels_in, channels_out, kernel_size, stride=stride, padding=pixels, bias=False
+        )
+        self.eps = eps
+        self.eps_on_deviation = eps_on_deviation
+
+    def reset_parameters(self) -> None:
+        """Draw the kernel; its scale only sets the size of the first gradients."""
+        lecun_normal_(self.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, C', H', W')."""
+        if self._pads_same:
+            images = pad_same(images, self.kernel_size[0], self.stride[0])
+        return F.conv2d(images, self._kernel(), None, self.stride, self.padding)
+
+    def _kernel(self) -> Tensor:
+        kernel = self.weight.float()
+        variance, mean = torch.var_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)
+        if self.eps_on_deviation:
+            scale = 1.0 / (variance.sqrt() + self.eps)
+        else:
+            scale = torch.rsqrt(variance + self.eps)
+        return ((kernel - mean) * scale).to(self.weight.dtype)
+
+
+def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """Pixels before and after along one axis, as XLA's SAME: the odd one goes after."""
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+    return total // 2, total - total // 2
+
+
+def pad_same(images: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
+    """Pad (B, C, H, W) so that a window of `kernel` gives ceil(size / stride) outputs."""
+    top, bottom = same_padding(images.shape[-2], kernel, stride)
+    left, right = same_padding(images.shape[-1], kernel, stride)
+    if top == bottom == left == right == 0:
+        return images
+    return F.pad(images, (left, right, top, bottom), value=value)

@@ -1,0 +1,153 @@
+"""Position embeddings: the variants of Table 8 and D.4, and their change to another grid.
+
+Every table lives in a module whose own forward uses it, because ZeRO stage 3 gathers a module's
+parameters around that module's forward and nowhere else.
+"""
+
+# B images, N tokens (class token first), D width, H heads, K head width
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Grid = tuple[int, int]
+ResizeMode = Literal["bilinear", "bicubic"]
+
+# "from BERT", as the paper's reference code says at this number.
+POSITION_STD = 0.02
+
+
+class ClassToken(nn.Module):
+    """One learned vector put before the patches; zero at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, patches_BND: Tensor) -> Tensor:
+        """(B, N, D) to (B, 1 + N, D)."""
+        token = self.token.to(patches_BND.dtype).expand(patches_BND.shape[0], -1, -1)
+        return torch.cat([token, patches_BND], dim=1)
+
+
+class LearnedPositions1d(nn.Module):
+    """A vector for each token in raster order, the class token's first where there is one."""
+
+    def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
+        super().__init__()
+        num_tokens = grid[0] * grid[1] + has_class_token
+        self.table = nn.Parameter(torch.empty(1, num_tokens, width))
+        nn.init.normal_(self.table, std=POSITION_STD)
+
+    def forward(self, tokens_BND: Tensor) -> Tensor:
+        """Tokens plus their positions, same shape."""
+        return tokens_BND + self.table
+
+
+class LearnedPositions2d(nn.Module):
+    """A half-width vector for each column (X) and each row (Y), concatenated per patch.
+
+    The paper does not say what the class token gets; here it has a vector of its own, as in 1-D.
+    """
+
+    def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
+        super().__init__()
+        if width % 2:
+            raise ValueError(
+                f"positions='learned_2d' splits the width in halves, and width={width} is odd; "
+                "change width to an even number."
+            )
+        self.columns = nn.Parameter(torch.empty(grid[1], width // 2))
+        self.rows = nn.Parameter(torch.empty(grid[0], width // 2))
+        self.class_position = nn.Parameter(torch.empty(1, width)) if has_class_token else None
+        for table in self.parameters():
+            nn.init.normal_(table, std=POSITION_STD)
+
+    def forward(self, tokens_BND: Tensor) -> Tensor:
+        """Tokens plus their positions, same shape."""
+        num_rows, num_columns = len(self.rows), len(self.columns)
+        x = self.columns.expand(num_rows, -1, -1)
+        y = self.rows.unsqueeze(1).expand(-1, num_columns, -1)
+        table = torch.cat([x, y], dim=-1).flatten(0, 1)
+        if self.class_position is not None:
+            table = torch.cat([self.class_position, table])
+        return tokens_BND + table
+
+
+class RelativePositions(nn.Module):
+    """1-D relative attention of D.4: a vector for each offset q - k, met by the query as a key.
+
+    The table has a row for each offset from -(N - 1) to N - 1 and is shared by the heads of a
+    layer. The paper does not say how the class token enters; here it stands at position 0 of the
+    sequence, just before the first patch, and its offsets count like any other.
+    """
+
+    def __init__(self, num_tokens: int, head_width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2 * num_tokens - 1, head_width))
+        nn.init.normal_(self.table, std=POSITION_STD)
+
+    def forward(self, q_BHNK: Tensor) -> Tensor:
+        """Attention bias (B, H, N, N), scaled as the content logits are."""
+        num_tokens, head_width = q_BHNK.shape[-2:]
+        # Offset q - k runs down the table; the flip makes column d stand for k - q + N - 1.
+        scores = (q_BHNK * head_width**-0.5) @ self.table.flip(0).T
+        return _align_offsets(scores, num_tokens)
+
+
+def _align_offsets(scores: Tensor, num_tokens: int) -> Tensor:
+    """(..., N, 2N - 1) by offset to (..., N, N) by key, with views instead of a gather.
+
+    Entry (q, k) is at column k - q + N - 1; in rows padded to 2N its flat place is
+    q (2N - 1) + k + N - 1, which is a row length of 2N - 1 after N - 1 skipped entries.
+    """
+    flat = F.pad(scores, (0, 1)).flatten(-2)
+    start = num_tokens - 1
+    row = 2 * num_tokens - 1
+    rows = flat[..., start : start + num_tokens * row]
+    return rows.reshape(*rows.shape[:-1], num_tokens, row)[..., :num_tokens]
+
+
+def resize_table(
+    table: Tensor, old_grid: Grid, new_grid: Grid, mode: ResizeMode = "bilinear"
+) -> Tensor:
+    """Resample a 1-D raster table (1, prefix + N, D) to another grid; the prefix stays as it is.
+
+    Args:
+        table: rows of the class token (or none) and then of the grid in raster order.
+        old_grid: (rows, columns) of the table.
+        new_grid: (rows, columns) wanted.
+        mode: "bilinear" aligns end points, as `scipy.ndimage.zoom(order=1)` in the reference code;
+            "bicubic" samples cell centres, as Hugging Face transformers.
+
+    Raises:
+        ValueError: if the table does not hold the old grid.
+    """
+    num_prefix = table.shape[1] - old_grid[0] * old_grid[1]
+    if num_prefix not in (0, 1):
+        raise ValueError(
+            f"a position table of {table.shape[1]} rows does not hold a grid of {old_grid[0]} x "
+            f"{old_grid[1]}, with or without a class token; give the grid it was trained at."
+        )
+    if old_grid == new_grid:
+        return table
+    prefix, grid = table[:, :num_prefix], table[:, num_prefix:]
+    image = grid.float().reshape(1, *old_grid, -1).permute(0, 3, 1, 2)
+    resized = F.interpolate(image, size=new_grid, mode=mode, align_corners=mode == "bilinear")
+    raster = resized.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)
+    return torch.cat([prefix, raster], dim=1)
+
+
+def resize_line(table: Tensor, length: int) -> Tensor:
+    """Resample (old, D) to (length, D) linearly with aligned end points."""
+    line = table.float().T.unsqueeze(0)
+    resized = F.interpolate(line, size=length, mode="linear", align_corners=True)
+    return resized[0].T.to(table.dtype).contiguous()
+
+
+def square_grid(num_patches: int) -> Grid | None:
+    """The grid of a square image with so many patches, None where there is none."""
+    side = round(num_patches**0.5)
+    return (side, side) if side * side == num_patches else None

@@ -1,0 +1,240 @@
+"""The Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), over patches or a feature map."""
+
+# B images, N tokens, D width, H heads, K classes
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.models.encoder import Block, layer_norm
+from vit_ray.models.layers import Head, LecunLinear, PatchProjection
+from vit_ray.models.positions import (
+    ClassToken,
+    Grid,
+    LearnedPositions1d,
+    LearnedPositions2d,
+    RelativePositions,
+)
+from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+
+Positions = Literal["none", "learned_1d", "learned_2d", "relative"]
+PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
+Pool = Literal["cls", "gap"]
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """Depth, width D, MLP width and heads of a Transformer encoder."""
+
+    depth: int
+    width: int
+    mlp_dim: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "mlp_dim", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}.")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width={self.width} is not divisible by num_heads={self.num_heads}; "
+                f"change num_heads to a divisor of {self.width}, or change width."
+            )
+
+
+@dataclass(frozen=True)
+class VitOptions:
+    """What may differ between two ViTs of one size.
+
+    `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
+    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8.
+    """
+
+    positions: Positions = "learned_1d"
+    positions_at: PositionsAt = "stem"
+    pool: Pool = "cls"
+    representation: bool = False
+    head_bias: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("positions", self.positions, ("none", "learned_1d", "learned_2d", "relative"))
+        _check_choice(
+            "positions_at", self.positions_at, ("stem", "every_layer", "every_layer_shared")
+        )
+        _check_choice("pool", self.pool, ("cls", "gap"))
+        if self.positions in ("none", "relative") and self.positions_at != "stem":
+            raise ValueError(
+                f"positions_at={self.positions_at!r} has no meaning with positions="
+                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if not math.isfinite(self.head_bias):
+            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}.")
+
+
+class GridEmbedding(nn.Module):
+    """What a `VisionTransformer` asks of its embedding: a `grid`, and images to (B, h, w, D)."""
+
+    grid: Grid
+
+    def set_activation_checkpointing(self, every: int) -> None:
+        """Recompute every n-th unit in the backward pass; nothing where there are no units."""
+
+
+class PatchEmbedding(GridEmbedding):
+    """Cuts P x P patches and projects each to width D."""
+
+    def __init__(self, patch_size: int, width: int, image_size: Grid) -> None:
+        super().__init__()
+        if patch_size < 1:
+            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size.")
+        if min(image_size) < patch_size:
+            raise ValueError(
+                f"image_size={image_size[0]}x{image_size[1]} is smaller than a patch of "
+                f"{patch_size}x{patch_size}; raise image_size to at least {patch_size}, or choose "
+                "a model with smaller patches."
+            )
+        self.patch_size = patch_size
+        self.grid = (image_size[0] // patch_size, image_size[1] // patch_size)
+        self.projection = PatchProjection(3, width, patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, D)."""
+        patches: Tensor = self.projection(images)
+        return patches
+
+
+class VisionTransformer(nn.Module):
+    """Embedding, class token, positions, encoder, pooled feature, linear head.
+
+    Args:
+        embedding: module with a `grid` that turns images into (B, h, w, D).
+        size: of the encoder.
+        num_classes: K.
+        options: positions, pooling, head and dropout.
+    """
+
+    def __init__(
+        self,
+        embedding: GridEmbedding,
+        size: EncoderSize,
+        num_classes: int,
+        options: VitOptions,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.grid = embedding.grid
+        self.size = size
+        self.options = options
+        self.class_token = ClassToken(size.width) if options.pool == "cls" else None
+        self.positions = self._learned_positions()
+        self.dropout = nn.Dropout(options.dropout)
+        self.blocks = nn.ModuleList(self._block() for _ in range(size.depth))
+        self.norm = layer_norm(size.width)
+        self.representation = (
+            LecunLinear(size.width, size.width) if options.representation else None
+        )
+        self.head = Head(size.width, num_classes, options.head_bias)
+        self._recompute_every = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches, and the class token where there is one."""
+        return self.grid[0] * self.grid[1] + (self.options.pool == "cls")
+
+    def _learned_positions(self) -> nn.ModuleList:
+        """One table, or one for each layer, or none."""
+        kinds = {"learned_1d": LearnedPositions1d, "learned_2d": LearnedPositions2d}
+        if self.options.positions not in kinds:
+            return nn.ModuleList()
+        kind = kinds[self.options.positions]
+        count = self.size.depth if self.options.positions_at == "every_layer" else 1
+        has_class_token = self.options.pool == "cls"
+        return nn.ModuleList(
+            kind(self.grid, self.size.width, has_class_token) for _ in range(count)
+        )
+
+    def _block(self) -> nn.Module:
+        size = self.size
+        relative = None
+        if self.options.positions == "relative":
+            relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
+        return Block(size.width, size.mlp_dim, size.num_heads, self.options.dropout, relative)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, D) as the head sees them: pooled, and after the tanh layer where there is one."""
+        return self.pool(self.encode(self.embed(images)))
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) to patch embeddings (B, h * w, D), before positions.
+
+        Raises:
+            ValueError: if the images have another size than the model was built for.
+        """
+        grid_BhwD: Tensor = self.embedding(images)
+        if grid_BhwD.shape[1:3] != self.grid and self.options.positions != "none":
+            raise ValueError(
+                f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
+                f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, and the model was built for "
+                f"{self.grid[0]}x{self.grid[1]}; build it with image_size="
+                f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that."
+            )
+        return grid_BhwD.flatten(1, 2)
+
+    def encode(self, patches_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
+        """Patch embeddings to normalised encoder outputs, the class token first."""
+        x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
+        for index, block in enumerate(self.blocks):
+            x_BND = self._add_positions(x_BND, index)
+            if index == 0:
+                x_BND = self.dropout(x_BND)
+            if weights_out is not None:
+                x_BND = block(x_BND, weights_out)
+            else:
+                x_BND = run_block(block, x_BND, is_recomputed(index, self._recompute_every))
+        encoded: Tensor = self.norm(x_BND)
+        return encoded
+
+    def _add_positions(self, x_BND: Tensor, index: int) -> Tensor:
+        """Positions are added at the first layer, or at each with its own or the one table."""
+        is_added = index == 0 or self.options.positions_at != "stem"
+        if not (len(self.positions) and is_added):
+            return x_BND
+        added: Tensor = self.positions[index % len(self.positions)](x_BND)
+        return added
+
+    def pool(self, encoded_BND: Tensor) -> Tensor:
+        """(B, N, D) to the (B, D) that the head sees."""
+        pooled = encoded_BND[:, 0] if self.options.pool == "cls" else encoded_BND.mean(dim=1)
+        if self.representation is not None:
+            pooled = torch.tanh(self.representation(pooled))
+        return pooled
+
+    def attention_weights(self, images: Tensor) -> list[Tensor]:
+        """Attention weights (B, H, N, N) in float32, one tensor for each block.
+
+        Computed beside the fused kernel on the activations that the fused kernel made.
+        """
+        weights: list[Tensor] = []
+        self.encode(self.embed(images), weights)
+        return weights
+
+    def set_activation_checkpointing(self, every: int) -> None:
+        """Recompute every n-th block (and unit of a backbone) in the backward pass; 0: none."""
+        self._recompute_every = checked_interval(every)
+        self.embedding.set_activation_checkpointing(every)

@@ -1,0 +1,243 @@
+"""Axial attention (paper D.6, Figure 13): Axial-ViT and AxialResNet50.
+
+Where the paper is silent: Axial-ViT has no class token, which would belong to no row and no
+column, and averages its tokens; AxialResNet50 is the hybrids' post-activation ResNet-50 (group
+norm, standardised 1 x 1 kernels) with position-sensitive axial attention (Wang et al.,
+arXiv 2003.07853) in place of each 3 x 3 convolution: 8 heads, queries and keys of half the width,
+relative tables for queries, keys and values shared by the heads of a layer, logits scaled by the
+root of the key width instead of batch-normalised, a stride by averaging after the attention.
+"""
+
+# B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit_ray.models.encoder import Block
+from vit_ray.models.hybrid import ScaledGroupNorm, Shortcut, standardized
+from vit_ray.models.layers import Head, XavierLinear, pad_same
+from vit_ray.models.positions import POSITION_STD, Grid
+from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+from vit_ray.models.resnet import ResNetOptions, ResNetSize
+from vit_ray.models.vit import Pool, VisionTransformer, VitOptions
+
+NUM_AXIAL_HEADS = 8
+
+
+@dataclass(frozen=True)
+class AxialVitOptions(VitOptions):
+    """Options of a ViT, but for the class token and relative positions, which lines do not have."""
+
+    pool: Pool = "gap"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool != "gap":
+            raise ValueError(
+                f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
+            )
+        if self.positions == "relative":
+            raise ValueError(
+                "positions='relative' runs over the whole sequence, which an axial ViT never "
+                "attends to; use positions='learned_1d', 'learned_2d' or 'none'."
+            )
+
+
+class AxialBlock(nn.Module):
+    """A block that attends along rows, then one that attends along columns, each with its MLP."""
+
+    def __init__(self, grid: Grid, row: Block, column: Block) -> None:
+        super().__init__()
+        self.grid = grid
+        self.row = row
+        self.column = column
+
+    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
+        """(B, h * w, D) to (B, h * w, D)."""
+        batch, (height, width) = x_BND.shape[0], self.grid
+        rows: Tensor = self.row(x_BND.reshape(batch * height, width, -1), weights_out)
+        x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
+        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_out)
+        return columns.reshape(batch, width, height, -1).transpose(1, 2).flatten(1, 2)
+
+
+class AxialViT(VisionTransformer):
+    """A ViT of axial blocks over the mean of its tokens.
+
+    `attention_weights` gives two tensors a block: (B * h, H, w, w) and (B * w, H, h, h).
+    """
+
+    def _block(self) -> nn.Module:
+        size, dropout = self.size, self.options.dropout
+        row = Block(size.width, size.mlp_dim, size.num_heads, dropout)
+        column = Block(size.width, size.mlp_dim, size.num_heads, dropout)
+        return AxialBlock(self.grid, row, column)
+
+
+@dataclass(frozen=True)
+class AxialResNetOptions(ResNetOptions):
+    """As of a ResNet."""
+
+
+class LineAttention(nn.Module):
+    """Position-sensitive attention along lines of fixed length.
+
+    Args:
+        width: channels in and out.
+        length: L, tokens of a line.
+    """
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.key_width = width // (2 * NUM_AXIAL_HEADS)
+        self.value_width = width // NUM_AXIAL_HEADS
+        self.qk = XavierLinear(width, width)
+        self.v = XavierLinear(width, width)
+        self.query_table = _relative_table(length, self.key_width)
+        self.key_table = _relative_table(length, self.key_width)
+        self.value_table = _relative_table(length, self.value_width)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """(B, L, D) to (B, L, D)."""
+        lines = x_BLD.shape[:2]
+        qk: Tensor = self.qk(x_BLD).reshape(*lines, 2 * NUM_AXIAL_HEADS, self.key_width)
+        q_BHLK, k_BHLK = qk.transpose(1, 2).chunk(2, dim=1)
+        v: Tensor = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
+        v_BHLV = v.transpose(1, 2)
+        offsets = self._offsets(x_BLD.device)
+        logits = q_BHLK @ k_BHLK.transpose(-2, -1)
+        logits = logits + torch.einsum("bhqk,qlk->bhql", q_BHLK, self.query_table[offsets])
+        logits = logits + torch.einsum("bhlk,qlk->bhql", k_BHLK, self.key_table[offsets])
+        weights = torch.softmax(logits * self.key_width**-0.5, dim=-1)
+        mixed = weights @ v_BHLV
+        mixed = mixed + torch.einsum("bhql,qlv->bhqv", weights, self.value_table[offsets])
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _offsets(self, device: torch.device) -> Tensor:
+        """Row of a table for each (query, key): q - k + L - 1."""
+        place = torch.arange(self.length, device=device)
+        return place[:, None] - place[None, :] + self.length - 1
+
+
+def _relative_table(length: int, width: int) -> nn.Parameter:
+    table = nn.Parameter(torch.empty(2 * length - 1, width))
+    nn.init.normal_(table, std=POSITION_STD)
+    return table
+
+
+class AxialAttention2d(nn.Module):
+    """Attention along rows, then along columns, then a stride by averaging."""
+
+    def __init__(self, width: int, grid: Grid, stride: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.stride = stride
+        self.along_rows = LineAttention(width, grid[1])
+        self.along_columns = LineAttention(width, grid[0])
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """(B, C, h, w) to (B, C, ceil(h / stride), ceil(w / stride))."""
+        batch, (height, width) = x_BCHW.shape[0], self.grid
+        rows: Tensor = self.along_rows(x_BCHW.permute(0, 2, 3, 1).flatten(0, 1))
+        x_BwhC = rows.reshape(batch, height, width, -1).transpose(1, 2)
+        columns: Tensor = self.along_columns(x_BwhC.flatten(0, 1))
+        x_BCHW = columns.reshape(batch, width, height, -1).permute(0, 3, 2, 1)
+        if self.stride == 1:
+            return x_BCHW
+        return F.avg_pool2d(x_BCHW, self.stride, ceil_mode=True, count_include_pad=False)
+
+
+class AxialUnit(nn.Module):
+    """Bottleneck of a post-activation ResNet with axial attention for its 3 x 3 convolution."""
+
+    def __init__(self, channels_in: int, width: int, grid: Grid, stride: int) -> None:
+        super().__init__()
+        channels_out = 4 * width
+        self.conv1 = standardized(channels_in, width, 1)
+        self.norm1 = ScaledGroupNorm(width)
+        self.attention = AxialAttention2d(width, grid, stride)
+        self.norm2 = ScaledGroupNorm(width)
+        self.conv3 = standardized(width, channels_out, 1)
+        self.norm3 = ScaledGroupNorm(channels_out, initial_scale=0.0)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = Shortcut(channels_in, channels_out, stride)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """(B, C, h, w) to (B, 4 width, ceil(h / stride), ceil(w / stride))."""
+        kept = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
+        y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
+        y_BCHW = F.relu(self.norm2(self.attention(y_BCHW)))
+        y_BCHW = self.norm3(self.conv3(y_BCHW))
+        return F.relu(kept + y_BCHW)
+
+
+class AxialResNet(nn.Module):
+    """Convolutional root, axial units, mean over space, linear head.
+
+    The relative tables have the length of the lines, so a model is built for one image size.
+    """
+
+    def __init__(
+        self, size: ResNetSize, num_classes: int, image_size: Grid, options: ResNetOptions
+    ) -> None:
+        super().__init__()
+        _check_lines(image_size, size)
+        self.size = size
+        self.image_size = image_size
+        self.options = options
+        channels = size.widths[0]
+        self.root = standardized(3, channels, 7, stride=2)
+        self.root_norm = ScaledGroupNorm(channels)
+        grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
+        units: list[nn.Module] = []
+        for stage, (count, width) in enumerate(zip(size.stages, size.widths, strict=True)):
+            for index in range(count):
+                stride = 2 if stage > 0 and index == 0 else 1
+                units.append(AxialUnit(channels, width, grid, stride))
+                grid = (-(-grid[0] // stride), -(-grid[1] // stride))
+                channels = 4 * width
+        self.units = nn.ModuleList(units)
+        self.head = Head(channels, num_classes, options.head_bias)
+        self._recompute_every = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, D) as the head sees them: the last feature map averaged over space.
+
+        Raises:
+            ValueError: if the images have another size than the model was built for.
+        """
+        if images.shape[-2:] != self.image_size:
+            raise ValueError(
+                f"images of {images.shape[-2]}x{images.shape[-1]} given to an axial ResNet built "
+                f"for {self.image_size[0]}x{self.image_size[1]}; build it with image_size="
+                f"({images.shape[-2]}, {images.shape[-1]})."
+            )
+        x_BCHW = self.root(images.to(self.head.weight.dtype))
+        x_BCHW = F.relu(self.root_norm(x_BCHW))
+        x_BCHW = F.max_pool2d(pad_same(x_BCHW, 3, 2), kernel_size=3, stride=2)
+        for index, unit in enumerate(self.units):
+            x_BCHW = run_block(unit, x_BCHW, is_recomputed(index, self._recompute_every))
+        return x_BCHW.mean(dim=(2, 3))
+
+    def set_activation_checkpointing(self, every: int) -> None:
+        """Recompute every n-th unit in the backward pass; 0 recomputes none."""
+        self._recompute_every = checked_interval(every)
+
+
+def _check_lines(image_size: Grid, size: ResNetSize) -> None:
+    reduction = 2 ** (len(size.stages) + 1)
+    if min(image_size) < reduction:
+        raise ValueError(
+            f"image_size={image_size[0]}x{image_size[1]} leaves no pixel after the last stage; "
+            f"raise image_size to at least {reduction}."
+        )

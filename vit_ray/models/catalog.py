@@ -1,0 +1,294 @@
+"""Names of the paper's models, and how each is built.
+
+Sizes: paper Table 1; Ti, S and b from google-research/vision_transformer `configs/models.py` and
+the caption of Figure 4. The paper gives ViT-b's hidden sizes as half of ViT-B's and does not give
+its heads; here it has 6, so that a head is 64 wide as in every other model.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from vit_ray.models.axial import AxialResNet, AxialResNetOptions, AxialViT, AxialVitOptions
+from vit_ray.models.hybrid import ResNetEmbedding
+from vit_ray.models.positions import Grid
+from vit_ray.models.resnet import BitResNet, ResNetOptions, ResNetSize
+from vit_ray.models.vit import EncoderSize, PatchEmbedding, VisionTransformer, VitOptions
+
+ImageSize = int | tuple[int, int]
+
+ENCODERS: dict[str, EncoderSize] = {
+    "Ti": EncoderSize(depth=12, width=192, mlp_dim=768, num_heads=3),
+    "S": EncoderSize(depth=12, width=384, mlp_dim=1536, num_heads=6),
+    "b": EncoderSize(depth=12, width=384, mlp_dim=1536, num_heads=6),
+    "B": EncoderSize(depth=12, width=768, mlp_dim=3072, num_heads=12),
+    "L": EncoderSize(depth=24, width=1024, mlp_dim=4096, num_heads=16),
+    "H": EncoderSize(depth=32, width=1280, mlp_dim=5120, num_heads=16),
+}
+
+RESNETS: dict[str, ResNetSize] = {
+    "R50x1": ResNetSize((3, 4, 6, 3), 1),
+    "R50x2": ResNetSize((3, 4, 6, 3), 2),
+    "R101x1": ResNetSize((3, 4, 23, 3), 1),
+    "R152x1": ResNetSize((3, 8, 36, 3), 1),
+    "R152x2": ResNetSize((3, 8, 36, 3), 2),
+    "R152x4": ResNetSize((3, 8, 36, 3), 4),
+    "R200x3": ResNetSize((3, 24, 36, 3), 3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainVit:
+    """A ViT over square patches of the image."""
+
+    size: EncoderSize
+    patch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridVit:
+    """A ViT over the feature map of a ResNet."""
+
+    size: EncoderSize
+    backbone: ResNetSize
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainResNet:
+    """A BiT ResNet."""
+
+    size: ResNetSize
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainAxialVit:
+    """A ViT whose blocks attend along rows, then along columns."""
+
+    size: EncoderSize
+    patch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainAxialResNet:
+    """A ResNet whose 3 x 3 convolutions are axial attention."""
+
+    size: ResNetSize
+
+
+ModelSpec = PlainVit | HybridVit | PlainResNet | PlainAxialVit | PlainAxialResNet
+
+# Stage 4 of the /16 hybrids is moved into stage 3, which leaves a map twice as fine (paper 4.1).
+_STAGES_16 = ResNetSize((3, 4, 9))
+_STAGES_32 = ResNetSize((3, 4, 6, 3))
+
+_SPECS: dict[str, ModelSpec] = {
+    **{
+        f"ViT-{name}/{patch}": PlainVit(ENCODERS[name], patch)
+        for name, patch in [
+            ("Ti", 16),
+            ("S", 16),
+            ("S", 32),
+            ("b", 16),
+            ("b", 32),
+            ("B", 8),
+            ("B", 16),
+            ("B", 32),
+            ("L", 16),
+            ("L", 32),
+            ("H", 14),
+        ]
+    },
+    **{name: PlainResNet(size) for name, size in RESNETS.items()},
+    "R50x1+ViT-B/32": HybridVit(ENCODERS["B"], _STAGES_32),
+    "R50x1+ViT-B/16": HybridVit(ENCODERS["B"], _STAGES_16),
+    "R50x1+ViT-L/32": HybridVit(ENCODERS["L"], _STAGES_32),
+    "R50x1+ViT-L/16": HybridVit(ENCODERS["L"], _STAGES_16),
+    "Axial-ViT-B/32": PlainAxialVit(ENCODERS["B"], 32),
+    "Axial-ViT-B/16": PlainAxialVit(ENCODERS["B"], 16),
+    "AxialResNet50": PlainAxialResNet(ResNetSize((3, 4, 6, 3))),
+}
+
+# Families whose size is given in full, and the sizes that each asks for.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
+    "Axial-ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
+    "R+ViT": ("depth", "width", "mlp_dim", "num_heads", "stages", "width_factor"),
+    "ResNet": ("stages", "width_factor"),
+    "AxialResNet": ("stages", "width_factor"),
+}
+
+_OPTIONS: dict[type[ModelSpec], type[Any]] = {
+    PlainVit: VitOptions,
+    HybridVit: VitOptions,
+    PlainResNet: ResNetOptions,
+    PlainAxialVit: AxialVitOptions,
+    PlainAxialResNet: AxialResNetOptions,
+}
+
+
+def model_names() -> list[str]:
+    """Every name that `build_model` knows, and the families whose size is given in full."""
+    return [*_SPECS, *_FAMILIES]
+
+
+def build_model(
+    name: str, num_classes: int, image_size: ImageSize = 224, **options: Any
+) -> nn.Module:
+    """A model with fresh weights from torch's generator.
+
+    Args:
+        name: one of `model_names()`.
+        num_classes: K, width of the logits.
+        image_size: side in pixels, or (height, width).
+        **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
+            `pool`, `representation`, `head_bias`, `dropout`), of `AxialVitOptions`, of
+            `ResNetOptions` or of `AxialResNetOptions`; and, for a family, its size in full:
+            depth, width, mlp_dim, num_heads, patch_size; stages, width_factor.
+
+    Returns:
+        A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,
+        `head` and `set_activation_checkpointing`.
+
+    Raises:
+        ValueError: for an unknown name or option, or sizes that do not fit.
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes.")
+    spec, rest = find_spec(name, options)
+    chosen = _checked_options(name, spec, rest)
+    return _BUILDERS[type(spec)](spec, num_classes, as_grid(image_size), chosen)
+
+
+def find_spec(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    """The sizes behind a name, and the options that are not sizes.
+
+    Raises:
+        ValueError: for an unknown name, or a family without its sizes.
+    """
+    if name in _SPECS:
+        return _SPECS[name], options
+    if name in _FAMILIES:
+        return _spec_in_full(name, options)
+    near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
+    raise ValueError(
+        f"model name {name!r} is unknown; near names: {', '.join(near)}. "
+        "model_names() lists all; 'ViT' takes any size in full."
+    )
+
+
+def _spec_in_full(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+    needed = _FAMILIES[name]
+    missing = [key for key in needed if key not in options]
+    if missing:
+        raise ValueError(
+            f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}."
+        )
+    rest = {key: value for key, value in options.items() if key not in needed}
+    resnet = (
+        ResNetSize(tuple(options["stages"]), options["width_factor"])
+        if ("stages" in needed)
+        else None
+    )
+    if resnet is not None and name != "R+ViT":
+        return (PlainResNet if name == "ResNet" else PlainAxialResNet)(resnet), rest
+    size = EncoderSize(*(options[key] for key in ("depth", "width", "mlp_dim", "num_heads")))
+    if resnet is not None:
+        return HybridVit(size, resnet), rest
+    return (PlainVit if name == "ViT" else PlainAxialVit)(size, options["patch_size"]), rest
+
+
+def _checked_options(name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
+    kind = _OPTIONS[type(spec)]
+    allowed = [field.name for field in dataclasses.fields(kind)]
+    unknown = [key for key in options if key not in allowed]
+    if unknown:
+        near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise ValueError(
+            f"model {name!r} has no option {', '.join(unknown)}; "
+            f"it takes {', '.join(allowed)}.{hint}"
+        )
+    return kind(**options)
+
+
+def as_grid(image_size: ImageSize) -> Grid:
+    """(height, width) of a side or a pair.
+
+    Raises:
+        ValueError: if a side is not a positive whole number.
+    """
+    pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+        raise ValueError(
+            f"image_size={image_size!r} must be a side in pixels or (height, width), each above 0."
+        )
+    return (pair[0], pair[1])
+
+
+def _build_vit(
+    spec: PlainVit, num_classes: int, image_size: Grid, options: VitOptions
+) -> nn.Module:
+    embedding = PatchEmbedding(spec.patch_size, spec.size.width, image_size)
+    return VisionTransformer(embedding, spec.size, num_classes, options)
+
+
+def _build_hybrid(
+    spec: HybridVit, num_classes: int, image_size: Grid, options: VitOptions
+) -> nn.Module:
+    embedding = ResNetEmbedding(spec.backbone, spec.size.width, image_size)
+    return VisionTransformer(embedding, spec.size, num_classes, options)
+
+
+def _build_resnet(
+    spec: PlainResNet, num_classes: int, image_size: Grid, options: ResNetOptions
+) -> nn.Module:
+    if min(image_size) < 2 ** (len(spec.size.stages) + 1):
+        raise ValueError(
+            f"image_size={image_size[0]}x{image_size[1]} leaves no pixel after the last stage; "
+            f"raise image_size to at least {2 ** (len(spec.size.stages) + 1)}."
+        )
+    return BitResNet(spec.size, num_classes, options)
+
+
+def _build_axial_vit(
+    spec: PlainAxialVit, num_classes: int, image_size: Grid, options: AxialVitOptions
+) -> nn.Module:
+    embedding = PatchEmbedding(spec.patch_size, spec.size.width, image_size)
+    return AxialViT(embedding, spec.size, num_classes, options)
+
+
+def _build_axial_resnet(
+    spec: PlainAxialResNet, num_classes: int, image_size: Grid, options: AxialResNetOptions
+) -> nn.Module:
+    return AxialResNet(spec.size, num_classes, image_size, options)
+
+
+_BUILDERS: dict[type[ModelSpec], Callable[..., nn.Module]] = {
+    PlainVit: _build_vit,
+    HybridVit: _build_hybrid,
+    PlainResNet: _build_resnet,
+    PlainAxialVit: _build_axial_vit,
+    PlainAxialResNet: _build_axial_resnet,
+}
+
+NamedParameters = list[tuple[str, Parameter]]
+
+
+def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """Trainable parameters that weight decay acts on, and those it does not.
+
+    Decay acts on kernels only: the matrices of linear layers and the kernels of convolutions, head
+    and patch embedding included; not on biases, norms, class and mask tokens, or positions
+    (google-research/big_vision decays tensors named `kernel`).
+    """
+    kernels = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [(name, p) for name, p in trainable if id(p) in kernels]
+    kept = [(name, p) for name, p in trainable if id(p) not in kernels]
+    return decayed, kept

@@ -159,7 +159,7 @@ def build_model(
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes.")
     spec, rest = find_spec(name, options)
-    chosen = _checked_options(name, spec, rest)
+    chosen = checked_options(name, spec, rest)
     return _BUILDERS[type(spec)](spec, num_classes, as_grid(image_size), chosen)
 
 
@@ -201,7 +201,12 @@ def _spec_in_full(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[s
     return (PlainVit if name == "ViT" else PlainAxialVit)(size, options["patch_size"]), rest
 
 
-def _checked_options(name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
+def checked_options(name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
+    """The options of the spec's family, from those that are not sizes.
+
+    Raises:
+        ValueError: for an option that the family does not have.
+    """
     kind = _OPTIONS[type(spec)]
     allowed = [field.name for field in dataclasses.fields(kind)]
     unknown = [key for key in options if key not in allowed]

@@ -1,0 +1,57 @@
+"""Small instances of every family, and images for them, for the tests of this folder."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.models import build_model
+
+TINY_ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 4}
+TINY_VIT = {**TINY_ENCODER, "patch_size": 8}
+
+# Family name, and its size in full: every kind of model that the catalog builds.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "ViT": TINY_VIT,
+    "Axial-ViT": TINY_VIT,
+    "R+ViT": {**TINY_ENCODER, "stages": (1, 2), "width_factor": 1},
+    "ResNet": {"stages": (1, 2), "width_factor": 1},
+    "AxialResNet": {"stages": (1, 2), "width_factor": 1},
+}
+
+# The eight cells of the paper's Table 8.
+POSITION_VARIANTS = [
+    ("none", "stem"),
+    ("learned_1d", "stem"),
+    ("learned_1d", "every_layer"),
+    ("learned_1d", "every_layer_shared"),
+    ("learned_2d", "stem"),
+    ("learned_2d", "every_layer"),
+    ("learned_2d", "every_layer_shared"),
+    ("relative", "stem"),
+]
+
+
+def small_model(
+    family: str, num_classes: int = 5, image_size: int | tuple[int, int] = 32, **options: Any
+) -> nn.Module:
+    """A seeded model whose every parameter has random values, so that no term is hidden by a 0."""
+    torch.manual_seed(0)
+    model = build_model(family, num_classes, image_size, **{**FAMILIES[family], **options})
+    shake(model)
+    return model
+
+
+def shake(model: nn.Module) -> None:
+    """Add seeded noise to every parameter, in place."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter.dtype), alpha=0.05)
+
+
+def some_images(batch: int = 2, size: tuple[int, int] = (32, 32)) -> Tensor:
+    """Seeded float images in [-1, 1]."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(batch, 3, *size, generator=generator) * 2 - 1

@@ -1,0 +1,217 @@
+"""Names, sizes and parameter counts against the paper and its reference code."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.small import FAMILIES, POSITION_VARIANTS, TINY_VIT, small_model
+from vit_ray.models import build_model, model_names
+from vit_ray.models.catalog import decayed_parameters
+
+# (with a head of 1000 classes, without head); counted from google-research/vision_transformer.
+# The ResNets' and hybrids' counts are those of google-research/big_transfer's models and timm's
+# model table (resnetv2_50x1_bit 25.55M, resnetv2_152x4_bit 936.53M, vit_base_r50_s16 98.66M).
+VIT_COUNTS = {
+    "ViT-Ti/16": (5_717_416, 5_524_416),
+    "ViT-S/16": (22_050_664, 21_665_664),
+    "ViT-S/32": (22_878_952, 22_493_952),
+    "ViT-b/32": (22_878_952, 22_493_952),
+    "ViT-B/32": (88_224_232, 87_455_232),
+    "ViT-B/16": (86_567_656, 85_798_656),
+    "ViT-L/32": (306_535_400, 305_510_400),
+    "ViT-L/16": (304_326_632, 303_301_632),
+    "ViT-H/14": (632_045_800, 630_764_800),
+}
+OTHER_COUNTS_MILLIONS = {
+    "R50x1": 25.55,
+    "R101x1": 44.54,
+    "R152x2": 236.34,
+    "R152x4": 936.53,
+    "R50x1+ViT-B/16": 98.66,
+    "R50x1+ViT-L/32": 328.99,
+}
+
+
+def count(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", VIT_COUNTS)
+def test_a_vit_has_exactly_the_parameters_of_the_reference(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name, num_classes=1000)
+    assert (count(model), count(model) - count(model.head)) == VIT_COUNTS[name]
+
+
+@pytest.mark.parametrize("name", OTHER_COUNTS_MILLIONS)
+def test_resnets_and_hybrids_have_the_published_number_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name, num_classes=1000)
+    assert round(count(model) / 1e6, 2) == OTHER_COUNTS_MILLIONS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("ViT-B/16", {224: 197, 384: 577}),
+        ("ViT-L/16", {512: 1025}),
+        # 384 is not a multiple of 14: the last 6 pixels are unused, as in the reference.
+        ("ViT-H/14", {224: 257, 384: 730, 518: 1370}),
+        ("R50x1+ViT-B/16", {224: 197, 384: 577}),
+        ("R50x1+ViT-L/32", {224: 50}),
+    ],
+)
+def test_the_sequence_is_as_long_as_in_the_paper(name: str, tokens: dict[int, int]) -> None:
+    with torch.device("meta"):
+        for size, expected in tokens.items():
+            assert build_model(name, 10, image_size=size).num_tokens == expected
+
+
+def test_every_name_builds_with_its_head_and_interface() -> None:
+    for name in model_names():
+        with torch.device("meta"):
+            model = build_model(name, num_classes=7, **FAMILIES.get(name, {}))
+        assert isinstance(model.head, nn.Linear)
+        assert model.head.out_features == 7
+        assert model.features is not None
+        model.set_activation_checkpointing(1)
+
+
+@pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
+def test_every_position_variant_has_its_tables(positions: str, positions_at: str) -> None:
+    model = small_model("ViT", positions=positions, positions_at=positions_at)
+    plain = small_model("ViT", positions="none")
+    # 16 patches and a class token, width 32, 2 layers, heads 8 wide.
+    table = {"none": 0, "learned_1d": 17 * 32, "learned_2d": 2 * 4 * 16 + 32, "relative": 33 * 8}
+    copies = 2 if positions_at == "every_layer" or positions == "relative" else 1
+    assert count(model) - count(plain) == copies * table[positions]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("ViT-B16", "ViT-B/16"),
+        ("vit-l/32", "ViT-L/32"),
+        ("R50x3", "R50x1"),
+        ("R50+ViT-B/16", "R50x1+"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"model name .* is unknown; near names:.*{near}") as error:
+        build_model(name, 10)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "ViT-B/16", "num_classes": 0}, "num_classes=0 must be at least 1"),
+        ({"name": "ViT-B/16", "num_classes": 1, "image_size": 8}, "smaller than a patch of 16x16"),
+        (
+            {"name": "ViT-B/16", "num_classes": 1, "image_size": (32,)},
+            r"image_size=\(32,\) must be",
+        ),
+        ({"name": "R50x1+ViT-B/16", "num_classes": 1, "image_size": 8}, "at least 16"),
+        ({"name": "R50x1", "num_classes": 1, "image_size": 16}, "image_size to at least 32"),
+        (
+            {"name": "AxialResNet50", "num_classes": 1, "image_size": 16},
+            "image_size to at least 32",
+        ),
+        ({"name": "ViT-B/16", "num_classes": 1, "drop_out": 0.1}, "Did you mean dropout"),
+        ({"name": "R50x1", "num_classes": 1, "pool": "gap"}, "it takes head_bias"),
+        (
+            {"name": "ViT", "num_classes": 1, "depth": 2},
+            "add width, mlp_dim, num_heads, patch_size",
+        ),
+        ({"name": "ResNet", "num_classes": 1}, "add stages, width_factor"),
+        (
+            {"name": "ResNet", "num_classes": 1, "stages": (), "width_factor": 1},
+            "at least one unit in each stage",
+        ),
+        (
+            {"name": "ResNet", "num_classes": 1, "stages": (1,), "width_factor": 0},
+            "width_factor=0 must be",
+        ),
+        (
+            {"name": "ViT", "num_classes": 1, **TINY_VIT, "num_heads": 5},
+            "width=32 is not divisible by num_heads=5; change num_heads",
+        ),
+        ({"name": "ViT", "num_classes": 1, **TINY_VIT, "depth": 0}, "depth=0 must be at least 1"),
+        ({"name": "ViT", "num_classes": 1, **TINY_VIT, "patch_size": 0}, "patch_size=0 must be"),
+        (
+            {
+                "name": "ViT",
+                "num_classes": 1,
+                **TINY_VIT,
+                "width": 15,
+                "num_heads": 3,
+                "positions": "learned_2d",
+            },
+            "width=15 is odd",
+        ),
+        ({"name": "ViT-B/16", "num_classes": 1, "positions": "2d"}, "positions='2d' is unknown"),
+        ({"name": "ViT-B/16", "num_classes": 1, "pool": "map"}, "use one of cls, gap"),
+        (
+            {"name": "ViT-B/16", "num_classes": 1, "positions_at": "each"},
+            "positions_at='each' is unknown",
+        ),
+        (
+            {
+                "name": "ViT-B/16",
+                "num_classes": 1,
+                "positions": "relative",
+                "positions_at": "every_layer",
+            },
+            "has no meaning with positions='relative'",
+        ),
+        ({"name": "ViT-B/16", "num_classes": 1, "dropout": 1.0}, "dropout=1.0 must be"),
+        (
+            {"name": "ViT-B/16", "num_classes": 1, "head_bias": float("nan")},
+            "head_bias=nan must be",
+        ),
+        ({"name": "R50x1", "num_classes": 1, "head_bias": float("inf")}, "head_bias=inf must be"),
+        ({"name": "Axial-ViT-B/16", "num_classes": 1, "pool": "cls"}, "use pool='gap'"),
+        (
+            {"name": "Axial-ViT-B/16", "num_classes": 1, "positions": "relative"},
+            "axial ViT never attends",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_with_what_to_change(
+    arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message), torch.device("meta"):
+        build_model(**arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decay_acts_on_kernels_and_on_nothing_else(family: str) -> None:
+    options = {"representation": True} if "ViT" in family else {}
+    model = small_model(family, **options)
+    decayed, kept = decayed_parameters(model)
+    assert {name for name, _ in [*decayed, *kept]} == {n for n, _ in model.named_parameters()}
+    # Kernels are the tensors of two or more axes that are not tables or tokens.
+    tables = ("table", "token", "rows", "columns", "class_position")
+    for name, parameter in decayed:
+        assert parameter.dim() in (2, 4)
+        assert name.endswith("weight")
+    for name, parameter in kept:
+        assert parameter.dim() == 1 or name.endswith(tables)
+    assert "head.weight" in dict(decayed)
+    assert "head.bias" in dict(kept)
+
+
+def test_decay_leaves_two_dimensional_tables_alone() -> None:
+    model = small_model("ViT", positions="learned_2d")
+    _, kept = decayed_parameters(model)
+    assert {"positions.0.columns", "positions.0.rows", "positions.0.class_position"} <= {
+        name for name, _ in kept
+    }
+
+
+def test_frozen_parameters_are_given_to_no_optimiser() -> None:
+    model = small_model("ViT")
+    model.head.requires_grad_(False)
+    decayed, kept = decayed_parameters(model)
+    assert not {"head.weight", "head.bias"} & {name for name, _ in [*decayed, *kept]}

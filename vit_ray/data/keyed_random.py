@@ -1,0 +1,68 @@
+"""Random numbers that are a pure function of integer keys (SplitMix64, Steele et al. 2014).
+
+Nothing here has state and nothing depends on numpy's generators, whose streams may change between
+versions: an order or a crop drawn today is drawn again after any upgrade, on any worker.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+
+UInt64Array = NDArray[np.uint64]
+
+
+def mix(value: int) -> int:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def key_of(*parts: int) -> int:
+    """One 64-bit key from several integers, sensitive to their order."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ (part & _MASK))
+    return key
+
+
+def mix_array(values: UInt64Array) -> UInt64Array:
+    """`mix` of every element."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(_GOLDEN)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+        return values ^ (values >> np.uint64(31))
+
+
+def keys_of(key: int, parts: NDArray[np.integer]) -> UInt64Array:
+    """`key_of(..., part)` for every part, where `key` is the key of the leading parts."""
+    return mix_array(np.uint64(key) ^ parts.astype(np.uint64))
+
+
+class KeyedUniform:
+    """A sequence of uniform numbers in [0, 1) that belongs to one key."""
+
+    def __init__(self, *parts: int) -> None:
+        self._key = key_of(*parts)
+        self._drawn = 0
+
+    def draw(self) -> float:
+        """The next number of the sequence."""
+        self._drawn += 1
+        return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
+
+    def between(self, low: float, high: float) -> float:
+        """The next number, scaled to [low, high)."""
+        return low + (high - low) * self.draw()
+
+    def below(self, bound: int) -> int:
+        """The next number as an integer in [0, bound)."""
+        return int(self.draw() * bound)

@@ -1,0 +1,119 @@
+"""Row groups of a data set as encoded images, checked against the manifest."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pyarrow import fs
+
+from vit_ray.data.manifest import Manifest
+from vit_ray.data.schema import SHARD_SCHEMA, checksum
+from vit_ray.data.storage import Location
+
+_COLUMNS: Final = ["image", "labels", "key", "crc32"]
+_OPEN_FILES: Final = 16
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The rows of one stored row group."""
+
+    images: pa.Array
+    labels: pa.Array
+    keys: pa.Array
+    crc32: NDArray[np.uint32]
+
+    def image(self, row: int) -> bytes:
+        """Encoded bytes of one row, checked against its checksum.
+
+        Raises:
+            ValueError: if they are not the bytes that were converted.
+        """
+        image: bytes = self.images[row].as_py()
+        if checksum(image) != self.crc32[row]:
+            raise ValueError("the bytes changed since conversion (checksum differs)")
+        return image
+
+    def labels_of(self, row: int) -> list[int]:
+        """Labels of one row."""
+        labels: list[int] = self.labels[row].as_py()
+        return labels
+
+    def key(self, row: int) -> str:
+        """Key of one row."""
+        return str(self.keys[row].as_py())
+
+
+class RowGroupReader:
+    """Reads row groups by their index in the manifest, keeping some files open."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+
+    def read(self, group: int) -> EncodedRows:
+        """The rows of a row group as they are stored.
+
+        Raises:
+            ValueError: if the shard is missing, truncated, or not what the manifest says.
+        """
+        location = self._manifest.shard_location(group)
+        with _explained(location):
+            file = self._file(int(self._manifest.file_index[group]), location)
+            table = file.read_row_group(
+                int(self._manifest.row_group[group]), columns=_COLUMNS, use_threads=False
+            )
+        columns = {name: _one_chunk(table[name]) for name in _COLUMNS}
+        crc32 = columns["crc32"].to_numpy()
+        return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
+
+    def _file(self, index: int, location: Location) -> pq.ParquetFile:
+        if index not in self._open:
+            self._open[index] = self._open_checked(index, location)
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(index)
+        return self._open[index]
+
+    def _open_checked(self, index: int, location: Location) -> pq.ParquetFile:
+        source = location.filesystem.open_input_file(location.path)
+        expected = self._manifest.files[index].bytes
+        if source.size() != expected:
+            raise ValueError(
+                f"shard {location.path!r} has {source.size()} bytes and the manifest says "
+                f"{expected}: it was changed or cut short after conversion; run jobs/verify.py."
+            )
+        file = pq.ParquetFile(source)
+        if not file.schema_arrow.equals(SHARD_SCHEMA):
+            raise ValueError(
+                f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); "
+                f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them."
+            )
+        return file
+
+
+@contextlib.contextmanager
+def _explained(location: Location) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"shard {location.path!r} is missing though the manifest lists it; "
+            f"restore the file or convert again."
+        ) from error
+    except (pa.ArrowInvalid, OSError) as error:
+        if location.info().type == fs.FileType.NotFound:
+            raise ValueError(f"shard {location.path!r} disappeared while it was read.") from error
+        raise ValueError(
+            f"shard {location.path!r} cannot be read ({error}); run jobs/verify.py on the data set."
+        ) from error
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

@@ -1,0 +1,59 @@
+"""The parquet layout of a data set: column names, types and file names.
+
+A shard holds one row per image: the encoded bytes as they came, the labels, a key that names the
+image in its source, its size in pixels, and a checksum, because parquet readers do not check pages.
+"""
+
+import zlib
+from typing import Final
+
+import pyarrow as pa
+
+FORMAT_VERSION: Final = 1
+"""Written to every manifest; a reader refuses a higher one."""
+
+MANIFEST_FILE: Final = "manifest.parquet"
+"""Its presence is the commit mark of a data set."""
+
+STAGING_FOLDER: Final = "_staging"
+"""Holds the plan and progress of a conversion until the manifest is written."""
+
+REJECTED_FILE: Final = "rejected.parquet"
+REPORT_FILE: Final = "report.json"
+NO_LABEL: Final = -1
+"""Pads the `labels` of a batch to the width of the data set's longest label list."""
+
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32()), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("crc32", pa.uint32(), nullable=False),
+    ]
+)
+
+ROW_GROUP_SCHEMA: Final = pa.schema(
+    [
+        pa.field("file_index", pa.int32(), nullable=False),
+        pa.field("row_group", pa.int32(), nullable=False),
+        pa.field("rows", pa.int32(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("dropped", pa.list_(pa.int32())),
+    ]
+)
+
+REJECTED_SCHEMA: Final = pa.schema(
+    [pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)]
+)
+
+
+def shard_name(index: int, num_shards: int) -> str:
+    """File name of shard `index`, sortable and telling how many there are."""
+    return f"part-{index:05d}-of-{num_shards:05d}.parquet"
+
+
+def checksum(image: bytes) -> int:
+    """CRC-32 of the encoded bytes of one image, as the `crc32` column holds it."""
+    return zlib.crc32(image)

@@ -1,0 +1,123 @@
+"""Where data sets lie: a local folder or an `s3://` address, behind one pyarrow file system."""
+
+import os
+import uuid
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pyarrow import fs
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path together with the file system that serves it."""
+
+    filesystem: fs.FileSystem
+    path: str
+
+    def child(self, name: str) -> "Location":
+        """The location of `name` below this one."""
+        return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there."""
+        return self.info().type != fs.FileType.NotFound
+
+    def info(self) -> fs.FileInfo:
+        """Type and size of what is there."""
+        return self.filesystem.get_file_info([self.path])[0]
+
+    def read(self) -> bytes:
+        """The whole file."""
+        with self.filesystem.open_input_stream(self.path) as stream:
+            return bytes(stream.read())
+
+    def write(self, content: bytes) -> None:
+        """Write a file so that no reader ever sees half of it."""
+        with (
+            self.atomic_output() as target,
+            self.filesystem.open_output_stream(target.path) as stream,
+        ):
+            stream.write(content)
+
+    def atomic_output(self) -> "AtomicOutput":
+        """A context whose target becomes this file when the block ends without an error."""
+        return AtomicOutput(self)
+
+    def list_files(self) -> list[fs.FileInfo]:
+        """All files below this folder, sorted by path."""
+        selector = fs.FileSelector(self.path, recursive=True, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
+
+    def list_folders(self) -> list[str]:
+        """Names of the folders directly below this one, sorted; empty if there is none."""
+        selector = fs.FileSelector(self.path, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+
+    def delete_folder(self) -> None:
+        """Delete this folder and all below it."""
+        self.filesystem.delete_dir(self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the path is on this machine's file system."""
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+
+class AtomicOutput:
+    """Writes beside the destination and moves into place; on S3 a PUT is atomic by itself."""
+
+    def __init__(self, destination: Location) -> None:
+        self._destination = destination
+        self._target = destination
+        if destination.is_local:
+            self._target = Location(
+                destination.filesystem, f"{destination.path}.{uuid.uuid4().hex[:8]}.tmp"
+            )
+
+    def __enter__(self) -> Location:
+        if self._destination.is_local:
+            os.makedirs(os.path.dirname(self._destination.path), exist_ok=True)
+        return self._target
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if not self._destination.is_local:
+            return
+        if error_type is None:
+            os.replace(self._target.path, self._destination.path)
+        elif os.path.exists(self._target.path):
+            os.remove(self._target.path)
+
+
+def locate(path: str) -> Location:
+    """The location that a user's path means.
+
+    Args:
+        path: a local path, `file://` or `s3://bucket/folder`; credentials, region and endpoint of
+            S3 come from the environment (`AWS_*`) only.
+
+    Raises:
+        ValueError: if the address has another scheme.
+    """
+    if path.startswith("s3://"):
+        return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
+    if "://" in path and not path.startswith("file://"):
+        raise ValueError(
+            f"path {path!r} has a scheme that is not served; use a local path or s3://bucket/folder."
+        )
+    local = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+    return Location(fs.LocalFileSystem(), local)
+
+
+@lru_cache(maxsize=1)
+def _s3() -> fs.S3FileSystem:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return fs.S3FileSystem(
+        endpoint_override=endpoint, connect_timeout=5.0, request_timeout=30.0, region=_region()
+    )
+
+
+def _region() -> str | None:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

@@ -61,10 +61,29 @@ class RowSelection:
     last: int
     num_images: int
 
+    @classmethod
+    def all(cls, manifest: Manifest, seed: int = 0) -> "RowSelection":
+        """Every row of a data set."""
+        return cls(seed, 0, manifest.num_images, manifest.num_images)
+
     @property
     def count(self) -> int:
         """Number of selected rows."""
         return self.last - self.first
+
+    def take(self, fraction: float) -> "RowSelection":
+        """The first share of this selection; a smaller share is inside a larger one.
+
+        Raises:
+            ValueError: if the share holds no image, or is more than all.
+        """
+        count = round(self.count * fraction)
+        if not 0 < count <= self.count:
+            raise ValueError(
+                f"fraction={fraction} of {self.count} images is {count}; "
+                f"use a fraction from {1 / self.count:.3g} to 1."
+            )
+        return RowSelection(self.seed, self.first, self.first + count, self.num_images)
 
     def mask(self, samples: Int64Array) -> NDArray[np.bool_]:
         """Whether each sample number is selected."""

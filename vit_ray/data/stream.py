@@ -65,12 +65,38 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class PendingStream:
-    """A training stream that waits for the world size; `StreamConfig` makes the Dataset of it."""
+    """A training stream that waits for the world size; `StreamConfig` makes the Dataset of it.
+
+    `micro_batch_size` may be a function of the world size, for groups that change size.
+    """
 
     spec: StreamSpec
-    micro_batch_size: int
+    micro_batch_size: int | Callable[[int], int]
     start: int
     stop: int
+
+    def dataset(self, world_size: int) -> ray.data.Dataset:
+        """The stream for this many ranks."""
+        size = self.micro_batch_size
+        return training_stream(
+            self.spec,
+            world_size=world_size,
+            micro_batch_size=size if isinstance(size, int) else size(world_size),
+            start=self.start,
+            stop=self.stop,
+        )
+
+
+@dataclass(frozen=True)
+class PendingEvaluation:
+    """An evaluation stream that waits for the world size."""
+
+    spec: StreamSpec
+    batch_size: int
+
+    def dataset(self, world_size: int) -> ray.data.Dataset:
+        """The stream for this many ranks."""
+        return evaluation_stream(self.spec, world_size=world_size, batch_size=self.batch_size)
 
 
 def training_stream(
@@ -271,10 +297,10 @@ class _BatchMaker:
 
 
 class StreamConfig(ray.train.DataConfig):
-    """Builds the training stream for exactly the workers of each worker-group start.
+    """Builds each stream for exactly the workers of each worker-group start.
 
-    A data set of the trainer is a callable that returns a `PendingStream` of what remains; a plain
-    Dataset is split as Ray Train does.
+    A data set of the trainer is a `PendingStream`, a `PendingEvaluation`, or a callable that
+    returns one, which Ray Train calls at every start; a plain Dataset is split as it is.
     """
 
     def configure(
@@ -287,21 +313,9 @@ class StreamConfig(ray.train.DataConfig):
     ) -> list[dict[str, Any]]:
         """One dict of iterators per rank."""
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
-        for name, pending in datasets.items():
-            for rank, shard in enumerate(_split(pending, world_size)):
+        for name, source in datasets.items():
+            is_pending = isinstance(source, PendingStream | PendingEvaluation)
+            dataset = source.dataset(world_size) if is_pending else source
+            for rank, shard in enumerate(dataset.streaming_split(world_size, equal=True)):
                 shards[rank][name] = shard
         return shards
-
-
-def _split(pending: Any, world_size: int) -> list[Any]:
-    dataset = pending
-    if isinstance(pending, PendingStream):
-        dataset = training_stream(
-            pending.spec,
-            world_size=world_size,
-            micro_batch_size=pending.micro_batch_size,
-            start=pending.start,
-            stop=pending.stop,
-        )
-    splits: list[Any] = dataset.streaming_split(world_size, equal=True)
-    return splits

@@ -1,0 +1,37 @@
+"""Pictures for tests: smooth random images, so that codecs and crops behave as on photographs."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+
+def picture(seed: int, height: int = 60, width: int = 80) -> NDArray[np.uint8]:
+    """Smooth coloured noise: uint8 (height, width, 3)."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC).astype(np.uint8)
+
+
+def encoded(pixels: NDArray[Any], format: str = "JPEG", **options: Any) -> bytes:
+    """The picture as file bytes, written by Pillow."""
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, format, **options)
+    return sink.getvalue()
+
+
+def jpeg(seed: int, height: int = 60, width: int = 80) -> bytes:
+    """A JPEG file."""
+    return encoded(picture(seed, height, width), quality=90)
+
+
+def write_class_folders(folder: Path, num_classes: int, per_class: int) -> None:
+    """Files CLASS/IMAGE.jpg with distinct content."""
+    for label in range(num_classes):
+        (folder / f"class_{label}").mkdir(parents=True)
+        for i in range(per_class):
+            name = folder / f"class_{label}" / f"{i:04d}.jpg"
+            name.write_bytes(jpeg(1000 * label + i, 40 + i % 30, 50 + i % 20))

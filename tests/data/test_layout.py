@@ -1,0 +1,54 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vit_ray.data.layout import World, read_tasks
+
+worlds = st.builds(World, st.integers(1, 12), st.integers(1, 10))
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
+def test_every_world_reads_the_same_global_batches(
+    accumulation: int, world_size: int, num_steps: int
+) -> None:
+    micro = 24 // world_size
+    batch = 24 * accumulation
+    world = World(world_size, micro)
+    for step in range(num_steps):
+        first, last = step * accumulation * micro, (step + 1) * accumulation * micro
+        read = [world.offsets(rank, first, last) for rank in range(world_size)]
+        expected = np.arange(step * batch, (step + 1) * batch)
+        np.testing.assert_array_equal(np.sort(np.concatenate(read)), expected)
+
+
+@settings(max_examples=200)
+@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
+    world: World, passes: int, block_rows: int, task_rows: int
+) -> None:
+    rows_per_rank = passes * world.micro_batch_size
+    tasks = read_tasks(world, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    blocks = [block for task in tasks for block in task.blocks()]
+    assert len(blocks) % world.world_size == 0
+    received: list[list[int]] = [[] for _ in range(world.world_size)]
+    for turn, (rank, first, last) in enumerate(blocks):
+        assert rank == turn % world.world_size
+        assert first % world.micro_batch_size == last % world.micro_batch_size == 0
+        received[rank] += range(first, last)
+    assert received == [list(range(rows_per_rank))] * world.world_size
+
+
+@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+def test_a_task_of_several_blocks_has_only_full_ones(
+    world: World, passes: int, block_rows: int, task_rows: int
+) -> None:
+    rows_per_rank = passes * world.micro_batch_size
+    tasks = read_tasks(world, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    largest = max(task.block_rows for task in tasks)
+    for task in tasks:
+        assert len(list(task.blocks())) == 1 or task.block_rows == largest
+
+
+def test_the_first_blocks_are_small_and_double() -> None:
+    tasks = read_tasks(World(2, 16), 4096, block_rows=128, task_rows=1024)
+    assert [task.block_rows for task in tasks[:8]] == [16, 16, 32, 32, 64, 64, 128, 128]

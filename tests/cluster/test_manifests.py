@@ -1,0 +1,260 @@
+"""The files of `cluster/`, against the schemas of those who read them, and our own rules."""
+
+import gzip
+import json
+import re
+import shlex
+from importlib import metadata
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import ray.autoscaler
+import yaml
+
+from vit_ray.config import load_recipe
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+GIB = 2**30
+
+
+def _strict(schema):
+    """The schema with every listed set of properties closed, so that a typo is an error."""
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _strict(value) for key, value in schema.items()}
+    if "properties" in schema and "additionalProperties" not in schema:
+        closed["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        closed = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    return closed
+
+
+@pytest.fixture(scope="module")
+def rayjob_schema():
+    name = "rayjob_v1_kuberay_1.7.0.schema.json.gz"
+    schema = json.loads(gzip.decompress((Path(__file__).parent / name).read_bytes()))
+    # The API server fills and checks metadata by its own schema, which a CRD does not repeat.
+    known = ("name", "namespace", "labels", "annotations")
+    schema["properties"]["metadata"]["properties"] = {key: {} for key in known}
+    return jsonschema.Draft7Validator(_strict(schema))
+
+
+def _problems(validator, document):
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+
+@pytest.fixture
+def rayjob():
+    return yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
+
+
+def _pods(rayjob):
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def _container(group):
+    (container,) = group["template"]["spec"]["containers"]
+    return container
+
+
+def _bytes(quantity):
+    number, unit = re.fullmatch(r"(\d+)(Gi)?", quantity).groups()
+    return int(number) * (GIB if unit else 1)
+
+
+def test_the_rayjob_is_what_kuberay_defines(rayjob_schema, rayjob):
+    assert _problems(rayjob_schema, rayjob) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "typo", "value"),
+    [
+        ("spec", "backofflimit", 3),
+        ("spec.submitterConfig", "backOffLimit", 0),
+        ("spec.rayClusterSpec", "rayversion", "2.60.0"),
+        ("spec.rayClusterSpec.authOptions", "modes", "token"),
+        ("spec.rayClusterSpec.headGroupSpec", "rayStartParam", {}),
+        ("spec.rayClusterSpec.headGroupSpec.template.spec", "terminationGracePeriod", 300),
+        ("spec.rayClusterSpec.workerGroupSpecs.0", "minReplica", 1),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0", "resourcess", {}),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.0.emptyDir", "size", "1Gi"),
+    ],
+)
+def test_a_typo_in_the_rayjob_is_found(rayjob_schema, rayjob, path, typo, value):
+    node = rayjob
+    for part in path.split("."):
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    node[typo] = value
+    (problem,) = _problems(rayjob_schema, rayjob)
+    assert typo in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("backoffLimit", "three"), ("submissionMode", 1), ("shutdownAfterJobFinishes", "yes")],
+)
+def test_a_value_of_the_wrong_type_in_the_rayjob_is_found(rayjob_schema, rayjob, key, value):
+    rayjob["spec"][key] = value
+    (problem,) = _problems(rayjob_schema, rayjob)
+    assert key in problem
+
+
+def test_an_authentication_mode_that_does_not_exist_is_found(rayjob_schema, rayjob):
+    rayjob["spec"]["rayClusterSpec"]["authOptions"]["mode"] = "tokens"
+    assert "'tokens' is not one of" in _problems(rayjob_schema, rayjob)[0]
+
+
+def test_the_pods_of_the_rayjob_are_valid_kubernetes_pods(rayjob):
+    for group in _pods(rayjob):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
+        pod["metadata"] = {"name": "x", **group["template"].get("metadata", {})}
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+def test_the_mlflow_manifests_are_valid_kubernetes():
+    documents = list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
+    assert [d["kind"] for d in documents] == [
+        "PersistentVolumeClaim",
+        "Deployment",
+        "Service",
+        "Deployment",
+        "Service",
+    ]
+    for document in documents:
+        kubernetes_validate.validate(document, "1.33", strict=True)
+    documents[1]["spec"]["replica"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(documents[1], "1.33", strict=True)
+
+
+def test_services_find_their_pods_and_ports():
+    documents = list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
+    deployments = [d for d in documents if d["kind"] == "Deployment"]
+    for service in (d for d in documents if d["kind"] == "Service"):
+        selector = service["spec"]["selector"]
+        (pod,) = [
+            d["spec"]["template"]
+            for d in deployments
+            if d["spec"]["template"]["metadata"]["labels"] == selector
+        ]
+        names = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+        assert [port["targetPort"] for port in service["spec"]["ports"]] == names
+
+
+def test_no_password_is_written_down():
+    text = (CLUSTER / "mlflow.yaml").read_text()
+    documents = list(yaml.safe_load_all(text))
+    assert "Secret" not in [d["kind"] for d in documents]
+    assert re.findall(r"postgresql://\S+", text) == [
+        "postgresql://mlflow:$(POSTGRES_PASSWORD)@mlflow-postgres:5432/mlflow"
+    ]
+
+
+def test_the_cluster_launcher_file_is_what_ray_defines():
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    validator = jsonschema.Draft7Validator(schema)
+    config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
+    assert _problems(validator, config) == []
+    assert config["head_node_type"] in config["available_node_types"]
+    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
+    assert "--num-cpus=0" in config["head_start_ray_commands"][-1]
+    assert "/home/ray/.ray/auth_token" in config["file_mounts"]
+    config["available_node_types"]["gpu"]["max_worker"] = 1
+    assert "max_worker" in _problems(validator, config)[0]
+
+
+def test_one_ray_version_everywhere(rayjob):
+    version = metadata.version("ray")
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if re.match(r"[a-z]", line) and "==" in line
+    )
+    assert pins["ray"] == version
+    assert rayjob["spec"]["rayClusterSpec"]["rayVersion"] == version
+    dockerfile = (CLUSTER / "Dockerfile").read_text()
+    assert re.search(r"^FROM rayproject/ray:(\S+)-py311$", dockerfile, re.M).group(1) == version
+    documents = [rayjob, *yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())]
+    documents.append(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
+    images = set(re.findall(r"REGISTRY/vit-ray:[^\s\"',]+", json.dumps(documents)))
+    assert images == {f"REGISTRY/vit-ray:{_project_version()}-ray{version}"}
+    assert images == set(re.findall(r"REGISTRY/vit-ray:\S+", dockerfile)) - {"."}
+
+
+def _project_version():
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.search(r'^version = "(.+)"', text, re.M).group(1)
+
+
+def test_only_the_head_is_free_of_work_and_safe_from_spot_nodes(rayjob):
+    head, *workers = _pods(rayjob)
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert all("num-cpus" not in group["rayStartParams"] for group in workers)
+    affinity = head["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert {rule["operator"] for rule in term["matchExpressions"]} == {"NotIn"}
+
+
+def test_one_group_has_gpus_and_one_has_none(rayjob):
+    _, gpu, cpu = _pods(rayjob)
+    assert "nvidia.com/gpu" in _container(gpu)["resources"]["limits"]
+    assert "nvidia.com/gpu" not in _container(cpu)["resources"]["limits"]
+
+
+def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
+    for group in _pods(rayjob):
+        (volume,) = group["template"]["spec"]["volumes"]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        (mount,) = _container(group)["volumeMounts"]
+        assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+        shared = _bytes(volume["emptyDir"]["sizeLimit"])
+        assert int(group["rayStartParams"]["object-store-memory"]) <= shared
+        assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
+
+
+def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
+    head, gpu, _ = _pods(rayjob)
+    for group in (head, gpu):
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
+    names = {item["name"]: item["value"] for item in _container(head)["env"]}
+    assert int(names["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+
+def test_a_lost_cluster_is_replaced_and_nothing_is_submitted_twice(rayjob):
+    spec = rayjob["spec"]
+    assert spec["backoffLimit"] == 3
+    assert spec["submitterConfig"]["backoffLimit"] == 0
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["ttlSecondsAfterFinished"] > 0
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
+def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(rayjob):
+    python, job, recipe_path, *overrides = shlex.split(rayjob["spec"]["entrypoint"])
+    assert python == "python"
+    assert (ROOT / job).is_file()
+    recipe = load_recipe(ROOT / recipe_path, overrides)
+    _, gpu, _ = _pods(rayjob)
+    num_gpus = gpu["replicas"] * int(_container(gpu)["resources"]["limits"]["nvidia.com/gpu"])
+    num_cpus = gpu["replicas"] * int(_container(gpu)["resources"]["limits"]["cpu"])
+    assert recipe.workers.num_workers == num_gpus
+    assert recipe.workers.cpus_per_worker * num_gpus <= num_cpus
+    services = yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())
+    addresses = [
+        f"http://{d['metadata']['name']}:{d['spec']['ports'][0]['port']}"
+        for d in services
+        if d["kind"] == "Service"
+    ]
+    assert recipe.tracking.uri in addresses
+
+
+def test_the_files_named_in_the_readme_exist():
+    text = (CLUSTER / "README.md").read_text()
+    for name in set(re.findall(r"(?:cluster|jobs)/[\w/]+\.\w+", text)) - {"jobs/NAME.py"}:
+        assert (ROOT / name).exists(), name

@@ -94,6 +94,7 @@ class ResNetEmbedding(GridEmbedding):
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than the {reduction} "
                 f"pixels that one token covers; raise image_size to at least {reduction}."
             )
+        self.size = size
         self.grid = (-(-image_size[0] // reduction), -(-image_size[1] // reduction))
         channels = size.widths[0]
         self.root = standardized(3, channels, 7, stride=2)

@@ -1,0 +1,152 @@
+"""Files of tensors: `.npz` without pickled objects, and safetensors.
+
+Neither can run code when it is read. Written files appear whole or not at all.
+"""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vit_ray.models.encoder import LAYER_NORM_EPS
+from vit_ray.models.layouts import Tensors
+from vit_ray.models.positions import Grid
+from vit_ray.models.resnet import BitResNet
+from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+
+_GRID_KEY = "vit_ray.grid"
+
+
+def read_tensors(path: Path) -> tuple[Tensors, Grid | None]:
+    """Tensors of a file, and the grid of its positions where the file says it.
+
+    Raises:
+        ValueError: if there is no such file, or it is broken, or of a format that could run code.
+    """
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"weights {path} do not exist; give a .npz or .safetensors file.")
+    if path.suffix not in _READERS:
+        raise ValueError(
+            f"weights {path} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
+            "because other formats can run code. Convert the file first."
+        )
+    try:
+        return _READERS[path.suffix](path)
+    except (ValueError, OSError, SafetensorError, zipfile.BadZipFile) as error:
+        raise ValueError(f"weights {path} cannot be read: {error}") from error
+
+
+def _read_npz(path: Path) -> tuple[Tensors, Grid | None]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: _from_numpy(arrays[name]) for name in arrays.files}, None
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """numpy has no bfloat16 and writes it as two nameless bytes."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _read_safetensors(path: Path) -> tuple[Tensors, Grid | None]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        text = (file.metadata() or {}).get(_GRID_KEY)
+    if text is None:
+        return tensors, None
+    rows, columns = text.split("x")
+    return tensors, (int(rows), int(columns))
+
+
+_READERS: dict[str, Callable[[Path], tuple[Tensors, Grid | None]]] = {
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+}
+
+
+def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -> None:
+    """Write named tensors where and as a layout asks; see `weights.save_weights`.
+
+    Raises:
+        ValueError: if the suffix does not fit the layout.
+    """
+    is_folder = layout == "huggingface" and not path.suffix
+    if is_folder:
+        path.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(_huggingface_config(model), indent=2)
+        _replace(path / "config.json", lambda partial: partial.write_text(config + "\n"))
+        path = path / "model.safetensors"
+    suffix = ".npz" if layout == "jax" else ".safetensors"
+    if path.suffix != suffix:
+        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")
+    if layout == "jax":
+        arrays = {name: _to_numpy(tensor) for name, tensor in tensors.items()}
+        _replace(path, lambda partial: _save_npz(partial, arrays))
+        return
+    grid: Grid | None = getattr(model, "grid", None)
+    metadata = {"format": "pt", **({_GRID_KEY: f"{grid[0]}x{grid[1]}"} if grid else {})}
+    _replace(path, lambda partial: save_file(tensors, partial, metadata))
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the path and move into place, so that no reader meets half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _save_npz(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """float32 where numpy has no such type; every bfloat16 number is one of float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _huggingface_config(model: nn.Module) -> dict[str, Any]:
+    """What transformers needs to build the same model; its own defaults differ in two places."""
+    if isinstance(model, VisionTransformer):
+        embedding = model.embedding
+        assert isinstance(embedding, PatchEmbedding)
+        size, patch_size = model.size, embedding.patch_size
+        # Its classifier does not go through the tanh layer, which its bare model calls the pooler.
+        has_tanh = model.representation is not None
+        config: dict[str, Any] = {
+            "architectures": ["ViTModel" if has_tanh else "ViTForImageClassification"],
+            "model_type": "vit",
+            "hidden_size": size.width,
+            "intermediate_size": size.mlp_dim,
+            "num_hidden_layers": size.depth,
+            "num_attention_heads": size.num_heads,
+            "patch_size": patch_size,
+            "image_size": [side * patch_size for side in model.grid],
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": LAYER_NORM_EPS,
+        }
+    else:
+        assert isinstance(model, BitResNet)
+        config = {
+            "architectures": ["BitForImageClassification"],
+            "model_type": "bit",
+            "depths": list(model.size.stages),
+            "hidden_sizes": [4 * width for width in model.size.widths],
+            "embedding_size": model.size.widths[0],
+            "layer_type": "preactivation",
+        }
+    labels = {str(index): f"LABEL_{index}" for index in range(model.head.out_features)}
+    return {**config, "id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}

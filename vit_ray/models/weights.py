@@ -1,0 +1,285 @@
+"""Weights in and out: our own state dicts, and the published layouts of `layouts.py`.
+
+Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.models.layouts import (
+    Tensors,
+    canonical_names,
+    describe,
+    detect_layout,
+    rules_for,
+    to_own,
+    to_published,
+)
+from vit_ray.models.positions import Grid, ResizeMode, resize_line, resize_table, square_grid
+from vit_ray.models.vit import VisionTransformer
+from vit_ray.models.weight_files import read_tensors, write_tensors
+
+NewHead = bool | Literal["auto"]
+
+# Names that a fresh head replaces: fine-tuning drops both linear layers (paper 3.2).
+_HEAD_PREFIXES = ("head.", "representation.")
+# What a file may hold beyond the model: its head, and a class token where the model averages.
+_SPARE_PREFIXES = (*_HEAD_PREFIXES, "class_token.")
+# Parts of `MaskedPatchObjective` around the model that it trains.
+_OBJECTIVE_PREFIXES = ("mask.", "prediction.")
+
+
+@dataclass
+class LoadReport:
+    """What became of every tensor of a file and of a model; prints as a short table.
+
+    `loaded` are names of the model; `resized` adds the shapes; `new` kept their fresh values;
+    `ignored` are names of the file that the model has no use for.
+    """
+
+    source: str
+    loaded: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"weights from {self.source}", f"  loaded   {len(self.loaded)} tensors"]
+        for title in ("resized", "new", "ignored"):
+            names: list[str] = getattr(self, title)
+            lines.append(f"  {title:8} {', '.join(names) if names else 'none'}")
+        return "\n".join(lines)
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    layout: str = "auto",
+    *,
+    new_head: NewHead = "auto",
+    resize: ResizeMode = "bilinear",
+    source_grid: Grid | None = None,
+) -> LoadReport:
+    """Load a published checkpoint into a model, in place.
+
+    Args:
+        model: from `build_model`; may have another resolution or another head than the file.
+        path: `.npz` of the JAX layout, or `.safetensors` of any other.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto" to tell it from the names.
+        new_head: as in `fit_state_dict`.
+        resize: "bilinear" as the reference code, or "bicubic".
+        source_grid: (rows, columns) of the file's positions where they are not of a square image.
+
+    Raises:
+        ValueError: if the file is not whole, has tensors of another model, or is of a format that
+            could run code; the tensors are listed.
+    """
+    tensors, recorded_grid = read_tensors(Path(path))
+    layout = detect_layout(list(tensors)) if layout == "auto" else layout
+    own, left_over, missing = _to_own_names(model, layout, canonical_names(tensors, layout))
+    problems = _Problems(f"{path} (layout {layout})", model)
+    problems.add("unexpected", left_over)
+    problems.add("missing", missing)
+    problems.raise_if_any()
+    report = fit_state_dict(
+        model, own, new_head, resize=resize, source_grid=source_grid or recorded_grid
+    )
+    report.source = f"{path} (layout {layout})"
+    return report
+
+
+def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> None:
+    """Write a model's weights in a published layout; the file appears whole or not at all.
+
+    Args:
+        model: from `build_model`, on any device.
+        path: a file: `.npz` for "jax", else `.safetensors`. With "huggingface" a path without a
+            suffix is a folder that `from_pretrained` reads (`model.safetensors`, `config.json`).
+        layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
+
+    Raises:
+        ValueError: if the layout has no names for some tensors, or the suffix does not fit it.
+    """
+    path = Path(path)
+    rules = rules_for(model, layout)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    nameless = sorted(set(state) - {rule.own for rule in rules})
+    if nameless:
+        raise ValueError(
+            f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'."
+        )
+    num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
+    published: Tensors = {}
+    for rule in rules:
+        if rule.own in state:
+            parts = to_published(rule, state[rule.own], num_heads)
+            published.update(zip(rule.published, parts, strict=True))
+    write_tensors(path, published, layout, model)
+
+
+def fit_state_dict(
+    model: nn.Module,
+    state_dict: Tensors,
+    new_head: NewHead = "auto",
+    *,
+    resize: ResizeMode = "bilinear",
+    source_grid: Grid | None = None,
+) -> LoadReport:
+    """Load a state dict of our own names into a model of another resolution or number of classes.
+
+    The weights of a `MaskedPatchObjective` are those of the model inside it.
+
+    Args:
+        model: filled in place.
+        state_dict: names and tensors of a model of the same encoder.
+        new_head: True keeps the model's fresh head and representation layer, whatever the state
+            dict holds, as fine-tuning does; False loads both; "auto" loads them where they are
+            there and fit, and else keeps the fresh ones.
+        resize: how positions are resampled to another grid.
+        source_grid: (rows, columns) of the state dict's positions where not of a square image.
+
+    Raises:
+        ValueError: listing tensors that are missing, unexpected or of the wrong shape.
+    """
+    state = _inner_model(state_dict)
+    wanted = model.state_dict()
+    fresh = _fresh_names(wanted, state, new_head)
+    spare = {name for name in state if name not in wanted and name.startswith(_SPARE_PREFIXES)}
+    problems = _Problems("the state dict", model)
+    problems.add("missing", [n for n in wanted if n not in fresh and n not in state])
+    problems.add("unexpected", [n for n in state if n not in wanted and n not in spare])
+    positions = _Positions(model, "class_token.token" in state, resize, source_grid)
+    report = LoadReport("a state dict", new=sorted(fresh))
+    report.ignored = sorted(spare | (fresh & set(state)) | _outer_names(state_dict))
+    fitted: Tensors = {}
+    for name in [n for n in wanted if n not in fresh and n in state]:
+        fitted[name] = positions.fit(name, state[name], wanted[name].shape)
+        before, after = _shape(state[name]), _shape(wanted[name])
+        if fitted[name].shape != wanted[name].shape:
+            problems.add("of another shape", [f"{name} is {before}, the model has {after}"])
+        elif fitted[name] is state[name]:
+            report.loaded.append(name)
+        else:
+            report.resized.append(f"{name} {before} to {after}")
+    problems.raise_if_any()
+    with torch.no_grad():
+        for name, tensor in fitted.items():
+            wanted[name].copy_(tensor)
+    return report
+
+
+def _inner_model(state_dict: Tensors) -> Tensors:
+    """The tensors of the model, where they are those of a masked-patch objective around it."""
+    if not any(name.startswith("model.") for name in state_dict):
+        return dict(state_dict)
+    return {
+        name.removeprefix("model."): tensor
+        for name, tensor in state_dict.items()
+        if not name.startswith(_OBJECTIVE_PREFIXES)
+    }
+
+
+def _outer_names(state_dict: Tensors) -> set[str]:
+    """Names of a masked-patch objective that are not the model's."""
+    is_objective = any(name.startswith("model.") for name in state_dict)
+    return {name for name in state_dict if is_objective and name.startswith(_OBJECTIVE_PREFIXES)}
+
+
+def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]:
+    """The model's head and representation layer where they keep their fresh values, else none."""
+    names = {name for name in wanted if name.startswith(_HEAD_PREFIXES)}
+    if new_head != "auto":
+        return names if new_head else set()
+    head = state.get("head.weight")
+    fits = head is not None and head.shape == wanted["head.weight"].shape
+    has_representation = ["representation.weight" in tensors for tensors in (wanted, state)]
+    return set() if fits and has_representation[0] == has_representation[1] else names
+
+
+class _Positions:
+    """Fits tensors that depend on the resolution to that of a model; leaves others alone."""
+
+    def __init__(
+        self, model: nn.Module, has_class_row: bool, resize: ResizeMode, source_grid: Grid | None
+    ) -> None:
+        self.grid: Grid | None = getattr(model, "grid", None)
+        self.has_class_row = has_class_row
+        self.drops_class_row = has_class_row and getattr(model, "class_token", None) is None
+        self.resize = resize
+        self.source_grid = source_grid
+
+    def fit(self, name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """The very tensor where nothing has to change."""
+        leaf = name.rpartition(".")[2]
+        if name.startswith("positions.") and leaf == "table" and tensor.dim() == 3:
+            return self._fit_table(name, tensor, shape)
+        is_line = leaf in ("rows", "columns") or leaf.endswith("table")
+        if is_line and tensor.dim() == 2 and tensor.shape[0] != shape[0]:
+            return resize_line(tensor, shape[0])
+        return tensor
+
+    def _fit_table(self, name: str, table: Tensor, shape: torch.Size) -> Tensor:
+        assert self.grid is not None
+        if self.drops_class_row:
+            table = table[:, 1:]
+        if self.source_grid is None and table.shape[1] == shape[1]:
+            return table
+        num_patches = table.shape[1] - (self.has_class_row and not self.drops_class_row)
+        old_grid = self.source_grid or square_grid(num_patches)
+        if old_grid is None:
+            raise ValueError(
+                f"{name} has {num_patches} patches, which are not a square; "
+                "give source_grid=(rows, columns) of the checkpoint."
+            )
+        return resize_table(table, old_grid, self.grid, self.resize)
+
+
+class _Problems:
+    """Collects what does not fit, so that one error names all of it."""
+
+    def __init__(self, source: str, model: nn.Module) -> None:
+        self.source = source
+        self.kind = describe(model)
+        self.found: dict[str, list[str]] = {}
+
+    def add(self, title: str, names: list[str]) -> None:
+        if names:
+            self.found.setdefault(title, []).extend(names)
+
+    def raise_if_any(self) -> None:
+        if not self.found:
+            return
+        lines = [f"  {title}: {', '.join(names)}" for title, names in self.found.items()]
+        raise ValueError(
+            f"{self.source} does not fit this {self.kind}:\n" + "\n".join(lines) + "\n"
+            "Build the model by the name and options that the weights were trained with."
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(str(side) for side in tensor.shape)
+
+
+def _to_own_names(
+    model: nn.Module, layout: str, tensors: Tensors
+) -> tuple[Tensors, list[str], list[str]]:
+    """Tensors under our names; published names without a use; published names not found.
+
+    Head, representation layer and class token may be missing here: whether they are needed is
+    for `fit_state_dict` to say.
+    """
+    own: Tensors = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for rule in rules_for(model, layout):
+        absent = [name for name in rule.published if name not in tensors]
+        used.update(rule.published)
+        if not absent:
+            own[rule.own] = to_own(rule, [tensors[name] for name in rule.published])
+        elif len(absent) < len(rule.published) or not rule.own.startswith(_SPARE_PREFIXES):
+            missing += absent
+    return own, sorted(set(tensors) - used), missing

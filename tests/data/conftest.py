@@ -38,5 +38,5 @@ def dataset(
 ) -> Manifest:
     """The 300 images in row groups of 16 and several shards."""
     path = str(tmp_path_factory.mktemp("dataset") / "set")
-    convert(str(image_folder), path, rows_per_row_group=16, shard_mib=1, seed=3)
+    convert(str(image_folder), path, rows_per_row_group=16, shard_mib=0.1, seed=3)
     return open_dataset(path)

@@ -61,7 +61,7 @@ def convert(
     format: Literal["auto", "folder"] = "auto",
     seed: int = 0,
     rows_per_row_group: int = 64,
-    shard_mib: int = 256,
+    shard_mib: float = 256,
     classes: Sequence[str] | None = None,
     max_rejected_fraction: float = 0.1,
     num_cpus: float = 1.0,
@@ -105,7 +105,12 @@ class _Plan:
 
     @classmethod
     def of(
-        cls, classes: list[str], files: list[ImageFile], seed: int, group_rows: int, shard_mib: int
+        cls,
+        classes: list[str],
+        files: list[ImageFile],
+        seed: int,
+        group_rows: int,
+        shard_mib: float,
     ) -> "_Plan":
         digest = hashlib.sha256(json.dumps([classes, [asdict(f) for f in files]]).encode())
         total = sum(file.bytes for file in files)

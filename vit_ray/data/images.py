@@ -80,6 +80,11 @@ class Augmentation:
                 f"augmentation.min_area={self.min_area}, max_area={self.max_area}; "
                 f"keep 0 < min_area <= max_area <= 1."
             )
+        if not 0 < self.min_aspect <= self.max_aspect:
+            raise ValueError(
+                f"augmentation.min_aspect={self.min_aspect}, max_aspect={self.max_aspect}; "
+                f"keep 0 < min_aspect <= max_aspect."
+            )
 
     @property
     def height(self) -> int:

@@ -1,0 +1,129 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.pictures import jpeg, write_class_folders
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import convert
+from vit_ray.data.manifest import Manifest
+
+
+def rows_of(manifest: Manifest) -> list[dict[str, object]]:
+    tables = [pq.read_table(Path(manifest.root) / file.path) for file in manifest.files]
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def test_every_file_arrives_unchanged_with_its_class(dataset: Manifest, image_folder: Path) -> None:
+    rows = rows_of(dataset)
+    assert len(rows) == 300
+    for row in rows:
+        file = image_folder / str(row["key"])
+        assert row["image"] == file.read_bytes()
+        assert [dataset.classes[label] for label in row["labels"]] == [file.parent.name]
+
+
+def test_rows_are_shuffled_once_by_the_seed(
+    ray_cluster: None, image_folder: Path, dataset: Manifest, tmp_path: Path
+) -> None:
+    keys = [str(row["key"]) for row in rows_of(dataset)]
+    places = np.argsort(keys)
+    assert abs(np.corrcoef(places, np.arange(300))[0, 1]) < 0.2
+    settings = {"rows_per_row_group": 16, "shard_mib": 0.1}
+    again = convert(str(image_folder), str(tmp_path / "again"), seed=3, **settings)
+    other = convert(str(image_folder), str(tmp_path / "other"), seed=4, **settings)
+    assert again.fingerprint == dataset.fingerprint != other.fingerprint
+    assert [row["key"] for row in rows_of(open_dataset(str(tmp_path / "again")))] == keys
+
+
+def test_unusable_files_are_listed_with_their_reason(ray_cluster: None, tmp_path: Path) -> None:
+    source, destination = tmp_path / "source", tmp_path / "set"
+    write_class_folders(source, num_classes=2, per_class=20)
+    (source / "class_0" / "notes.txt").write_text("no picture")
+    (source / "class_0" / "empty.jpg").write_bytes(b"")
+    (source / "class_1" / "cut.jpg").write_bytes(jpeg(1)[:-100])
+    report = convert(str(source), str(destination))
+    assert report.num_images == 40
+    assert report.num_rejected == 3
+    table = pq.read_table(destination / "rejected.parquet").to_pylist()
+    reasons = {row["key"]: row["reason"] for row in table}
+    assert "cannot identify" in reasons["class_0/notes.txt"]
+    assert "empty" in reasons["class_0/empty.jpg"]
+    assert "truncated" in reasons["class_1/cut.jpg"]
+    assert json.loads((destination / "report.json").read_text())["label_histogram"] == {
+        "class_0": 20,
+        "class_1": 20,
+    }
+
+
+def test_a_restart_keeps_finished_shards(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+    convert_until_commit(monkeypatch, image_folder, target, **settings)
+    with pytest.raises(ValueError, match="run the same convert command again"):
+        open_dataset(str(target))
+    made = {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")}
+    convert(str(image_folder), str(target), **settings)
+    assert {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")} == made
+    assert open_dataset(str(target)).num_images == 300
+    assert not (target / "_staging").exists()
+
+
+def convert_until_commit(
+    monkeypatch: pytest.MonkeyPatch, source: Path, destination: Path, **settings: Any
+) -> None:
+    """A conversion that is killed before it writes the manifest."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vit_ray.data.convert._commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(source), str(destination), **settings)
+
+
+def test_a_restart_with_other_settings_is_refused(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_until_commit(monkeypatch, image_folder, tmp_path / "set", seed=1)
+    with pytest.raises(ValueError, match="another source or settings"):
+        convert(str(image_folder), str(tmp_path / "set"), seed=2)
+
+
+def test_an_existing_data_set_is_never_overwritten(dataset: Manifest, image_folder: Path) -> None:
+    with pytest.raises(ValueError, match="already holds a data set"):
+        convert(str(image_folder), dataset.path)
+
+
+def test_a_source_without_images_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
+    (tmp_path / "flat").mkdir()
+    with pytest.raises(ValueError, match="holds no files in class folders"):
+        convert(str(tmp_path / "flat"), str(tmp_path / "set"))
+
+
+def test_a_source_of_mostly_broken_files_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
+    for name in "abc":
+        (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"3 of 7 files .* above convert.max_rejected_fraction"):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"))
+
+
+def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=3)
+    names = ["unused", "class_1", "class_0"]
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=names)
+    manifest = open_dataset(str(tmp_path / "set"))
+    assert manifest.classes == names
+    labels = {str(row["key"]).split("/")[0]: row["labels"] for row in rows_of(manifest)}
+    assert labels == {"class_0": [2], "class_1": [1]}
+    with pytest.raises(ValueError, match=r"folders \['class_1'\] are not in classes"):
+        convert(str(tmp_path / "source"), str(tmp_path / "other"), classes=["class_0"])

@@ -1,10 +1,12 @@
 """What a node tells of itself, against psutil and a table that nvidia-smi printed."""
 
-import threading
+import logging
+import time
 
 import psutil
 import pytest
 
+from vit_ray.launch.mlflow_store import experiment_id, open_client
 from vit_ray.launch.system_metrics import SystemMetrics, SystemSampler, parse_gpus
 
 
@@ -32,29 +34,31 @@ def test_gpus_are_told_apart_and_what_they_do_not_tell_is_left_out():
     assert parse_gpus("") == {}
 
 
-def test_samples_are_sent_until_stopped_with_steps_that_do_not_fall():
-    sent, enough = [], threading.Event()
-
-    def send(step, values):
-        sent.append((step, values))
-        if len(sent) >= 3:
-            enough.set()
-
-    metrics = SystemMetrics(send, "node-0", interval_s=0.02).start()
-    assert enough.wait(30)
+def test_samples_reach_the_run_until_stopped_with_steps_that_do_not_fall(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = open_client(uri)
+    run_id = client.create_run(experiment_id(client, uri, "trials")).info.run_id
+    key = "system/node-0/cpu_utilization_percent"
+    metrics = SystemMetrics(run_id, uri, "node-0", interval_s=0.02).start()
+    for _ in range(1000):
+        if len(client.get_metric_history(run_id, key)) >= 3:
+            break
+        time.sleep(0.02)
     metrics.stop()
-    steps = [step for step, _ in sent]
-    assert steps == sorted(steps)
+    history = client.get_metric_history(run_id, key)
+    assert len(history) >= 3
+    by_time = sorted(history, key=lambda point: point.timestamp)
+    assert [p.step for p in by_time] == sorted(p.step for p in history)
 
 
-def test_a_lost_receiver_ends_the_samples_with_a_warning_only(caplog):
-    called = threading.Event()
-
-    def send(step, values):
-        called.set()
-        raise ConnectionError("the actor is gone")
-
-    metrics = SystemMetrics(send, "node-0", interval_s=0.01).start()
-    assert called.wait(30)
+def test_an_outage_loses_samples_but_never_the_process(caplog):
+    caplog.set_level(logging.DEBUG, logger="vit_ray.launch.system_metrics")
+    uri = "http://user:hunter2@127.0.0.1:9"  # the discard port: nothing listens
+    metrics = SystemMetrics("0" * 32, uri, "node-0", interval_s=0.01).start()
+    for _ in range(1000):
+        if "is lost" in caplog.text:
+            break
+        time.sleep(0.02)
     metrics.stop()
-    assert "the actor is gone" in caplog.text
+    assert "a sample of run" in caplog.text
+    assert "hunter2" not in caplog.text

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
 
 import psutil
+from mlflow.entities import Metric
+
+from vit_ray.launch.mlflow_store import absolute_uri, open_client, scrubbed
 
 INTERVAL_S = 10.0
 GIB = 1024**3
@@ -29,28 +31,24 @@ logger = logging.getLogger(__name__)
 
 
 class SystemMetrics:
-    """Samples this node in a thread of its own and hands the values to `send`.
+    """Samples this node in a thread of its own and writes to the run; never raises, never blocks.
 
-    `send` is the tracker's `metrics`, or a call that reaches it from another node, so that even
-    with many nodes one process writes to MLflow.
+    One per node. A sample that MLflow cannot take is dropped: the next one comes soon.
     """
 
-    def __init__(
-        self,
-        send: Callable[[int, Mapping[str, float]], object],
-        node_id: str,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
+    def __init__(self, run_id: str, uri: str, node_id: str, interval_s: float = INTERVAL_S) -> None:
         """
         Args:
-            send: takes a step and values. The step counts intervals since 1970, so that it goes
-                on rising when a job is restarted.
+            run_id: MLflow run.
+            uri: tracking server; a SQLite file only on the machine that holds it.
             node_id: what the keys call this node, such as `node-0`.
             interval_s: seconds between samples.
         """
-        self._send = send
+        self._run_id = run_id
+        self._uri = absolute_uri(uri)
         self._sampler = SystemSampler(node_id)
         self._interval_s = interval_s
+        self._start_ms: int | None = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="system-metrics", daemon=True)
 
@@ -62,15 +60,26 @@ class SystemMetrics:
     def stop(self) -> None:
         """Take no more samples."""
         self._ends.set()
-        self._thread.join(5.0)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
 
     def _work(self) -> None:
         while not self._ends.wait(self._interval_s):
             try:
-                self._send(int(time.time() // self._interval_s), self._sampler.sample())
-            except Exception as error:  # a broken sensor or a lost actor must not end training
-                logger.warning("system metrics of this node end: %s", error)
-                return
+                self._write(self._sampler.sample())
+            except Exception as error:
+                reason = scrubbed(str(error), self._uri)
+                logger.debug("a sample of run %s is lost: %s", self._run_id, reason)
+
+    def _write(self, values: dict[str, float]) -> None:
+        client = open_client(self._uri)
+        if self._start_ms is None:
+            self._start_ms = client.get_run(self._run_id).info.start_time
+        now_ms = round(time.time() * 1000)
+        # Counted from the run's start, so that the step goes on rising when a job is restarted.
+        step = int((now_ms - self._start_ms) / 1000 // self._interval_s)
+        points = [Metric(key, value, now_ms, step) for key, value in values.items()]
+        client.log_batch(self._run_id, metrics=points)
 
 
 class SystemSampler:

@@ -95,6 +95,7 @@ class ResNetEmbedding(GridEmbedding):
                 f"pixels that one token covers; raise image_size to at least {reduction}."
             )
         self.size = size
+        self.patch_size = reduction
         self.grid = (-(-image_size[0] // reduction), -(-image_size[1] // reduction))
         channels = size.widths[0]
         self.root = standardized(3, channels, 7, stride=2)

@@ -83,9 +83,13 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 class GridEmbedding(nn.Module):
-    """What a `VisionTransformer` asks of its embedding: a `grid`, and images to (B, h, w, D)."""
+    """What a `VisionTransformer` asks of its embedding: images to (B, h, w, D).
+
+    `grid` is (h, w), and `patch_size` the pixels along a side that one token stands for.
+    """
 
     grid: Grid
+    patch_size: int
 
     def set_activation_checkpointing(self, every: int) -> None:
         """Recompute every n-th unit in the backward pass; nothing where there are no units."""

@@ -1,0 +1,207 @@
+"""Masked patch prediction: the split, its reproducibility, the targets, the loss."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.nn import functional as F
+
+from tests.models.small import small_model, some_images
+from vit_ray.models.masked import (
+    MaskedPatchObjective,
+    color_class,
+    draw_corruption,
+    random_words,
+)
+
+SAMPLES = torch.arange(4000)
+
+
+def test_half_of_the_patches_are_corrupted_in_every_image() -> None:
+    corruption = draw_corruption(SAMPLES, num_patches=49, seed=1)
+    assert corruption.corrupted.shape == (4000, 24)
+    assert all(len(set(row)) == 24 for row in corruption.corrupted[:50].tolist())
+    touched = corruption.is_masked | corruption.is_swapped
+    inside = torch.zeros_like(touched).scatter(1, corruption.corrupted, True)
+    assert not (touched & ~inside).any()
+    assert not (corruption.is_masked & corruption.is_swapped).any()
+
+
+def test_corrupted_patches_are_split_80_10_10_by_a_chi_square_test() -> None:
+    corruption = draw_corruption(SAMPLES, num_patches=196, seed=3)
+    masked, swapped = int(corruption.is_masked.sum()), int(corruption.is_swapped.sum())
+    total = corruption.corrupted.numel()
+    observed = [masked, swapped, total - masked - swapped]
+    assert stats.chisquare(observed, np.array([0.8, 0.1, 0.1]) * total).pvalue > 1e-3
+
+
+def test_every_patch_is_corrupted_equally_often_by_a_chi_square_test() -> None:
+    corruption = draw_corruption(torch.arange(20_000), num_patches=16, seed=5)
+    counts = np.bincount(corruption.corrupted.flatten().numpy(), minlength=16)
+    # Without replacement within an image the counts vary less than a multinomial's: by (1 - 8/16).
+    statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum() / (1 - 8 / 16) * (15 / 16)
+    assert stats.chi2.sf(statistic, df=15) > 1e-3
+    assert stats.chi2.cdf(statistic, df=15) > 1e-3
+
+
+def test_a_swapped_patch_takes_any_other_patch_of_its_image_and_never_itself() -> None:
+    source = draw_corruption(torch.arange(20_000), num_patches=9, seed=5).source
+    offsets = (source - torch.arange(9)) % 9
+    counts = np.bincount(offsets.flatten().numpy(), minlength=9)
+    assert counts[0] == 0
+    assert stats.chisquare(counts[1:]).pvalue > 1e-3
+
+
+def test_corruption_depends_on_seed_epoch_and_sample_and_on_nothing_else() -> None:
+    whole = draw_corruption(SAMPLES, 49, seed=1, epoch=2)
+    shuffled = torch.randperm(4000, generator=torch.Generator().manual_seed(0))
+    for full, part in zip(whole, draw_corruption(SAMPLES[shuffled], 49, 1, 2), strict=True):
+        assert torch.equal(full[shuffled], part)
+    for seed, epoch in [(2, 2), (1, 3)]:
+        assert not torch.equal(whole.corrupted, draw_corruption(SAMPLES, 49, seed, epoch).corrupted)
+    assert len({tuple(row) for row in whole.corrupted.tolist()}) == 4000
+
+
+def test_neighbouring_keys_give_unrelated_uniform_numbers() -> None:
+    words = random_words(torch.arange(2000), 50, seed=0, epoch=0, stream=0)
+    later = random_words(torch.arange(2000), 50, seed=0, epoch=1, stream=0)
+    assert words.unique().numel() == words.numel()
+    uniform = words.double().flatten() / 2.0**63
+    assert stats.kstest(uniform.numpy(), "uniform").pvalue > 1e-3
+    for other in (words.roll(1, 0), words.roll(1, 1), later):
+        correlation = np.corrcoef(uniform.numpy(), other.double().flatten().numpy())[0, 1]
+        # 5 standard errors of the correlation of 100,000 independent pairs.
+        assert abs(correlation) < 5 / math.sqrt(100_000)
+
+
+def test_the_mean_colour_has_three_bits_a_channel() -> None:
+    colors = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [-0.76, 0.0, 0.74], [0.0, -1, -1]])
+    # Worked by hand: bins of width 0.25 from -1; (0, 4, 6) and (4, 0, 0) in base 8.
+    assert color_class(colors).tolist() == [0, 511, 0 * 64 + 4 * 8 + 6, 4 * 64]
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "first_loss"),
+    [
+        ("ViT", "mean_color", math.log(512)),
+        ("ViT", "downsized", math.log(512)),
+        ("ViT", "full_patch", 1 / 3),
+        ("Axial-ViT", "mean_color", math.log(512)),
+        ("R+ViT", "mean_color", math.log(512)),
+    ],
+)
+def test_every_target_starts_at_chance_and_is_learned(
+    family: str, target: str, first_loss: float
+) -> None:
+    torch.manual_seed(0)
+    objective = MaskedPatchObjective(small_model(family), target)
+    images, samples = some_images(8), torch.arange(8)
+    optimiser = torch.optim.Adam(objective.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = objective(images, samples)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    # Uniform pixels in [-1, 1] have a mean square of 1/3; 12,288 of them, so within 2 %.
+    assert losses[0] == pytest.approx(first_loss, rel=0.03)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_predictions_are_compared_with_the_pixels_of_their_own_patch() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"), "full_patch")
+    images, samples = some_images(3), torch.tensor([7, 8, 9])
+    corrupted = draw_corruption(samples, 16, seed=0).corrupted
+    # An unfold of torch's own cuts the patches; zero predictions make the loss their mean square.
+    patches = F.unfold(images, kernel_size=8, stride=8).transpose(1, 2)
+    chosen = torch.stack([patches[i, corrupted[i]] for i in range(3)])
+    assert objective(images, samples).item() == pytest.approx(chosen.square().mean().item())
+
+
+def test_the_downsized_target_is_a_four_by_four_reduction_in_raster_order() -> None:
+    objective = MaskedPatchObjective(small_model("ViT", image_size=16), "downsized")
+    images, samples = some_images(1, (16, 16)), torch.tensor([0])
+    corrupted = draw_corruption(samples, 4, seed=0).corrupted[0]
+    reduced = F.interpolate(images, size=(8, 8), mode="area")[0]
+    favourite = torch.zeros(16, 512)
+    first = int(corrupted[0])
+    top, left = 4 * (first // 2), 4 * (first % 2)
+    cells = reduced[:, top : top + 4, left : left + 4].flatten(1).T
+    favourite[torch.arange(16), color_class(cells)] = 20.0
+    with torch.no_grad():
+        objective.prediction.bias.copy_(favourite.flatten())
+    # The favourites are right for the first corrupted patch and wrong for the other.
+    wrong = _cross_entropy_of_other(reduced, int(corrupted[1]), favourite)
+    assert objective(images, samples).item() == pytest.approx(wrong / 2, rel=1e-4)
+
+
+def _cross_entropy_of_other(reduced: torch.Tensor, patch: int, logits: torch.Tensor) -> float:
+    top, left = 4 * (patch // 2), 4 * (patch % 2)
+    cells = reduced[:, top : top + 4, left : left + 4].flatten(1).T
+    return F.cross_entropy(logits, color_class(cells)).item()
+
+
+def test_the_encoder_sees_mask_tokens_swapped_and_kept_patches() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    patches = torch.randn(64, 16, 32)
+    corruption = draw_corruption(torch.arange(64), 16, seed=0)
+    seen = objective.corrupt(patches, corruption)
+    for image in range(64):
+        for patch in range(16):
+            expected = patches[image, patch]
+            if corruption.is_masked[image, patch]:
+                expected = objective.mask.token
+            elif corruption.is_swapped[image, patch]:
+                expected = patches[image, corruption.source[image, patch]]
+            assert torch.equal(seen[image, patch], expected)
+
+
+def test_every_trained_parameter_gets_a_gradient_and_the_old_head_is_frozen() -> None:
+    objective = MaskedPatchObjective(small_model("ViT", representation=True))
+    objective.prediction.weight.data.normal_()
+    objective(some_images(), torch.arange(2)).backward()
+    untrained = {name for name, p in objective.named_parameters() if p.grad is None}
+    assert untrained == {
+        f"model.{layer}.{leaf}"
+        for layer in ("head", "representation")
+        for leaf in ("weight", "bias")
+    }
+    assert all(not dict(objective.named_parameters())[name].requires_grad for name in untrained)
+
+
+def test_the_objective_compiles_to_the_same_loss() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    torch.nn.init.normal_(objective.prediction.weight)
+    images, samples = some_images(), torch.tensor([5, 6])
+    compiled = torch.compile(objective)(images, samples)
+    assert compiled.item() == pytest.approx(objective(images, samples).item(), rel=1e-5)
+
+
+def test_checkpointing_reaches_the_model_inside() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    torch.nn.init.normal_(objective.prediction.weight)
+    plain = torch.autograd.grad(
+        objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
+    )
+    objective.set_activation_checkpointing(1)
+    again = torch.autograd.grad(
+        objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_what_cannot_be_masked_is_refused() -> None:
+    with pytest.raises(ValueError, match="target='hog' is unknown; use one of mean_color"):
+        MaskedPatchObjective(small_model("ViT"), "hog")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a BitResNet has none"):
+        MaskedPatchObjective(small_model("ResNet"))
+    with pytest.raises(ValueError, match="patch_size=14 is not divisible by 4"):
+        MaskedPatchObjective(small_model("ViT", patch_size=14), "downsized")
+    with pytest.raises(ValueError, match="an image of 1 patch has none to corrupt"):
+        draw_corruption(SAMPLES, 1, seed=0)
+    objective = MaskedPatchObjective(small_model("R+ViT", image_size=36))
+    with pytest.raises(ValueError, match="not whole patches of 8x8"):
+        objective(some_images(2, (36, 36)), torch.arange(2))

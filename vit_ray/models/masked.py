@@ -1,0 +1,260 @@
+"""Masked patch prediction (paper 4.6 and B.1.2): self-supervised pre-training of any ViT.
+
+Half of the patch embeddings of each image are corrupted: of these 80 % become a learned mask
+embedding, 10 % the embedding of another patch of the same image, 10 % stay as they are. The
+encoder predicts something simple about the pixels of the corrupted patches.
+
+Which patches, and how, is a pure function of (seed, epoch, sample): the same on any number of
+workers, in any order of batches, after any restart.
+
+Where the paper is silent: exactly half of the patches (rounded down, at least one) are corrupted
+in each image; "other patch" is of the same image; losses are means over predictions; the mask
+embedding starts as BERT's, at standard deviation 0.02.
+"""
+
+# B images, N patches, D width, M corrupted patches of an image, C channels
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit_ray.models.layers import Head, cut_patches
+from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.vit import VisionTransformer
+
+Target = Literal["mean_color", "downsized", "full_patch"]
+
+CORRUPTED_FRACTION = 0.5
+MASKED_FRACTION, SWAPPED_FRACTION = 0.8, 0.1
+BITS_PER_CHANNEL = 3
+NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
+DOWNSIZED_SIDE = 4
+
+
+class Corruption(NamedTuple):
+    """What happens to the patches of a batch.
+
+    `corrupted` (B, M) are patch numbers in ascending order. `is_masked` and `is_swapped` (B, N)
+    are never true together, nor outside of `corrupted`; `source` (B, N) is the patch whose
+    embedding a swapped one takes, never itself.
+    """
+
+    corrupted: Tensor
+    is_masked: Tensor
+    is_swapped: Tensor
+    source: Tensor
+
+
+def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0) -> Corruption:
+    """The corruption of each sample, from (seed, epoch, sample) alone.
+
+    Args:
+        samples: int64 (B,), global numbers of the images.
+        num_patches: N, at least 2.
+        seed: of the run.
+        epoch: 0-based pass over the data.
+
+    Raises:
+        ValueError: if an image has fewer than two patches.
+    """
+    if num_patches < 2:
+        raise ValueError(
+            f"an image of {num_patches} patch has none to corrupt and none to keep; "
+            "use a larger image_size or a smaller patch_size."
+        )
+    order, kind, other = (
+        random_words(samples, num_patches, seed, epoch, stream) for stream in range(3)
+    )
+    num_corrupted = max(1, int(num_patches * CORRUPTED_FRACTION))
+    corrupted = order.topk(num_corrupted, dim=1).indices.sort(dim=1).values
+    is_corrupted = torch.zeros_like(order, dtype=torch.bool).scatter(1, corrupted, True)
+    # The upper 53 of 63 bits, exact in float64.
+    chance = (kind >> 10).double() / 2.0**53
+    is_masked = is_corrupted & (chance < MASKED_FRACTION)
+    is_swapped = is_corrupted & ~is_masked & (chance < MASKED_FRACTION + SWAPPED_FRACTION)
+    places = torch.arange(num_patches, device=samples.device)
+    source = (places + 1 + other % (num_patches - 1)) % num_patches
+    return Corruption(corrupted, is_masked, is_swapped, source)
+
+
+def random_words(samples: Tensor, count: int, seed: int, epoch: int, stream: int) -> Tensor:
+    """Random numbers of 63 bits, int64 (B, count), from (seed, epoch, sample, stream) alone.
+
+    A counter-based generator: SplitMix64's finaliser (Steele et al., OOPSLA 2014) over each key.
+    """
+    key = _mix(torch.tensor(seed, device=samples.device) + _GOLDEN)
+    for word in (epoch, stream):
+        key = _mix(key ^ _mix(torch.tensor(word, device=samples.device) + _GOLDEN))
+    keys = _mix(samples.long() * _GOLDEN + key)
+    counters = torch.arange(1, count + 1, device=samples.device) * _GOLDEN
+    words: Tensor = _mix(keys[:, None] + counters) & (2**63 - 1)
+    return words
+
+
+def _signed(word: int) -> int:
+    """A 64-bit constant as torch's int64 writes it."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """A bijection of 64-bit words in which every bit depends on all bits."""
+    words = (words ^ _shift_right(words, 30)) * _MIX_1
+    words = (words ^ _shift_right(words, 27)) * _MIX_2
+    mixed: Tensor = words ^ _shift_right(words, 31)
+    return mixed
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Shift in zeros; int64's own shift copies the sign."""
+    shifted: Tensor = (words >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+class MaskToken(nn.Module):
+    """The learned embedding of a masked patch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(width))
+        nn.init.normal_(self.token, std=POSITION_STD)
+
+    def forward(self, patches_BND: Tensor, is_masked_BN: Tensor) -> Tensor:
+        """Patches with the token in place of the masked ones."""
+        return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
+
+
+class MaskedPatchObjective(nn.Module):
+    """A ViT with a mask token and a linear prediction of what its corrupted patches show.
+
+    The model's own head and representation layer do not take part and are frozen; fine-tuning
+    replaces them.
+
+    Args:
+        model: any ViT, hybrid or axial ViT.
+        target: "mean_color" (512 colours of 3 bits a channel, the paper's choice), "downsized"
+            (the same for each cell of a 4 x 4 reduction), "full_patch" (regression of all pixels).
+        seed: of the corruption.
+
+    Raises:
+        ValueError: for an unknown target, a model that is no ViT, or patches that cannot be
+            reduced to 4 x 4.
+    """
+
+    def __init__(self, model: nn.Module, target: Target = "mean_color", seed: int = 0) -> None:
+        super().__init__()
+        if target not in _LOSSES:
+            raise ValueError(f"target={target!r} is unknown; use one of {', '.join(_LOSSES)}.")
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(
+                f"masked patch prediction needs patches, and a {type(model).__name__} has none; "
+                "use a ViT, a hybrid or an axial ViT."
+            )
+        side = model.embedding.patch_size
+        if target == "downsized" and side % DOWNSIZED_SIDE:
+            raise ValueError(
+                f"target='downsized' reduces patches to 4x4, and patch_size={side} is not "
+                "divisible by 4; use target='mean_color', or a model with another patch_size."
+            )
+        self.model = model
+        self.target = target
+        self.seed = seed
+        self.mask = MaskToken(model.size.width)
+        self.prediction = Head(model.size.width, _num_predictions(target, side))
+        model.head.requires_grad_(False)
+        if model.representation is not None:
+            model.representation.requires_grad_(False)
+
+    def forward(self, images: Tensor, samples: Tensor, epoch: int = 0) -> Tensor:
+        """Mean loss over the corrupted patches, a float32 scalar.
+
+        Args:
+            images: float (B, 3, H, W) in [-1, 1].
+            samples: int64 (B,), global numbers of the images.
+            epoch: 0-based pass over the data.
+        """
+        patches_BND = self.model.embed(images)
+        corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, epoch)
+        encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption))
+        num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
+        predictions: Tensor = self.prediction(
+            _pick(encoded_BND[:, num_prefix:], corruption.corrupted)
+        )
+        pixels = _pick(self._pixels(images), corruption.corrupted)
+        return _LOSSES[self.target](predictions, pixels)
+
+    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
+        """Patch embeddings as the encoder gets them."""
+        others = _pick(patches_BND, corruption.source)
+        swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
+        masked: Tensor = self.mask(swapped, corruption.is_masked)
+        return masked
+
+    def set_activation_checkpointing(self, every: int) -> None:
+        """As the model's."""
+        self.model.set_activation_checkpointing(every)
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        """(B, N, 3, P, P) in float32."""
+        side = self.model.embedding.patch_size
+        patches = cut_patches(images.float(), side).flatten(1, 2)
+        if patches.shape[1] != self.model.grid[0] * self.model.grid[1]:
+            raise ValueError(
+                f"images of {images.shape[-2]}x{images.shape[-1]} are not whole patches of "
+                f"{side}x{side}, which this model rounds up; use an image_size that {side} divides."
+            )
+        return patches.reshape(*patches.shape[:2], 3, side, side)
+
+
+def _pick(items: Tensor, places: Tensor) -> Tensor:
+    """(B, N, ...) at (B, M) to (B, M, ...)."""
+    rows = torch.arange(len(items), device=items.device)[:, None]
+    return items[rows, places]
+
+
+def _num_predictions(target: Target, side: int) -> int:
+    sizes: dict[str, int] = {
+        "mean_color": NUM_COLORS,
+        "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
+        "full_patch": 3 * side**2,
+    }
+    return sizes[target]
+
+
+def color_class(colors: Tensor) -> Tensor:
+    """RGB in [-1, 1] along the last axis to one of 512: 3 bits of red, then green, then blue."""
+    levels = 2**BITS_PER_CHANNEL
+    bins: Tensor = ((colors + 1) * (levels / 2)).floor().clamp(0, levels - 1).long()
+    classes: Tensor = (bins[..., 0] * levels + bins[..., 1]) * levels + bins[..., 2]
+    return classes
+
+
+def _mean_color_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
+    """(B, M, 512) against (B, M, 3, P, P)."""
+    classes = color_class(pixels.mean(dim=(-2, -1)))
+    return F.cross_entropy(predictions.flatten(0, 1), classes.flatten())
+
+
+def _downsized_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
+    """(B, M, 16 * 512), cell by cell in raster order, against (B, M, 3, P, P)."""
+    side = pixels.shape[-1] // DOWNSIZED_SIDE
+    cells = F.avg_pool2d(pixels.flatten(0, 1), side).permute(0, 2, 3, 1)
+    return F.cross_entropy(predictions.reshape(-1, NUM_COLORS), color_class(cells).flatten())
+
+
+def _full_patch_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
+    """(B, M, 3 * P * P), channel by channel, against (B, M, 3, P, P)."""
+    return F.mse_loss(predictions, pixels.flatten(2))
+
+
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean_color": _mean_color_loss,
+    "downsized": _downsized_loss,
+    "full_patch": _full_patch_loss,
+}

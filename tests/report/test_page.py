@@ -1,0 +1,236 @@
+"""The report page, built from a real MLflow store and read back by parsers we did not write."""
+
+import csv
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from vit_ray.report.page import build_report
+
+MODELS = {"ViT-Ti/16": 1.3, "ViT-S/16": 4.6, "R50x1": 4.1, "R50x1+ViT-B/32": 8.5}
+EVIL = '<script>alert("x")</script> & co'
+
+
+class Page(HTMLParser):
+    """Tags with attributes, and the visible text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.texts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br", "line", "circle", "polygon", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def _run(client, experiment, name, *, params=None, tags=None, metrics=None, curve=(), end=True):
+    run_id = client.create_run(experiment, run_name=name, tags=tags or {}).info.run_id
+    points = [Metric(key, value, 0, 100) for key, value in (metrics or {}).items()]
+    points += [Metric("train/loss", loss, 0, step) for step, loss in curve]
+    client.log_batch(
+        run_id, metrics=points, params=[Param(k, str(v)) for k, v in (params or {}).items()]
+    )
+    if end:
+        client.set_terminated(run_id)
+    return run_id
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A study of four models by two data sizes, one cell of which never finished."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("scaling")
+    parent = _run(client, experiment, "digits-study", tags={"vit_ray.kind": "study"})
+    _run(client, experiment, "unrelated", metrics={"eval/top1": 0.999})
+    expected = {}
+    for i, (model, gmacs) in enumerate(MODELS.items()):
+        for fraction in (0.25, 1.0):
+            name = f"cell-{i}-{fraction}"
+            metrics = {
+                "study/exaflops": 6e-9 * gmacs * 1000 * fraction,
+                "study/train_images": 1400 * fraction,
+                "study/images_seen": 14000 * fraction,
+                "few_shot/5_shot_top1": 0.5 + 0.08 * i + 0.1 * fraction,
+                "eval/top1": 0.6 + 0.07 * i + 0.1 * fraction,
+                "train/images_per_s": 1234.5,
+            }
+            tags = {
+                "vit_ray.kind": "study_cell",
+                "vit_ray.study_label": model,
+                "vit_ray.git_commit": "0123abc",
+                "vit_ray.data_fingerprint": "feedbeef",
+                "mlflow.parentRunId": parent,
+            }
+            params = {"model.name": model, "data.fraction": fraction, "optim.epochs": 10.0}
+            params |= {"data.train": "data/digits", "note": EVIL}
+            curve = [(step, 2.3 / (1 + step / 50 + i)) for step in range(0, 1000, 2)]
+            _run(client, experiment, name, params=params, tags=tags, metrics=metrics, curve=curve)
+            expected[name] = metrics
+    tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+    _run(client, experiment, f"cell-dead {EVIL}", tags=tags, end=False)
+    return uri, parent, expected
+
+
+@pytest.fixture(scope="module")
+def built(study, tmp_path_factory):
+    uri, parent, _ = study
+    path = build_report(uri, parent, tmp_path_factory.mktemp("out") / "deep" / "report.html")
+    return path, path.read_text()
+
+
+def test_the_page_is_well_formed_and_asks_nothing_of_the_network(built):
+    page = Page(built[1])
+    assert page.open == []
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object"}
+    for _, attributes in page.tags:
+        assert not {"src", "href", "onload", "onclick"} & set(attributes)
+    assert "url(" not in built[1]
+    assert "@import" not in built[1]
+    assert built[1].isascii()
+
+
+def test_text_from_mlflow_is_shown_as_text_not_run(built):
+    assert EVIL in Page(built[1]).text
+
+
+def test_every_number_of_every_cell_is_in_the_csv(built, study):
+    with open(built[0].with_suffix(".csv")) as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {*study[2], f"cell-dead {EVIL}"}
+    for name, metrics in study[2].items():
+        row = rows[name]
+        assert float(row["exaFLOPs"]) == pytest.approx(metrics["study/exaflops"])
+        assert float(row["5-shot %"]) == pytest.approx(metrics["few_shot/5_shot_top1"])
+        assert float(row["top-1 %"]) == pytest.approx(metrics["eval/top1"])
+        assert row["status"] == "finished"
+    dead = rows[f"cell-dead {EVIL}"]
+    assert (dead["status"], dead["top-1 %"]) == ("running", "")
+
+
+def test_only_the_family_of_the_given_run_is_shown(built):
+    assert "unrelated" not in built[1]
+
+
+def test_a_whole_experiment_can_be_reported(study, tmp_path):
+    text = build_report(study[0], "scaling", tmp_path / "all.html").read_text()
+    assert "unrelated" in text
+    assert "99.90" in text
+
+
+def test_the_page_says_that_results_are_a_proxy_and_whose_the_papers_are(built):
+    text = Page(built[1]).text
+    assert "These results are a proxy." in text
+    assert "JFT-300M, which is private" in text
+    assert "data/digits" in text
+    assert "The paper's results, not ours" in text
+    assert "arXiv:2010.11929v2, Table 6" in text
+
+
+def test_runs_show_their_commit_data_and_recipe(built):
+    text = Page(built[1]).text
+    for fact in ("0123abc", "feedbeef", "optim.epochs = 10.0"):
+        assert fact in text
+
+
+def test_points_stand_where_their_values_are(built):
+    svg = re.search(r'<svg viewBox[^>]*aria-label="Accuracy against compute.*?</svg>', built[1])
+    root = ET.fromstring(svg.group(0))
+    points = {}
+    for group in root.iter("g"):
+        title = group.find("title")
+        if title is None:
+            continue
+        circle, polygon = group.find("circle"), group.find("polygon")
+        if circle is not None:
+            at = float(circle.get("cx")), float(circle.get("cy"))
+        else:
+            corners = [tuple(map(float, c.split(","))) for c in polygon.get("points").split()]
+            at = tuple(
+                (min(c[i] for c in corners) + max(c[i] for c in corners)) / 2 for i in (0, 1)
+            )
+        points[title.text.split(":")[0]] = at
+    assert len(points) == 8
+    # Compute quadruples from a quarter of the data to all of it: the same step on a log axis.
+    steps = [points[model][0] - points[f"{model} 25%"][0] for model in MODELS]
+    assert steps == pytest.approx([steps[0]] * 4, abs=1.0)
+    assert steps[0] > 50
+    heights = [points[model][1] for model in MODELS]
+    assert heights == sorted(heights, reverse=True)  # better models are higher up: smaller y
+
+
+def test_each_family_has_its_own_colour_and_marker_in_the_legend(built):
+    legend = re.search(r'<ul class="legend">.*?</ul>', built[1]).group(0)
+    assert re.findall(r"</svg>(\w+)</li>", legend) == ["ViT", "Hybrid", "ResNet"]
+    assert len(set(re.findall(r"key (c\d)", legend))) == 3
+
+
+def test_long_curves_are_thinned_but_keep_their_shape(built):
+    loss = re.search(r'<svg viewBox[^>]*aria-label="training loss.*?</svg>', built[1]).group(0)
+    lines = [node.get("points").split() for node in ET.fromstring(loss).iter("polyline")]
+    assert {len(line) for line in lines} == {300}
+    for line in lines:
+        heights = [float(point.split(",")[1]) for point in line]
+        assert heights == sorted(heights)  # the loss falls, so y grows downwards
+
+
+def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("sweeps")
+    parent = _run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
+    trials = [("dev", 0.001, 0, 0.8), ("dev", 0.003, 0, 0.9)]
+    trials += [("final", 0.003, seed, top1) for seed, top1 in enumerate((0.94, 0.95, 0.96))]
+    for phase, rate, seed, top1 in trials:
+        tags = {"vit_ray.kind": "sweep_trial", "vit_ray.sweep_phase": phase}
+        tags["mlflow.parentRunId"] = parent
+        params = {"optim.learning_rate": rate, "seed": seed}
+        name = f"{phase}-{rate}-{seed}"
+        _run(client, experiment, name, params=params, tags=tags, metrics={"eval/top1": top1})
+    text = Page(build_report(uri, parent, tmp_path / "r.html").read_text()).text
+    assert "Test top-1 95.00 +- 1.00 % over 3 seeds." in text
+    assert text.index("0.003 0 dev 90.00") < text.index("0.001 0 dev 80.00")
+
+
+def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("plain")
+    _run(client, experiment, "one", curve=[(0, 2.0), (10, 1.0)])
+    text = build_report(uri, "plain", tmp_path / "r.html").read_text()
+    assert "Training loss" in text
+    assert "Accuracy against compute" not in text
+
+
+def test_what_does_not_exist_is_refused_with_what_does(study, tmp_path):
+    uri = study[0]
+    with pytest.raises(ValueError, match="no experiment 'scalign'; it has Default, scaling"):
+        build_report(uri, "scalign", tmp_path / "r.html")
+    with pytest.raises(ValueError, match="MLflow has no run 0000"):
+        build_report(uri, "0" * 32, tmp_path / "r.html")
+    with pytest.raises(ValueError, match="experiment 'Default' holds no runs yet"):
+        build_report(uri, "Default", tmp_path / "r.html")
+    missing = tmp_path / "typo.db"
+    with pytest.raises(ValueError, match="no such file; give the MLflow database"):
+        build_report(f"sqlite:///{missing}", "scaling", tmp_path / "r.html")
+    assert not missing.exists()

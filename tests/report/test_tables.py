@@ -1,0 +1,69 @@
+"""Tables, read back by the csv module."""
+
+import csv
+import io
+
+import pytest
+
+from vit_ray.report.paper import TABLE_6
+from vit_ray.report.runs import model_family, thinned
+from vit_ray.report.tables import Column, Table, duration, percent
+
+
+def test_the_csv_reads_back_and_unknown_stays_empty():
+    table = Table("t", [Column("a"), Column("b", percent)], [['say "hi", you', 0.5], ["x", None]])
+    assert list(csv.reader(io.StringIO(table.csv()))) == [
+        ["a", "b"],
+        ['say "hi", you', "0.5"],
+        ["x", ""],
+    ]
+
+
+def test_unknown_is_a_dash_on_the_page_and_zero_is_zero():
+    page = Table("t", [Column("a"), Column("b", percent)], [["x", None], ["y", 0.0]]).html()
+    assert '<td class="number">-</td>' in page
+    assert '<td class="number">0.00</td>' in page
+
+
+def test_columns_that_nobody_filled_are_dropped():
+    table = Table("t", [Column("a"), Column("b"), Column("c")], [["x", None, 0.0], ["y", "", None]])
+    assert [column.title for column in table.used().columns] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12.4, "12 s"), (185, "3:05 min"), (7620, "2:07 h"), (59.6, "1:00 min")]
+)
+def test_durations_read_as_people_say_them(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("ViT-H/14", "ViT"),
+        ("ViT", "ViT"),
+        ("R152x2", "ResNet"),
+        ("R50x1+ViT-L/16", "Hybrid"),
+        ("Axial-ViT-B/16", "Axial"),
+        ("AxialResNet50", "Axial"),
+        ("", "Other"),
+    ],
+)
+def test_families_follow_the_catalog_names(name, family):
+    assert model_family(name) == family
+
+
+def test_thinning_keeps_the_mean_and_leaves_short_curves_alone():
+    short = [(0.0, 1.0), (1.0, 2.0)]
+    assert thinned(short) == short
+    long = [(float(i), float(i % 7)) for i in range(3000)]
+    kept = thinned(long)
+    assert len(kept) == 300
+    assert sum(y for _, y in kept) / 300 == pytest.approx(sum(y for _, y in long) / 3000)
+
+
+def test_the_papers_table_holds_its_18_rows_in_three_families():
+    assert len(TABLE_6) == 18
+    assert {row.family for row in TABLE_6} == {"ViT", "ResNet", "Hybrid"}
+    # Table 6 sums to 15,721 exaFLOPs, with the 859 that the paper prints for R50x1+ViT-L/16.
+    assert sum(row.exaflops for row in TABLE_6) == 15_721

@@ -1,0 +1,225 @@
+"""What a report shows of its runs: which numbers go into which chart and table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from vit_ray.report.paper import SOURCE, TABLE_6
+from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.svg import Axis, Series, chart, number
+from vit_ray.report.tables import Column, Table, Value, duration, percent
+
+FAMILIES = ("ViT", "Hybrid", "ResNet", "Axial", "Other")
+CURVES_PER_CHART = 8  # more than that, nobody tells apart
+
+# Metric key, what a person calls it.
+ACCURACIES = {
+    "few_shot/5_shot_top1": "5-shot linear accuracy",
+    "few_shot/10_shot_top1": "10-shot linear accuracy",
+    "few_shot/25_shot_top1": "25-shot linear accuracy",
+    "few_shot/1_shot_top1": "1-shot linear accuracy",
+    "eval/averaged_top1": "top-1 accuracy, averaged weights",
+    "eval/top1": "top-1 accuracy",
+}
+CURVES = {
+    "train/loss": Axis("training loss"),
+    "eval/loss": Axis("validation loss"),
+    "eval/top1": Axis("validation top-1", is_percent=True),
+    "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
+}
+
+
+def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Without the parents, which train nothing themselves."""
+    return [run for run in runs if run.kind not in ("study", "sweep")]
+
+
+def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """Keys to plot: the first few-shot accuracy that there is, and top-1."""
+    held = {key for run in runs for key in run.metrics}
+    few_shot = [key for key in ACCURACIES if key in held and key.startswith("few_shot/")][:1]
+    return few_shot + [key for key in ("eval/top1",) if key in held]
+
+
+def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> str:
+    """The paper's Figure 5: one point per run, one colour per model family."""
+
+    def series(family: str) -> Series:
+        chosen = [
+            run
+            for run in runs
+            if run.family == family and key in run.metrics and "study/exaflops" in run.metrics
+        ]
+        chosen.sort(key=lambda run: run.metrics["study/exaflops"])
+        points = [(run.metrics["study/exaflops"], run.metrics[key]) for run in chosen]
+        return Series(family, points, [_point_name(run) for run in chosen], has_line=False)
+
+    return chart(
+        "Accuracy against compute",
+        Axis("training compute (exaFLOPs, log scale)", is_log=True),
+        Axis(ACCURACIES[key], is_percent=True),
+        [series(family) for family in FAMILIES],
+    )
+
+
+def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> str | None:
+    """The paper's Figure 4: one line per model; None where all saw the same data."""
+    sizes = {
+        run.metrics["study/train_images"] for run in runs if "study/train_images" in run.metrics
+    }
+    if len(sizes) < 2:
+        return None
+
+    def series(label: str) -> Series:
+        points = sorted(
+            (run.metrics["study/train_images"], run.metrics[key])
+            for run in runs
+            if run.label == label and {"study/train_images", key} <= set(run.metrics)
+        )
+        return Series(label, points)
+
+    return chart(
+        "Accuracy against data",
+        Axis("different images in the training set (log scale)", is_log=True),
+        Axis(ACCURACIES[key], is_percent=True),
+        [series(label) for label in dict.fromkeys(run.label for run in runs)],
+    )
+
+
+def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[str]:
+    """Charts of every curve that there is, at most eight runs in each."""
+    charts = []
+    for key, axis in CURVES.items():
+        holders = [run for run in runs if key in run.metrics]
+        groups = range(0, len(holders), CURVES_PER_CHART)
+        for first in groups:
+            part = holders[first : first + CURVES_PER_CHART]
+            series = [
+                Series(run.name, points, has_markers=len(points) <= 30)
+                for run in part
+                if len(points := archive.curve(run, key)) > 1
+            ]
+            if series:
+                which = f" ({first + 1} to {first + len(part)})" if len(groups) > 1 else ""
+                charts.append(
+                    f"<figure><figcaption>{axis.title.capitalize()}{which}</figcaption>"
+                    + chart(axis.title, Axis("optimizer step"), axis, series)
+                    + "</figure>"
+                )
+    return charts
+
+
+def cells(runs: Sequence[RecordedRun]) -> Table:
+    """One row per training, every number that was recorded at its end."""
+    columns: list[tuple[Column, Callable[[RecordedRun], Value]]] = [
+        (Column("run"), lambda run: run.name),
+        (Column("model"), lambda run: run.label),
+        (Column("family"), lambda run: run.family),
+        (Column("data fraction", number), _param("data.fraction")),
+        (Column("epochs", number), _param("optim.epochs")),
+        (Column("learning rate", number), _param("optim.learning_rate")),
+        (Column("seed", number), _param("seed")),
+        (Column("training images", number), _metric("study/train_images")),
+        (Column("images seen", number), _metric("study/images_seen")),
+        (Column("exaFLOPs", number), _metric("study/exaflops")),
+        *(
+            (Column(f"{n}-shot %", percent), _metric(f"few_shot/{n}_shot_top1"))
+            for n in (1, 5, 10, 25)
+        ),
+        (Column("top-1 %", percent), _metric("eval/top1")),
+        (Column("top-1 % averaged", percent), _metric("eval/averaged_top1")),
+        (Column("top-5 %", percent), _metric("eval/top5")),
+        (Column("eval loss", number), _metric("eval/loss")),
+        (Column("images/s", number), _metric("train/images_per_s")),
+        (Column("MFU %", percent), _metric("perf/mfu")),
+        (Column("data wait %", percent), _metric("data/wait_fraction")),
+        (Column("core-days", number), _metric("cost/core_days")),
+        (Column("wall time", duration), lambda run: run.elapsed_s),
+        (Column("status"), lambda run: run.status.lower()),
+    ]
+    rows = [[value(run) for _, value in columns] for run in runs]
+    return Table("Every training of this report", [column for column, _ in columns], rows).used()
+
+
+def sweep_table(runs: Sequence[RecordedRun]) -> Table:
+    """Learning rate by seed, as trials of a sweep recorded them; best first."""
+    trials = [run for run in runs if run.kind == "sweep_trial"]
+    rows = [
+        [
+            _param("optim.learning_rate")(run),
+            _param("seed")(run),
+            run.tags.get("vit_ray.sweep_phase", ""),
+            run.metrics.get("eval/top1"),
+            run.metrics.get("eval/loss"),
+            run.status.lower(),
+            run.name,
+        ]
+        for run in trials
+    ]
+    rows.sort(key=lambda row: (str(row[2]), -_as_number(row[3]), str(row[6])))
+    columns = [
+        Column("learning rate", number),
+        Column("seed", number),
+        Column("phase"),
+        Column("top-1 %", percent),
+        Column("eval loss", number),
+        Column("status"),
+        Column("run"),
+    ]
+    return Table("Trials of the learning-rate sweep", columns, rows).used()
+
+
+def sweep_summary(runs: Sequence[RecordedRun]) -> str:
+    """Mean and deviation over seeds of the runs with the chosen rate; empty if there are none."""
+    values = [
+        run.metrics["eval/top1"]
+        for run in runs
+        if run.tags.get("vit_ray.sweep_phase") == "final" and "eval/top1" in run.metrics
+    ]
+    if not values:
+        return ""
+    spread = f" +- {percent(statistics.stdev(values))}" if len(values) > 1 else ""
+    return f"Test top-1 {percent(statistics.mean(values))}{spread} % over {len(values)} seeds."
+
+
+def paper_figure() -> str:
+    """The paper's own points, for the shape of the curve."""
+
+    def series(family: str) -> Series:
+        rows = sorted((r for r in TABLE_6 if r.family == family), key=lambda r: r.exaflops)
+        points = [(row.exaflops, row.imagenet) for row in rows]
+        labels = [f"{row.name}, {row.epochs} epochs" for row in rows]
+        return Series(family, points, labels, has_line=False)
+
+    return chart(
+        f"The paper's results ({SOURCE})",
+        Axis("the paper's pre-training compute on JFT-300M (exaFLOPs, log scale)", is_log=True),
+        Axis("the paper's ImageNet top-1", is_percent=True),
+        [series(family) for family in FAMILIES],
+    )
+
+
+def _point_name(run: RecordedRun) -> str:
+    fraction = _param("data.fraction")(run)
+    part = f" {100 * fraction:g}%" if isinstance(fraction, float) and fraction < 1 else ""
+    return f"{run.label}{part}"
+
+
+def _param(key: str) -> Callable[[RecordedRun], Value]:
+    def value(run: RecordedRun) -> Value:
+        text = run.params.get(key)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            return None
+
+    return value
+
+
+def _metric(key: str) -> Callable[[RecordedRun], Value]:
+    return lambda run: run.metrics.get(key)
+
+
+def _as_number(value: Value) -> float:
+    return value if isinstance(value, float) else float("-inf")

@@ -199,17 +199,17 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
     client = MlflowClient(uri)
     experiment = client.create_experiment("sweeps")
     parent = _run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
-    trials = [("dev", 0.001, 0, 0.8), ("dev", 0.003, 0, 0.9)]
-    trials += [("final", 0.003, seed, top1) for seed, top1 in enumerate((0.94, 0.95, 0.96))]
-    for phase, rate, seed, top1 in trials:
-        tags = {"vit_ray.kind": "sweep_trial", "vit_ray.sweep_phase": phase}
+    trials = [("sweep_trial", 0.001, 0, 0.8), ("sweep_trial", 0.003, 0, 0.9)]
+    trials += [("finetune", 0.003, seed, top1) for seed, top1 in enumerate((0.94, 0.95, 0.96))]
+    for stage, rate, seed, top1 in trials:
+        tags = {"vit_ray.kind": stage, "vit_ray.sweep_stage": stage}
         tags["mlflow.parentRunId"] = parent
         params = {"optim.learning_rate": rate, "seed": seed}
-        name = f"{phase}-{rate}-{seed}"
+        name = f"{stage}-{rate}-{seed}"
         _run(client, experiment, name, params=params, tags=tags, metrics={"eval/top1": top1})
     text = Page(build_report(uri, parent, tmp_path / "r.html").read_text()).text
     assert "Test top-1 95.00 +- 1.00 % over 3 seeds." in text
-    assert text.index("0.003 0 dev 90.00") < text.index("0.001 0 dev 80.00")
+    assert text.index("0.003 0 dev split 90.00") < text.index("0.001 0 dev split 80.00")
 
 
 def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):

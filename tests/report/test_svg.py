@@ -64,3 +64,20 @@ def test_values_that_are_not_finite_are_left_out():
 def test_one_point_and_no_point():
     assert "<circle" in chart("t", Axis("x"), Axis("y"), [Series("s", [(0, 0)])])
     assert "no values recorded" in chart("t", Axis("x"), Axis("y"), [Series("s", [])])
+
+
+def test_labels_never_cover_each_other_and_isolated_points_always_have_one():
+    crowd = [(1.0 + 0.001 * i, 1.0) for i in range(20)]
+    drawn = chart(
+        "t",
+        Axis("x"),
+        Axis("y"),
+        [Series("s", [*crowd, (5.0, 3.0)], [*(f"crowded {i}" for i in range(20)), "alone"])],
+    )
+    svg = ET.fromstring(re.match(r"<svg.*?</svg>", drawn).group(0))
+    labels = [text for text in svg.iter("text") if text.get("class") == "label"]
+    assert "alone" in [text.text for text in labels]
+    boxes = [(float(t.get("x")), float(t.get("y")), 6.0 * len(t.text)) for t in labels]
+    for i, (x1, y1, width) in enumerate(boxes):
+        for x2, y2, other in boxes[:i]:
+            assert abs(y1 - y2) >= 12 or x1 + width <= x2 or x2 + other <= x1

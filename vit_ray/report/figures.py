@@ -29,6 +29,9 @@ CURVES = {
     "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
 }
 
+# Tag of a sweep's run, what its accuracy was measured on.
+_SWEEP_STAGES = {"sweep_trial": "dev split", "finetune": "test set"}
+
 
 def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Without the parents, which train nothing themselves."""
@@ -90,13 +93,14 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> str | None:
 def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[str]:
     """Charts of every curve that there is, at most eight runs in each."""
     charts = []
+    names = short_names(runs)
     for key, axis in CURVES.items():
         holders = [run for run in runs if key in run.metrics]
         groups = range(0, len(holders), CURVES_PER_CHART)
         for first in groups:
             part = holders[first : first + CURVES_PER_CHART]
             series = [
-                Series(run.name, points, has_markers=len(points) <= 30)
+                Series(names[run.run_id], points, has_markers=len(points) <= 30)
                 for run in part
                 if len(points := archive.curve(run, key)) > 1
             ]
@@ -115,13 +119,8 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
     columns: list[tuple[Column, Callable[[RecordedRun], Value]]] = [
         (Column("run"), lambda run: run.name),
         (Column("model"), lambda run: run.label),
-        (Column("family"), lambda run: run.family),
         (Column("data fraction", number), _param("data.fraction")),
         (Column("epochs", number), _param("optim.epochs")),
-        (Column("learning rate", number), _param("optim.learning_rate")),
-        (Column("seed", number), _param("seed")),
-        (Column("training images", number), _metric("study/train_images")),
-        (Column("images seen", number), _metric("study/images_seen")),
         (Column("exaFLOPs", number), _metric("study/exaflops")),
         *(
             (Column(f"{n}-shot %", percent), _metric(f"few_shot/{n}_shot_top1"))
@@ -131,6 +130,10 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
         (Column("top-1 % averaged", percent), _metric("eval/averaged_top1")),
         (Column("top-5 %", percent), _metric("eval/top5")),
         (Column("eval loss", number), _metric("eval/loss")),
+        (Column("training images", number), _metric("study/train_images")),
+        (Column("images seen", number), _metric("study/images_seen")),
+        (Column("learning rate", number), _param("optim.learning_rate")),
+        (Column("seed", number), _param("seed")),
         (Column("images/s", number), _metric("train/images_per_s")),
         (Column("MFU %", percent), _metric("perf/mfu")),
         (Column("data wait %", percent), _metric("data/wait_fraction")),
@@ -144,24 +147,24 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
 
 def sweep_table(runs: Sequence[RecordedRun]) -> Table:
     """Learning rate by seed, as trials of a sweep recorded them; best first."""
-    trials = [run for run in runs if run.kind == "sweep_trial"]
     rows = [
         [
             _param("optim.learning_rate")(run),
             _param("seed")(run),
-            run.tags.get("vit_ray.sweep_phase", ""),
+            _SWEEP_STAGES[stage],
             run.metrics.get("eval/top1"),
             run.metrics.get("eval/loss"),
             run.status.lower(),
             run.name,
         ]
-        for run in trials
+        for run in runs
+        if (stage := run.tags.get("vit_ray.sweep_stage", "")) in _SWEEP_STAGES
     ]
     rows.sort(key=lambda row: (str(row[2]), -_as_number(row[3]), str(row[6])))
     columns = [
         Column("learning rate", number),
         Column("seed", number),
-        Column("phase"),
+        Column("measured on"),
         Column("top-1 %", percent),
         Column("eval loss", number),
         Column("status"),
@@ -175,7 +178,7 @@ def sweep_summary(runs: Sequence[RecordedRun]) -> str:
     values = [
         run.metrics["eval/top1"]
         for run in runs
-        if run.tags.get("vit_ray.sweep_phase") == "final" and "eval/top1" in run.metrics
+        if run.tags.get("vit_ray.sweep_stage") == "finetune" and "eval/top1" in run.metrics
     ]
     if not values:
         return ""
@@ -198,6 +201,14 @@ def paper_figure() -> str:
         Axis("the paper's ImageNet top-1", is_percent=True),
         [series(family) for family in FAMILIES],
     )
+
+
+def short_names(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    """Run id to the shortest name that tells the runs apart: model and data, or the run's name."""
+    names = {run.run_id: _point_name(run) for run in runs}
+    if len(set(names.values())) == len(runs):
+        return names
+    return {run.run_id: run.name for run in runs}
 
 
 def _point_name(run: RecordedRun) -> str:

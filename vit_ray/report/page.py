@@ -129,10 +129,8 @@ def _figure(svg: str, key: str, against: str) -> str:
 
 
 def _sweep(runs: Sequence[RecordedRun]) -> str:
-    if not any(run.kind == "sweep_trial" for run in runs):
-        return ""
-    summary = figures.sweep_summary(runs)
-    return (f"<p>{summary}</p>" if summary else "") + figures.sweep_table(runs).html()
+    table, summary = figures.sweep_table(runs), figures.sweep_summary(runs)
+    return f"<p>{summary}</p>{table.html()}" if table.rows else ""
 
 
 def _facts(run: RecordedRun) -> str:

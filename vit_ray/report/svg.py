@@ -13,6 +13,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 52
+LETTER = 6.0  # width of a letter of a label, in pixels
 NUM_COLOURS = 8  # --s0 to --s7 of the page
 
 
@@ -72,6 +73,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     up = _scale([py for _, py in points], y, HEIGHT - BOTTOM, TOP)
     parts = [_grid(across, up, x, y)]
     parts += [_series(one, i, across, up, x, y) for i, one in enumerate(shown)]
+    parts.append(_labels(shown, across, up))
     label = escape(f"{title}: {y.title} against {x.title}", quote=True)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
@@ -183,19 +185,63 @@ def _series(one: Series, index: int, across: Scale, up: Scale, x: Axis, y: Axis)
         parts.append(
             f"<g>{_marker(index, px, py)}<title>{escape(f'{label}: {values}')}</title></g>"
         )
-        if one.labels:
-            parts.append(_beside(px, py, one.labels[i]))
     return f'<g class="c{index % NUM_COLOURS}">{"".join(parts)}</g>'
 
 
-def _beside(px: float, py: float, label: str) -> str:
-    """The label right of its point, or left where it would leave the chart."""
-    fits = px + 9 + 6.2 * len(label) < WIDTH
-    at, anchor = (px + 9, "start") if fits else (px - 9, "end")
-    return (
-        f'<text class="label" x="{at:.1f}" y="{py:.1f}" dy="0.35em" text-anchor="{anchor}">'
-        f"{escape(label)}</text>"
-    )
+def _labels(series: Sequence[Series], across: Scale, up: Scale) -> str:
+    """A label at every point that has room for one; the others keep their tooltip."""
+    points = [
+        (across(px), up(py), label)
+        for one in series
+        for (px, py), label in zip(one.points, one.labels, strict=False)
+    ]
+    taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py, _ in points]
+    parts = []
+    for px, py, label in points:
+        for box in _places(px, py, LETTER * len(label)):
+            if box.is_on_chart() and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                parts.append(
+                    f'<text class="label" x="{box.left:.1f}" y="{(box.top + box.bottom) / 2:.1f}" '
+                    f'dy="0.35em">{escape(label)}</text>'
+                )
+                break
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle that is taken, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether they share any pixel."""
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
+
+    def is_on_chart(self) -> bool:
+        """Whether all of it lies within the axes."""
+        return (
+            self.left >= LEFT
+            and self.right <= WIDTH
+            and self.top >= 0
+            and (self.bottom <= HEIGHT - BOTTOM)
+        )
+
+
+def _places(px: float, py: float, width: float) -> list[Box]:
+    """Right of a point, left of it, above, below."""
+    corners = [(px + 8, py - 6), (px - 8 - width, py - 6)]
+    corners += [(px - width / 2, py - 20), (px - width / 2, py + 8)]
+    return [Box(left, top, left + width, top + 12) for left, top in corners]
 
 
 def _marker(index: int, px: float, py: float) -> str:

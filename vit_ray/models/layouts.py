@@ -103,7 +103,8 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     if isinstance(model, BitResNet):
         return _BIT_RULES[layout](model)
     raise ValueError(
-        f"layout={layout!r} has no names for a {describe(model)}; use layout='vit_ray'."
+        f"layout={layout!r} has no names for this kind of model ({describe(model)}); "
+        "use layout='vit_ray'."
     )
 
 

@@ -136,9 +136,9 @@ def fit_state_dict(
     Args:
         model: filled in place.
         state_dict: names and tensors of a model of the same encoder.
-        new_head: True keeps the model's fresh head and representation layer, whatever the state
-            dict holds, as fine-tuning does; False loads both; "auto" loads them where they are
-            there and fit, and else keeps the fresh ones.
+        new_head: True keeps the model's fresh head, as fine-tuning does; False demands the state
+            dict's; "auto" loads it where it fits and stands behind the same layers. The
+            representation layer is loaded where both have one: a model built without it drops it.
         resize: how positions are resampled to another grid.
         source_grid: (rows, columns) of the state dict's positions where not of a square image.
 
@@ -190,14 +190,16 @@ def _outer_names(state_dict: Tensors) -> set[str]:
 
 
 def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]:
-    """The model's head and representation layer where they keep their fresh values, else none."""
-    names = {name for name in wanted if name.startswith(_HEAD_PREFIXES)}
-    if new_head != "auto":
-        return names if new_head else set()
+    """Names of the head and the representation layer that keep the model's fresh values."""
+    if new_head is False:
+        return set()
+    layers = [any(n.startswith("representation.") for n in names) for names in (wanted, state)]
+    fresh = set() if layers[1] else {n for n in wanted if n.startswith("representation.")}
     head = state.get("head.weight")
     fits = head is not None and head.shape == wanted["head.weight"].shape
-    has_representation = ["representation.weight" in tensors for tensors in (wanted, state)]
-    return set() if fits and has_representation[0] == has_representation[1] else names
+    if new_head is True or not fits or layers[0] != layers[1]:
+        fresh |= {name for name in wanted if name.startswith("head.")}
+    return fresh
 
 
 class _Positions:

@@ -1,0 +1,247 @@
+"""The ViT's forward pass against independent implementations and plain formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
+
+from tests.models.small import POSITION_VARIANTS, small_model, some_images
+from vit_ray.models import build_model
+from vit_ray.models.weights import fit_state_dict, load_weights, save_weights
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def peer_config(image_size: int = 32) -> ViTConfig:
+    """The small ViT of these tests, as transformers describes it."""
+    return ViTConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        patch_size=8,
+        image_size=image_size,
+        num_labels=5,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+    )
+
+
+def shaken_peer(kind: Any, config: ViTConfig, folder: Any) -> nn.Module:
+    """A peer with random values in every parameter, saved into the folder."""
+    torch.manual_seed(3)
+    peer: nn.Module = kind(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    peer.save_pretrained(folder)
+    return peer
+
+
+def test_logits_equal_those_of_transformers_with_the_same_weights(tmp_path: Any) -> None:
+    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+    model = small_model("ViT").eval()
+    load_weights(model, tmp_path)
+    with torch.no_grad():
+        theirs = peer(some_images(4)).logits
+        # float32 rounding over two blocks; the two add up in another order.
+        assert relative_difference(model(some_images(4)), theirs) < 1e-5
+
+
+def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = build_model("ViT-S/16", num_classes=7, image_size=224).eval()
+    nn.init.normal_(model.head.weight)
+    nn.init.normal_(model.class_token.token)
+    save_weights(model, tmp_path, "huggingface")
+    peer = ViTForImageClassification.from_pretrained(tmp_path).eval()
+    images = some_images(1, (224, 224))
+    with torch.no_grad():
+        assert relative_difference(model(images), peer(images).logits) < 1e-5
+
+
+def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path: Any) -> None:
+    peer = shaken_peer(ViTModel, peer_config(), tmp_path)
+    model = small_model("ViT", representation=True).eval()
+    report = load_weights(model, tmp_path)
+    # A bare model has no head.
+    assert report.new == ["head.bias", "head.weight"]
+    with torch.no_grad():
+        theirs = peer(some_images(4)).pooler_output
+        assert relative_difference(model.features(some_images(4)), theirs) < 1e-5
+
+
+@pytest.mark.parametrize("size", [(48, 48), (40, 64)])
+def test_logits_at_another_resolution_equal_transformers_interpolation(
+    size: tuple[int, int], tmp_path: Any
+) -> None:
+    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+    model = small_model("ViT", image_size=size).eval()
+    report = load_weights(model, tmp_path, resize="bicubic")
+    assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
+    images = some_images(2, size)
+    with torch.no_grad():
+        theirs = peer(images, interpolate_pos_encoding=True).logits
+        assert relative_difference(model(images), theirs) < 1e-5
+
+
+def test_attention_weights_equal_those_of_transformers(tmp_path: Any) -> None:
+    config = peer_config()
+    config._attn_implementation = "eager"
+    peer = shaken_peer(ViTForImageClassification, config, tmp_path)
+    model = small_model("ViT").eval()
+    load_weights(model, tmp_path)
+    with torch.no_grad():
+        theirs = peer(some_images(), output_attentions=True).attentions
+        ours = model.attention_weights(some_images())
+    assert len(ours) == len(theirs) == 2
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
+def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
+    positions: str, positions_at: str
+) -> None:
+    model = small_model("ViT", positions=positions, positions_at=positions_at).eval()
+    seen: list[tuple[Tensor, Tensor]] = []
+    attention = model.blocks[1].attention
+    attention.qkv.register_forward_hook(lambda m, i, o: seen.append((o, o)))
+    outputs: list[Tensor] = []
+    attention.out.register_forward_pre_hook(lambda m, i: outputs.append(i[0]))
+    with torch.no_grad():
+        weights = model.attention_weights(some_images())[1]
+    values = seen[0][0][..., 64:].reshape(2, 17, 4, 8).transpose(1, 2)
+    mixed = (weights @ values).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(outputs[0], mixed, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 17))
+
+
+def test_relative_attention_is_the_sum_over_offsets_of_the_paper() -> None:
+    model = small_model("ViT", positions="relative").eval()
+    relative = model.blocks[0].attention.relative
+    q = torch.randn(2, 4, 17, 8)
+    bias = relative(q)
+    for query, key in [(0, 0), (0, 16), (16, 0), (5, 9), (9, 5)]:
+        # Offset q - k counts up from -(N - 1) at row 0 of the table; logits are over sqrt(8).
+        row = relative.table[query - key + 16]
+        torch.testing.assert_close(bias[..., query, key], q[:, :, query] @ row / 8**0.5)
+
+
+@pytest.mark.parametrize("positions_at", ["stem", "every_layer", "every_layer_shared"])
+def test_positions_are_added_before_the_layers_that_are_named(positions_at: str) -> None:
+    model = small_model("ViT", positions="learned_1d", positions_at=positions_at).eval()
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda m, i: inputs.append(i[0]))
+        block.register_forward_hook(lambda m, i, o: outputs.append(o))
+    with torch.no_grad():
+        model(some_images())
+        stem = model.class_token(model.embed(some_images()))
+    tables = [table.table.detach() for table in model.positions]
+    torch.testing.assert_close(inputs[0] - stem, tables[0].expand(2, -1, -1), atol=1e-6, rtol=1e-5)
+    added = {"stem": torch.zeros(1), "every_layer": tables[-1], "every_layer_shared": tables[0]}
+    expected = added[positions_at].expand(2, 17, 32)
+    torch.testing.assert_close(inputs[1] - outputs[0], expected, atol=1e-6, rtol=1e-5)
+    assert len(tables) == (2 if positions_at == "every_layer" else 1)
+
+
+def test_two_dimensional_positions_join_a_column_and_a_row() -> None:
+    model = small_model("ViT", image_size=(24, 40), positions="learned_2d")
+    module = model.positions[0]
+    table = module(torch.zeros(1, 16, 32))[0]
+    # Patch (row 2, column 3) of a 3 x 5 grid, after the class token: X first, then Y.
+    expected = torch.cat([module.columns[3], module.rows[2]])
+    assert torch.equal(table[1 + 2 * 5 + 3], expected)
+    assert torch.equal(table[0], module.class_position[0])
+
+
+def test_without_positions_a_vit_does_not_see_the_order_of_patches() -> None:
+    model = small_model("ViT", positions="none").eval()
+    images = some_images()
+    # Swap the left and right halves, which moves whole patches.
+    moved = torch.cat([images[..., 16:], images[..., :16]], dim=-1)
+    torch.testing.assert_close(model(images), model(moved), rtol=1e-5, atol=1e-5)
+    ordered = small_model("ViT").eval()
+    assert not torch.allclose(ordered(images), ordered(moved), rtol=1e-3)
+
+
+def test_gap_averages_the_patches_and_has_no_class_token() -> None:
+    model = small_model("ViT", pool="gap").eval()
+    encoded = model.encode(model.embed(some_images()))
+    assert encoded.shape == (2, 16, 32)
+    torch.testing.assert_close(model.features(some_images()), encoded.mean(1))
+    expected = F.linear(encoded.mean(1), model.head.weight, model.head.bias)
+    torch.testing.assert_close(model(some_images()), expected)
+
+
+def test_dropout_is_where_the_paper_has_it_and_nowhere_else() -> None:
+    model = small_model("ViT", dropout=0.5, representation=True).train()
+    calls: list[tuple[str, torch.Size]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda m, i, o, name=name: calls.append((name, i[0].shape))
+            )
+    model(some_images())
+    blocks = [
+        [
+            (f"blocks.{index}.dropout", (2, 17, 32)),
+            (f"blocks.{index}.mlp.dropout", (2, 17, 64)),
+            (f"blocks.{index}.mlp.dropout", (2, 17, 32)),
+        ]
+        for index in (0, 1)
+    ]
+    # After positions; then after the attention's output and after both layers of each MLP. None on
+    # attention weights, whose kernel is called without it, none in the head.
+    assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
+
+
+def test_attention_weights_have_no_dropout() -> None:
+    model = small_model("ViT", dropout=0.5).train()
+    attention = model.blocks[0].attention
+    x = torch.randn(2, 17, 32)
+    assert torch.equal(attention(x), attention(x))
+
+
+def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused() -> None:
+    model = small_model("ViT", image_size=36).eval()
+    images = some_images(2, (36, 36))
+    changed = images.clone()
+    changed[:, :, 32:] = 5
+    assert torch.equal(model(images), model(changed))
+
+
+def test_images_of_another_size_are_refused_with_the_size_to_build() -> None:
+    model = small_model("ViT")
+    with pytest.raises(ValueError, match=r"built for 4x4; build it with image_size=\(40, 48\)"):
+        model(some_images(1, (40, 48)))
+    axial = small_model("AxialResNet")
+    with pytest.raises(ValueError, match="axial ResNet built for 32x32"):
+        axial(some_images(1, (40, 48)))
+
+
+def test_a_negative_checkpointing_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set_activation_checkpointing\(every=-1\)"):
+        small_model("ViT").set_activation_checkpointing(-1)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_a_model_resized_to_its_own_grid_is_unchanged(mode: Any) -> None:
+    source, model = small_model("ViT"), build_like_small()
+    report = fit_state_dict(model, source.state_dict(), resize=mode, source_grid=(4, 4))
+    assert report.resized == []
+    assert torch.equal(model(some_images()), source(some_images()))
+
+
+def build_like_small() -> nn.Module:
+    """The small ViT with other random values."""
+    torch.manual_seed(9)
+    return build_model("ViT", 5, 32, depth=2, width=32, mlp_dim=64, num_heads=4, patch_size=8)

@@ -131,7 +131,8 @@ class OptimConfig(Section):
     momentum: Fraction = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
-    """Decoupled, on matrices and kernels only; never on biases, norms, tokens or positions."""
+    """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
+    it from the moments and scales it by the rate; SGD adds it to the gradient, as BiT did."""
     clip_norm: NotNegativeFloat = 1.0
     """Largest global gradient norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps"] = "cosine"
@@ -411,6 +412,17 @@ class Recipe(Section):
         """Dotted keys to values as text, as MLflow's parameters take them."""
         return {key: _as_text(value) for key, value in _leaves(self.model_dump(), "")}
 
+    def with_absolute_paths(self) -> Recipe:
+        """The same with local paths made absolute: workers run in folders of their own."""
+        few_shot = {key: getattr(self.evaluate, key) for key in ("few_shot_train", "few_shot_test")}
+        return self.with_changes(
+            output=_absolute(self.output),
+            init_from=_absolute(self.init_from),
+            data={"train": _absolute(self.data.train), "eval": _absolute(self.data.eval)},
+            evaluate={key: _absolute(path) for key, path in few_shot.items()},
+            tracking={"uri": _absolute_sqlite(self.tracking.uri)},
+        )
+
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes the named keys of a section, anything else replaces it.
 
@@ -424,6 +436,17 @@ class Recipe(Section):
                 {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
             )
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _absolute_sqlite(uri: str) -> str:
+    scheme = "sqlite:///"
+    if not uri.startswith(scheme) or uri.startswith(f"{scheme}/"):
+        return uri
+    return scheme + str(Path(uri.removeprefix(scheme)).absolute())
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:

@@ -1,0 +1,45 @@
+"""Dense peak rates and memory of accelerators, from their makers' data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator."""
+
+    bf16_flops: float
+    """Dense bf16 FLOP/s, without sparsity."""
+    fp32_flops: float
+    """fp32 FLOP/s as torch runs it by default (TF32 off)."""
+    memory_gib: float
+    """Device memory."""
+
+
+# A part of the name that the driver reports -> figures. NVIDIA data sheets, SXM variants.
+_DEVICES = {
+    "B200": Device(2250e12, 75e12, 180),
+    "H200": Device(989e12, 67e12, 141e9 / 2**30),
+    "H100 PCIe": Device(756e12, 51e12, 80),
+    "H100": Device(989e12, 67e12, 80),
+    "A100": Device(312e12, 19.5e12, 80),
+    "L40S": Device(362e12, 91.6e12, 48),
+    "L4": Device(121e12, 30.3e12, 24),
+    "A10": Device(125e12, 31.2e12, 24),
+    "V100": Device(15.7e12, 15.7e12, 32),
+    "T4": Device(8.1e12, 8.1e12, 16),
+}
+
+
+def find_device(name: str) -> Device | None:
+    """Figures for a device name such as "NVIDIA H200", or None if it is not listed."""
+    return next((device for part, device in _DEVICES.items() if part in name), None)
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Dense peak in FLOP/s for "bf16" or "fp32", or None if the device is not listed."""
+    device = find_device(name)
+    if device is None:
+        return None
+    return device.bf16_flops if precision == "bf16" else device.fp32_flops

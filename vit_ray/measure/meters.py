@@ -1,0 +1,74 @@
+"""What a run tells of itself while it works: rates, shares and times over a window of steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class StepTimes:
+    """Durations in seconds of the steps since the last `reset`, on this worker."""
+
+    clock: Clock = time.perf_counter
+    steps: list[float] = field(default_factory=list)
+    """Whole steps, waiting for data included."""
+    waits: list[float] = field(default_factory=list)
+    """The part of each step spent waiting for its batch."""
+    other: float = 0.0
+    """Evaluation, checkpoints: time between steps that no step is charged for."""
+
+    def record(self, step_s: float, wait_s: float) -> None:
+        """One finished step."""
+        self.steps.append(step_s)
+        self.waits.append(wait_s)
+
+    @property
+    def total_s(self) -> float:
+        """Time spent in steps."""
+        return sum(self.steps)
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of the steps' time that waited for data."""
+        return sum(self.waits) / self.total_s if self.steps else 0.0
+
+    @property
+    def median_s(self) -> float:
+        """Median step."""
+        return statistics.median(self.steps) if self.steps else 0.0
+
+    def reset(self) -> None:
+        """Start a new window."""
+        self.steps.clear()
+        self.waits.clear()
+        self.other = 0.0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Work per image, for rates in FLOP/s."""
+
+    forward_macs: int
+    """Multiply-adds of one image's forward pass."""
+    recomputed_share: float = 0.0
+    """Share of the forward pass done again in the backward pass (activation checkpointing)."""
+    peak_flops: float | None = None
+    """Dense peak of one worker's device in FLOP/s; None where it is not known."""
+
+    def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
+        """Model TFLOP/s per worker, and MFU and HFU where the peak is known.
+
+        Training does 6 FLOPs per multiply-add: 2 forward, 4 backward (paper Table 6's count).
+        """
+        model = 6.0 * self.forward_macs * images_per_s_per_worker
+        hardware = model + 2.0 * self.recomputed_share * self.forward_macs * images_per_s_per_worker
+        rates = {"perf/model_tflops_per_gpu": model / 1e12}
+        if self.peak_flops:
+            rates["perf/mfu"] = model / self.peak_flops
+            rates["perf/hfu"] = hardware / self.peak_flops
+        return rates

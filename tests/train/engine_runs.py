@@ -1,0 +1,124 @@
+"""Runs of the engine on small random batches, as the ranks of a test execute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vit_ray.config import OptimConfig, TrainConfig
+from vit_ray.data.storage import locate
+from vit_ray.models import build_model
+from vit_ray.train.checkpoint import Position, newest_checkpoint, write_snapshot
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.objective import classification_loss, normalize
+
+GLOBAL_BATCH = 8
+OPTIM = OptimConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0)
+
+
+def loss_of(train: TrainConfig) -> Any:
+    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        return classification_loss(module(normalize(images, dtype)), labels, train).mean()
+
+    return loss
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randint(0, 256, (GLOBAL_BATCH, 8, 8, 3), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 5, (GLOBAL_BATCH, 1), generator=generator)
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    # 30 heads the odd sizes: nothing divides evenly by the ranks.
+    return build_model(
+        "ViT",
+        5,
+        image_size=8,
+        depth=2,
+        width=30,
+        mlp_dim=50,
+        num_heads=3,
+        patch_size=4,
+        head_bias=-1.0,
+    )
+
+
+def build_engine(
+    train: TrainConfig, world_size: int, micro: int, weights: Any = None, optim: Any = OPTIM
+) -> DeepSpeedEngine:
+    model = small_model()
+    if weights is not None:
+        model.load_state_dict(weights)
+    return DeepSpeedEngine(
+        model,
+        train,
+        optim,
+        micro_batch_size=micro,
+        accumulation_steps=GLOBAL_BATCH // (micro * world_size),
+        loss_function=loss_of(train),
+    )
+
+
+def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> list[float]:
+    """Mean losses of steps [first, last) on this rank's share of each global batch."""
+    share = GLOBAL_BATCH // engine.world_size
+    losses = []
+    for step in range(first, last):
+        images, labels = batch(step)
+        mine = slice(engine.rank * share, (engine.rank + 1) * share)
+        pieces = zip(images[mine].split(micro), labels[mine].split(micro), strict=True)
+        total = sum(engine.backward(i, la, torch.arange(len(i))) for i, la in pieces)
+        engine.step(1e-2)
+        mean = torch.as_tensor(total) * micro / share
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / engine.world_size)
+    return losses
+
+
+def position(engine: DeepSpeedEngine, step: int) -> Position:
+    return Position(
+        step=step,
+        applied_steps=engine.applied_steps,
+        samples_seen=step * GLOBAL_BATCH,
+        global_batch_size=GLOBAL_BATCH,
+        shapes=engine.shapes,
+        recipe={},
+        data_fingerprint="",
+    )
+
+
+def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """For each config: losses of 5 steps, saving after 2; the checkpoint lies in folder/NAME."""
+    world_size = torch.distributed.get_world_size()
+    results = {}
+    for config in configs:
+        name, micro = config["name"], config["micro"]
+        train = TrainConfig.model_validate(config["train"])
+        engine = build_engine(train, world_size, micro)
+        losses = run_steps(engine, 0, 2, micro)
+        target = locate(folder).child(name).child("step-00000002")
+        write_snapshot(engine.snapshot(position(engine, 2)), target)
+        torch.distributed.barrier()
+        losses += run_steps(engine, 2, 5, micro)
+        results[name] = losses
+        engine.close()
+    return results
+
+
+def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """For each config: losses of steps 2 to 4 after resuming from folder/FROM."""
+    world_size = torch.distributed.get_world_size()
+    results = {}
+    for config in configs:
+        train = TrainConfig.model_validate(config["train"])
+        checkpoint = newest_checkpoint(locate(folder).child(config["from"]))
+        assert checkpoint is not None
+        engine = build_engine(train, world_size, config["micro"], checkpoint.weights())
+        engine.restore(checkpoint)
+        results[config["name"], config["from"]] = run_steps(engine, 2, 5, config["micro"])
+        engine.close()
+    return results

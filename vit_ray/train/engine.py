@@ -1,0 +1,290 @@
+"""The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
+
+The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per
+global batch, and `predict`. Everything that depends on the stage stays in this file and
+`fragments.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.config import OptimConfig, TrainConfig
+from vit_ray.train.averaging import PolyakAverage
+from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
+from vit_ray.train.fragments import (
+    Fragment,
+    create_state,
+    held_fragments,
+    innermost,
+    optimizer_state,
+    owned_fragments,
+)
+from vit_ray.train.optim import build_optimizer, state_names
+
+LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+"""(module, images uint8, labels, samples) -> mean loss of the micro-batch."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    applied: bool
+    """False: loss or gradient was not finite, and the weights stayed as they were."""
+    grad_norm: float
+    """Global norm before clipping; not finite if the step was not applied."""
+
+
+def device_of(local_rank: int) -> torch.device:
+    """This worker's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+class DeepSpeedEngine:
+    """One worker's part of a DeepSpeed run, with its state as fragments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        optim: OptimConfig,
+        *,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        loss_function: LossFunction,
+    ) -> None:
+        """Wrap `model`, whose weights must already be those to start from.
+
+        The process group must exist; every rank builds its engine together.
+        """
+        self._loss_function = loss_function
+        self._train = train
+        self.stage = train.zero_stage
+        self._state_keys = state_names(optim)
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.shapes = {name: list(p.shape) for p, name in self._names.items()}
+        if train.activation_checkpointing:
+            model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
+        self.device = torch.device("cpu")
+        self._engine = self._initialize(model, optim, micro_batch_size, accumulation_steps)
+        self.device = torch.device(self._engine.device)
+        self.dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        # A trial step at initialization leaves a step count behind in some stages only.
+        optimizer_state(self._engine).clear()
+        self._held = held_fragments(self._engine, self._names)
+        self._owned = owned_fragments(self._held, self.rank, self.world_size, self.stage)
+        create_state(self._engine, self._held, self._state_keys)
+        self.average = PolyakAverage(self._owned, train.averaging) if train.averaging else None
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return int(self._engine.global_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Workers."""
+        return int(self._engine.world_size)
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes; under ZeRO 3 only its forward pass may touch its weights."""
+        return self._engine
+
+    def backward(self, images: Tensor, labels: Tensor, samples: Tensor) -> Tensor:
+        """Forward and backward pass of one micro-batch; returns its mean loss, detached."""
+        loss = self._loss_function(self._engine, images, labels, samples)
+        # A loss that is not finite must poison the gradients, so that all ranks skip together.
+        factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
+        self._engine.backward(loss * factor)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # only counts the micro-batch
+        return loss.detach()
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Apply the accumulated gradients, unless they are not finite."""
+        for group in innermost(self._engine.optimizer).param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied())
+        norm = self._engine.get_global_grad_norm()
+        if applied and self.average is not None:
+            self.average.update()
+        return StepResult(applied, _as_float(norm))
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Head inputs (B, D) and logits (B, K) in fp32, in evaluation mode; all ranks call it."""
+        self._engine.eval()
+        module: Any = self._engine.module
+        captured: list[Tensor] = []
+        hook = module.head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        try:
+            logits = self._engine(images)
+        finally:
+            hook.remove()
+            self._engine.train()
+        return captured[0].float(), logits.float()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module computes with the averaged weights inside this block; all ranks enter it."""
+        assert self.average is not None
+        with self.average.applied(self._engine, self._names):
+            yield
+
+    def snapshot(self, position: Position) -> Snapshot:
+        """Host copy of the fragments that this rank owns."""
+        averages = self.average.by_name() if self.average else {}
+        return take_snapshot(
+            self._owned,
+            optimizer_state(self._engine),
+            self._state_keys,
+            averages,
+            position,
+            self.rank,
+            self.world_size,
+        )
+
+    @property
+    def applied_steps(self) -> int:
+        """Steps that moved the weights."""
+        state = optimizer_state(self._engine)
+        counts = [int(entry["step"]) for entry in state.values() if "step" in entry]
+        return counts[0] if counts else int(self._engine.global_steps - self._engine.skipped_steps)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint, exactly; the module must have been built with its weights."""
+        state = optimizer_state(self._engine)
+        kinds = {WEIGHT: [(f, f.weight) for f in self._held]}
+        for key in self._state_keys:
+            kinds[key] = [(f, f.state(state, key)) for f in self._held]
+        if self.average is not None and checkpoint.has_average():
+            kinds[AVERAGE] = list(zip(self._owned, self.average.values, strict=True))
+        checkpoint.fill(kinds)
+        for entry in state.values():
+            if "step" in entry:
+                entry["step"].fill_(checkpoint.position.applied_steps)
+        self._engine.global_steps = checkpoint.position.step
+        self._engine.skipped_steps = checkpoint.position.step - checkpoint.position.applied_steps
+
+    def weight_norms(self) -> dict[str, float]:
+        """Norm of every parameter's master weights; all ranks call it."""
+        squares = torch.zeros(len(self.shapes), dtype=torch.float64)
+        index = {name: i for i, name in enumerate(self.shapes)}
+        for fragment in self._owned:
+            squares[index[fragment.name]] += float(fragment.weight.double().square().sum())
+        squares = squares.to(self.device, torch.float32 if self.device.type != "cpu" else None)
+        torch.distributed.all_reduce(squares)
+        return {name: math.sqrt(float(squares[i])) for name, i in index.items()}
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank owns."""
+        return self._owned
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's hooks and memory."""
+        self._engine.destroy()
+
+    def _initialize(
+        self, model: nn.Module, optim: OptimConfig, micro_batch_size: int, accumulation_steps: int
+    ) -> Any:
+        if not torch.cuda.is_available():
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # Takes seconds, and the driver does not need it.
+        import deepspeed
+
+        # Importing it resets the level of its own logger.
+        deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+        offloads = self._train.offload
+        optimizer = build_optimizer(model, optim, fused=torch.cuda.is_available() and not offloads)
+        if self.stage == 0 and self._train.precision == "fp32":
+            guard_steps(optimizer, optim.clip_norm)
+        config = deepspeed_config(self._train, optim, micro_batch_size, accumulation_steps)
+        # Some of its stages print memory reports past its logger.
+        with contextlib.redirect_stdout(io.StringIO()):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
+        if self._train.compile:
+            engine.compile()
+        return engine
+
+
+def deepspeed_config(
+    train: TrainConfig, optim: OptimConfig, micro_batch_size: int, accumulation_steps: int
+) -> dict[str, Any]:
+    """DeepSpeed's configuration for a recipe."""
+    stage = train.zero_stage
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero |= {
+            "overlap_comm": torch.cuda.is_available(),
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 200_000_000,
+            "allgather_bucket_size": 200_000_000,
+        }
+    if stage == 3:
+        # Small tensors stay whole on every rank by default, which hides them from the shards.
+        zero |= {"stage3_param_persistence_threshold": 0}
+    if train.offload:
+        zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_clipping": optim.clip_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**62,
+        "wall_clock_breakdown": False,
+    }
+    if train.precision == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        if stage == 1 and not train.offload:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif stage == 0:
+        config["gradient_clipping"] = 0.0  # guard_steps clips, and measures what it clips
+    return config
+
+
+def guard_steps(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+    """Make a plain optimizer measure, clip and refuse gradients as DeepSpeed's own ones do.
+
+    Without ZeRO and in fp32 DeepSpeed steps the torch optimizer as it is: it would apply
+    gradients that are not finite, and report no norm.
+    """
+    plain_step = optimizer.step
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(closure: Any = None) -> Any:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
+        optimizer.overflow = not bool(torch.isfinite(norm))  # type: ignore[attr-defined]
+        if optimizer.overflow:  # type: ignore[attr-defined]
+            return None
+        if clip_norm and norm > clip_norm:
+            torch._foreach_mul_(gradients, clip_norm / (norm + 1e-6))
+        return plain_step(closure)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _as_float(norm: Any) -> float:
+    return float("nan") if norm is None else float(norm)

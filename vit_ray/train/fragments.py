@@ -1,0 +1,174 @@
+"""Who holds which part of the training state: one view of it for every ZeRO stage.
+
+A `Fragment` is a run of consecutive elements of one parameter, with the fp32 master weights and
+the optimizer state of those elements as views into the engine's own memory. Checkpoints,
+averaging and weight exchange work on fragments, and so on any stage and any number of workers.
+
+The layouts are DeepSpeed's, read from the attributes that its own `tensor_fragment` and stage 3
+code maintain (0.19.8); the tests pair every stage with every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+State = dict[Any, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + len(weight)) of the flattened parameter `name`."""
+
+    name: str
+    start: int
+    weight: Tensor
+    """fp32 master weights (n,), a view: writing to it changes the run."""
+    owner: Tensor
+    """The tensor that the optimizer steps; its state is kept under this key."""
+    offset: int
+    """Where the fragment starts in the flattened `owner`."""
+
+    def state(self, optimizer_state: State, key: str) -> Tensor:
+        """View (n,) of one kind of optimizer state."""
+        whole = optimizer_state[self.owner][key].view(-1)
+        return whole.narrow(0, self.offset, self.weight.numel())
+
+    def narrow(self, skip: int, count: int) -> Fragment:
+        """The `count` elements after the first `skip` of this fragment."""
+        weight = self.weight.narrow(0, skip, count)
+        return Fragment(self.name, self.start + skip, weight, self.owner, self.offset + skip)
+
+
+def held_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
+    """All state on this rank; every element of the model is held by at least one rank.
+
+    Args:
+        engine: an initialized DeepSpeed engine.
+        names: each trained parameter of the module and its name.
+    """
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
+        return list(_stage3_fragments(engine, names))
+    if stage in (1, 2):
+        return list(_stage12_fragments(engine, names))
+    return list(_replicated_fragments(engine, names))
+
+
+def owned_fragments(held: list[Fragment], rank: int, world_size: int, stage: int) -> list[Fragment]:
+    """The part of the state that this rank answers for; ranks own disjoint parts of everything.
+
+    ZeRO shards are owned as they lie. What stage 0 replicates is cut into `world_size` equal
+    runs, so that saving and averaging cost each rank only its share there too.
+    """
+    if stage > 0:
+        return held
+    total = sum(fragment.weight.numel() for fragment in held)
+    first, last = total * rank // world_size, total * (rank + 1) // world_size
+    owned, position = [], 0
+    for fragment in held:
+        size = fragment.weight.numel()
+        begin, end = max(first - position, 0), min(last - position, size)
+        if begin < end:
+            owned.append(fragment.narrow(begin, end - begin))
+        position += size
+    return owned
+
+
+def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
+    masters = _fp32_copies(engine.optimizer)
+    for parameter, name in names.items():
+        owner = masters.get(parameter, parameter)
+        yield Fragment(name, 0, owner.data.view(-1), owner, 0)
+
+
+def _fp32_copies(optimizer: Any) -> dict[Tensor, Tensor]:
+    """bf16 without ZeRO keeps fp32 copies beside the module's parameters."""
+    pairs: dict[Tensor, Tensor] = {}
+    for low, high in zip(
+        getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", []), strict=True
+    ):
+        pairs.update(zip(low, high, strict=True))
+    return pairs
+
+
+def _stage12_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
+    optimizer = engine.optimizer
+    flat_groups = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    if flat_groups is None:
+        flat_groups = optimizer.fp32_groups_flat_partition
+    for parameter, name in names.items():
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            continue
+        owner = flat_groups[mapping.param_group_index]
+        address = mapping.hp_fragment_address
+        weight = owner.data.narrow(0, address.start, address.numel)
+        start = mapping.lp_fragment_address.start
+        yield Fragment(name, start, weight, owner, address.start)
+
+
+def _stage3_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
+    optimizer = engine.optimizer
+    rank = engine.global_rank
+    for parameter, name in names.items():
+        group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        owner = optimizer.fp32_partitioned_groups_flat[group]
+        start = rank * per_rank
+        # The last ranks' partitions are padded past the end of the parameter.
+        real = min(per_rank, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if real > 0:
+            yield Fragment(name, start, owner.data.narrow(0, offset, real), owner, offset)
+
+
+def optimizer_state(engine: Any) -> State:
+    """The innermost torch optimizer's state."""
+    return innermost(engine.optimizer).state
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrappers."""
+    while not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def create_state(engine: Any, fragments: list[Fragment], keys: tuple[str, ...]) -> None:
+    """Zero optimizer state where there is none, as it would be at the first step."""
+    state = optimizer_state(engine)
+    for owner in {id(f.owner): f.owner for f in fragments}.values():
+        entry = state.setdefault(owner, {})
+        for key in keys:
+            if entry.get(key) is None:
+                entry[key] = torch.zeros_like(owner.data)
+        if "exp_avg" in keys and "step" not in entry:
+            on_device = innermost(engine.optimizer).defaults.get("fused")
+            device = owner.device if on_device else torch.device("cpu")
+            entry["step"] = torch.zeros((), dtype=torch.float32, device=device)
+
+
+def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: dict[str, Any]) -> None:
+    """Give the module's own (possibly bf16) weights the values held as fragments.
+
+    Every rank calls this. Masters are not touched where they are kept apart from the module.
+
+    Args:
+        new: for each fragment that this rank owns, parameter name -> list of (start, fp32 (n,)).
+    """
+    if engine.zero_optimization_stage() == 3:
+        for parameter, name in names.items():
+            shard = parameter.ds_tensor.data  # type: ignore[attr-defined]
+            base = engine.global_rank * shard.numel()
+            for start, values in new.get(name, []):
+                shard.narrow(0, start - base, values.numel()).copy_(values)
+        return
+    for parameter, name in names.items():
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        for start, values in new.get(name, []):
+            full.narrow(0, start, values.numel()).copy_(values)
+        torch.distributed.all_reduce(full)
+        parameter.data.copy_(full.view_as(parameter))

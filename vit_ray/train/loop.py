@@ -1,0 +1,251 @@
+"""The training loop: batches in, optimizer steps out, and at set moments a log, an evaluation,
+a checkpoint.
+
+It knows no Ray and no DeepSpeed: engine, batches and everything that leaves the process are
+arguments, so it runs in a unit test on a list and two fakes, and under plain torch as the
+baseline that the overhead of everything else is measured against.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit_ray.config import Recipe
+from vit_ray.measure.meters import Compute, StepTimes
+from vit_ray.train.schedule import lr_at
+
+Batch = Mapping[str, np.ndarray]
+"""`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
+
+
+class StepResultLike(Protocol):
+    """What `Engine.step` returns."""
+
+    @property
+    def applied(self) -> bool: ...
+    @property
+    def grad_norm(self) -> float: ...
+
+
+class Engine(Protocol):
+    """What the loop needs of an engine."""
+
+    device: torch.device
+
+    def backward(self, images: Tensor, labels: Tensor, samples: Tensor) -> Tensor: ...
+    def step(self, learning_rate: float) -> StepResultLike: ...
+
+
+class Services(Protocol):
+    """What the loop asks of the world around it; collective calls are made by all ranks."""
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over ranks."""
+
+    def max(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take metrics of a step; must not block."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the model; the same figures on every rank."""
+
+    def save(self, progress: Progress) -> None:
+        """Start writing a checkpoint."""
+
+    def nonfinite(self, progress: Progress, samples: np.ndarray) -> None:
+        """A step was refused: report it, and raise, roll back or return as the recipe says."""
+
+    def save_is_wanted(self) -> bool:
+        """Whether this rank wants a checkpoint at once (notice that its node goes away)."""
+
+    def stop_reason(self) -> str | None:
+        """Why this rank was told to stop, or None."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands; the loop moves it, a checkpoint keeps it."""
+
+    step: int = 0
+    """Steps completed."""
+    best_eval_loss: float | None = None
+    evals_without_best: int = 0
+    train_seconds: float = 0.0
+    """Time spent training, all attempts together."""
+    nonfinite_steps: int = 0
+    """Refused steps in a row."""
+    history: dict[str, float] = field(default_factory=dict)
+    """Last value of every metric."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How the run is cut into steps on this rank."""
+
+    total_steps: int
+    rank: int
+    world_size: int
+    micro_batch_size: int
+
+    def share(self, global_batch_size: int) -> int:
+        """Images of a global batch on each rank."""
+        return global_batch_size // self.world_size
+
+
+def run_training(
+    engine: Engine,
+    batches: Iterator[Batch],
+    recipe: Recipe,
+    length: Length,
+    services: Services,
+    progress: Progress,
+    compute: Compute,
+    clock: Callable[[], float] = time.perf_counter,
+) -> str:
+    """Train from `progress.step` to the end; returns why it ended: "finished" or a stop reason.
+
+    Every rank runs this with its share of the same global batches. `progress` is moved in place.
+    """
+    times = StepTimes(clock)
+    last_save_s = clock()
+    saved_at = progress.step
+    first_step = progress.step
+    while progress.step < length.total_steps:
+        start_s = clock()
+        batch = _next_batch(batches, progress.step)
+        wait_s = clock() - start_s
+        torch.manual_seed(_step_seed(recipe.seed, progress.step, length.rank))
+        rate = lr_at(progress.step, recipe.optim, length.total_steps)
+        loss = _accumulate(engine, batch, length.micro_batch_size)
+        result = engine.step(rate)
+        # One clock decides for all: ranks would disagree on what minute it is.
+        is_time = length.rank == 0 and _is_due(
+            recipe.checkpoint.every_minutes, clock() - last_save_s
+        )
+        wants_save = is_time or services.save_is_wanted()
+        agreed = services.sum([loss, wants_save, services.stop_reason() is not None])
+        step_s = clock() - start_s
+        progress.step += 1
+        progress.train_seconds += step_s
+        times.record(step_s, wait_s)
+        if result.applied and math.isfinite(agreed[0]):
+            progress.nonfinite_steps = 0
+        else:
+            progress.nonfinite_steps += 1
+            services.nonfinite(progress, batch["sample"])
+        metrics = {
+            "train/loss": agreed[0] / length.world_size,
+            "train/lr": rate,
+            "train/grad_norm": result.grad_norm,
+        }
+        is_last = progress.step == length.total_steps
+        if _is_logged(progress.step, first_step, recipe.train.log_every_steps) or is_last:
+            metrics |= _window_metrics(times, recipe, length, services, compute)
+            progress.history |= metrics
+            services.log(progress.step, metrics)
+            times.reset()
+        stop = _evaluate_if_due(recipe, progress, services, is_last)
+        if agreed[2] and stop is None:
+            stop = services.stop_reason() or "another worker was told to stop"
+        due = agreed[1] > 0 or progress.step % (recipe.checkpoint.every_steps or 2**62) == 0
+        if due or is_last or stop:
+            services.save(progress)
+            saved_at, last_save_s = progress.step, clock()
+        if stop:
+            return stop
+    if saved_at != progress.step:
+        services.save(progress)
+    return "finished"
+
+
+def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
+    batch = next(batches, None)
+    if batch is None:
+        raise RuntimeError(
+            f"the stream ended before step {step}; it was planned to last to the end of the run"
+        )
+    return batch
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Dropout and corruption depend on (seed, step, rank) alone, so no RNG state is kept."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int) -> float:
+    """Mean loss of this rank's share, after a backward pass of every micro-batch."""
+    tensors = [
+        torch.from_numpy(np.ascontiguousarray(batch[k])) for k in ("image", "labels", "sample")
+    ]
+    images, labels, samples = (t.to(engine.device, non_blocking=True) for t in tensors)
+    total = torch.zeros((), device=engine.device)
+    count = len(images) // micro_batch_size
+    for piece in range(count):
+        part = slice(piece * micro_batch_size, (piece + 1) * micro_batch_size)
+        total += engine.backward(images[part], labels[part].long(), samples[part]).float()
+    return float(total) / count
+
+
+def _is_due(every_minutes: float | None, elapsed_s: float) -> bool:
+    return every_minutes is not None and elapsed_s >= 60.0 * every_minutes
+
+
+def _is_logged(step: int, first_step: int, every: int) -> bool:
+    """Log the first step of an attempt, so that a wrong start shows at once, then by cadence."""
+    return step == first_step + 1 or step % every == 0
+
+
+def _window_metrics(
+    times: StepTimes, recipe: Recipe, length: Length, services: Services, compute: Compute
+) -> dict[str, float]:
+    mean_s, wait = (
+        v / length.world_size
+        for v in services.sum([times.total_s / len(times.steps), times.wait_fraction])
+    )
+    slowest_s = services.max([times.median_s])[0]
+    images_per_s = recipe.train.global_batch_size / mean_s
+    memory = {}
+    if torch.cuda.is_available():
+        memory["perf/memory_gib"] = services.max([torch.cuda.max_memory_allocated() / 2**30])[0]
+    return {
+        "train/images_per_s": images_per_s,
+        "data/wait_fraction": wait,
+        "perf/step_ms_median": times.median_s * 1e3,
+        "perf/step_ms_max": slowest_s * 1e3,
+        **memory,
+        **compute.rates(images_per_s / length.world_size),
+    }
+
+
+def _evaluate_if_due(
+    recipe: Recipe, progress: Progress, services: Services, is_last: bool
+) -> str | None:
+    """Evaluate by cadence and at the end; a reason to stop early, or None."""
+    if not is_last and progress.step % (recipe.evaluate.every_steps or 2**62) != 0:
+        return None
+    metrics: dict[str, Any] = services.evaluate(progress.step)
+    if not metrics:
+        return None
+    progress.history |= metrics
+    services.log(progress.step, metrics)
+    loss = metrics.get("eval/loss")
+    if loss is None:
+        return None
+    if progress.best_eval_loss is None or loss < progress.best_eval_loss:
+        progress.best_eval_loss, progress.evals_without_best = loss, 0
+        return None
+    progress.evals_without_best += 1
+    patience = recipe.train.early_stopping
+    if patience is not None and progress.evals_without_best >= patience and not is_last:
+        return f"no better validation loss in {progress.evals_without_best} evaluations"
+    return None

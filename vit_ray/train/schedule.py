@@ -1,0 +1,30 @@
+"""Learning rate as a pure function of the step, so that resuming needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+
+from vit_ray.config import OptimConfig
+
+# BiT's staircase (Kolesnikov et al., arXiv:1912.11370): x0.1 at these shares of the run.
+_STAIRS = (0.3, 0.6, 0.9)
+
+
+def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Learning rate of the 0-based `step`: linear warm-up from zero, then the decay.
+
+    Linear and cosine decay run from `learning_rate` after the warm-up to `end_learning_rate`
+    at `total_steps`.
+    """
+    peak, end = config.learning_rate, config.end_learning_rate
+    if step < config.warmup_steps:
+        return peak * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    if config.schedule == "linear":
+        return end + (peak - end) * (1.0 - progress)
+    if config.schedule == "cosine":
+        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if config.schedule == "steps":
+        return peak * 0.1 ** sum(step / total_steps >= stair for stair in _STAIRS)
+    return peak

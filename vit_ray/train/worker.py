@@ -1,0 +1,531 @@
+"""One Ray Train worker: asks Ray who it is, builds the engine, runs the loop.
+
+Nothing else in this room knows Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import ray.train
+import torch
+from ray.train import CheckpointUploadMode
+from torch import Tensor, nn
+
+from vit_ray.config import Recipe, accumulation_steps
+from vit_ray.data.storage import Location, locate
+from vit_ray.measure.devices import peak_flops
+from vit_ray.measure.meters import Compute
+from vit_ray.models import build_model
+from vit_ray.models.flops import forward_macs
+from vit_ray.train.checkpoint import (
+    Checkpoint,
+    Position,
+    Snapshot,
+    folder_name,
+    newest_checkpoint,
+    prune,
+    write_snapshot,
+)
+from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
+from vit_ray.train.engine import DeepSpeedEngine, LossFunction
+from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
+from vit_ray.train.loop import Length, Progress, run_training
+from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.start import initialize_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """All that a worker needs to know; the driver makes it, Ray carries it."""
+
+    recipe: Recipe
+    kind: Literal["train", "evaluate"]
+    num_classes: int
+    num_images: int
+    total_steps: int
+    data_fingerprint: str
+    run_folder: str
+    is_new_head: bool
+    tracking_run_id: str | None
+    ray_ready_s: float
+    """Unix time at which Ray was up, for the time to the first step."""
+    recorder: Any
+    """Actor handle: `metrics(step, values)`, `event(kind, text)`, `poll(rank, step)`."""
+
+
+class HopelessError(RuntimeError):
+    """Every worker fails alike and would again: the run must end, and not be restarted."""
+
+
+def micro_batch_size(recipe: Recipe, world_size: int) -> int:
+    """Images per worker and pass for this many workers.
+
+    A recipe's own number holds for a fixed group. In an elastic group it is the most, and the
+    largest divisor of the worker's share is taken.
+    """
+    share = recipe.train.global_batch_size // world_size
+    wanted = recipe.train.micro_batch_size
+    if isinstance(wanted, int) and isinstance(recipe.workers.num_workers, int):
+        accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
+        return wanted
+    most = share if wanted == "auto" else min(wanted, share)
+    return next(size for size in range(most, 0, -1) if share % size == 0)
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """What `TorchTrainer` runs on every worker; `config["job"]` is a `TrainJob`."""
+    job: TrainJob = config["job"]
+    quiet_libraries()
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    services: WorkerServices | None = None
+    try:
+        services = WorkerServices(job, rank, world_size)
+        services.run()
+    except HopelessError as error:
+        # An exception would make Ray Train restart the group; all workers return instead.
+        ray.get(job.recorder.fail.remote(str(error)))
+    finally:
+        if services is not None:
+            services.close()
+
+
+def quiet_libraries() -> None:
+    """Warnings of libraries that a user can do nothing about."""
+    import warnings
+
+    for module in ("deepspeed", "torch", "ray"):
+        warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning)
+
+
+class WorkerServices:
+    """The loop's world on a Ray Train worker."""
+
+    def __init__(self, job: TrainJob, rank: int, world_size: int) -> None:
+        self._job = job
+        self._recipe = job.recipe
+        self._run_folder = locate(job.run_folder)
+        self._stop: str | None = None
+        self._noticed_deadline: float | None = None
+        self._first_step_at: float | None = None
+        self._progress = Progress()
+        self._failed_saves = 0
+        micro = micro_batch_size(self._recipe, world_size)
+        self._length = Length(job.total_steps, rank, world_size, micro)
+        self._engine = self._build_engine(micro, world_size)
+        self._heart = Heart(job, rank, self._progress, self._hear_stop)
+
+    def run(self) -> None:
+        """Train to the end, or evaluate once.
+
+        Raises:
+            HopelessError: the recipe says to stop here, or the data are not what they should be.
+        """
+        try:
+            self._run()
+        except ray.exceptions.RayTaskError as error:
+            # All ranks read one stream, and all are told when it fails.
+            if isinstance(error.cause, ValueError):
+                raise HopelessError(str(error.cause)) from None
+            raise
+
+    def _run(self) -> None:
+        if self._job.kind == "evaluate":
+            self.log(0, self.evaluate(0))
+            return
+        shard = ray.train.get_dataset_shard("train")
+        share = self._length.share(self._recipe.train.global_batch_size)
+        with closing_batches(shard, share, self._recipe.data.prefetch_batches) as batches:
+            reason = run_training(
+                self._engine,
+                batches,
+                self._recipe,
+                self._length,
+                self,
+                self._progress,
+                self._compute(),
+            )
+        if reason != "finished":
+            self._tell("stopped", f"{reason}; checkpoint at step {self._progress.step}")
+
+    def close(self) -> None:
+        """Stop the threads and leave the process group as Ray expects it."""
+        self._heart.stop()
+        self._engine.close()
+
+    # What the loop asks for
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum over ranks; also where the first step of an attempt is noticed."""
+        result = all_sum(values, self._engine.device)
+        if self._first_step_at is None and len(values) == 3:
+            self._first_step_at = time.time()
+            since_ray = self._first_step_at - self._job.ray_ready_s
+            self.log(self._progress.step + 1, {"startup/first_step_s": since_ray})
+            self._tell("first step", f"{since_ray:.1f} s after Ray was up")
+        return result
+
+    def max(self, values: list[float]) -> list[float]:
+        """Maximum over ranks."""
+        return all_max(values, self._engine.device)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Send metrics to the one writer; nothing waits for it."""
+        if self._length.rank == 0 and metrics:
+            self._job.recorder.metrics.remote(step, metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy and few-shot accuracy, of the weights and of the averaged weights."""
+        self._heart.pause()
+        try:
+            metrics = self._measure("")
+            if self._engine.average is not None and metrics:
+                with self._engine.averaged():
+                    metrics |= self._measure("averaged_")
+        finally:
+            self._heart.resume()
+        return metrics
+
+    def save(self, progress: Progress) -> None:
+        """Snapshot now, write in Ray Train's upload thread while training goes on."""
+        start_s = time.perf_counter()
+        snapshot = self._engine.snapshot(self._position(progress))
+        name = folder_name(progress.step)
+
+        def upload(_: Any, __: str) -> ray.train.Checkpoint:
+            self._write(snapshot, name)
+            return ray.train.Checkpoint(
+                self._run_folder.child(name).path, self._run_folder.filesystem
+            )
+
+        ray.train.report(
+            dict(progress.history),
+            checkpoint=ray.train.Checkpoint(self._run_folder.path, self._run_folder.filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=upload,
+        )
+        stall_s = time.perf_counter() - start_s
+        progress.history["checkpoint/stall_s"] = stall_s
+        self.log(progress.step, {"checkpoint/stall_s": stall_s})
+
+    def save_is_wanted(self) -> bool:
+        """Once for each notice that a node of this run goes away."""
+        notice = _preemption_notice()
+        if notice is None or notice.deadline_ms == self._noticed_deadline:
+            return False
+        self._noticed_deadline = notice.deadline_ms
+        self._tell("preemption", "a node goes away: checkpoint at once")
+        return True
+
+    def stop_reason(self) -> str | None:
+        """Set by the driver's poll (SIGTERM)."""
+        return self._stop
+
+    def nonfinite(self, progress: Progress, samples: np.ndarray) -> None:
+        """Report the refused step; then stop, go on, or roll back, as the recipe says."""
+        device = self._engine.device
+        all_samples = np.sort(all_rows(samples.astype(np.int64), device))
+        norms = self._engine.weight_norms()
+        text = (
+            f"loss or gradient of step {progress.step - 1} is not finite; the step was not "
+            f"applied. Samples {_abridged(all_samples.tolist())}. Weight norms "
+            + ", ".join(f"{name} {norm:.3g}" for name, norm in _largest(norms))
+        )
+        self._tell("not finite", text)
+        policy, train = self._recipe.train.nonfinite, self._recipe.train
+        if policy == "stop" or progress.nonfinite_steps > train.max_nonfinite_steps:
+            raise HopelessError(
+                f"{text}. train.nonfinite={policy} with {progress.nonfinite_steps} such steps in a "
+                "row; lower optim.learning_rate, or set train.nonfinite to skip or rollback"
+            )
+        if policy == "rollback":
+            self._roll_back()
+
+    # Inside
+
+    def _build_engine(self, micro: int, world_size: int) -> DeepSpeedEngine:
+        recipe, job = self._recipe, self._job
+        torch.manual_seed(recipe.seed)
+        model = build_model(
+            recipe.model.name, job.num_classes, recipe.model.image_size, **recipe.model.options()
+        )
+        checkpoint = newest_checkpoint(self._run_folder) if job.kind == "train" else None
+        if checkpoint is None and recipe.init_from is not None:
+            try:
+                report = initialize_weights(model, recipe.init_from, is_new_head=job.is_new_head)
+            except ValueError as error:
+                raise HopelessError(f"init_from: {error}") from None
+            if self._length.rank == 0:
+                self._tell("weights", str(report))
+        engine = DeepSpeedEngine(
+            model,
+            recipe.train,
+            recipe.optim,
+            micro_batch_size=micro,
+            accumulation_steps=accumulation_steps(
+                recipe.train.global_batch_size, micro, world_size
+            ),
+            loss_function=make_loss(recipe),
+        )
+        if checkpoint is not None:
+            self._restore(engine, checkpoint)
+        return engine
+
+    def _restore(self, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> None:
+        engine.restore(checkpoint)
+        position = checkpoint.position
+        self._progress.step = position.step
+        self._progress.best_eval_loss = position.best_eval_loss
+        self._progress.evals_without_best = position.evals_without_best
+        self._progress.train_seconds = position.train_seconds
+        self._progress.history = dict(position.metrics)
+        self._tell("resumed", f"from step {position.step} ({position.samples_seen} samples seen)")
+
+    def _roll_back(self) -> None:
+        """Weights and optimizer of the last checkpoint; the data since then are passed over."""
+        newest = newest_checkpoint(self._run_folder)
+        step = from_first(newest.position.step if newest else -1, self._engine.device)
+        if step < 0:
+            raise HopelessError("there is no checkpoint to roll back to; the run stops")
+        checkpoint = newest_checkpoint(self._run_folder)
+        assert checkpoint is not None
+        self._engine.restore(checkpoint)
+        self._tell("rolled back", f"weights of step {step}, data go on at {self._progress.step}")
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        config, recipe = self._recipe.evaluate, self._recipe
+        metrics: dict[str, float] = {}
+        if recipe.data.eval is not None or recipe.data.held_out_fraction > 0:
+            accuracy = measure_accuracy(self._engine, self._eval_batches("eval"), recipe.train)
+            metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
+        if config.few_shot_train is not None:
+            few_shot = measure_few_shot(
+                self._engine,
+                self._eval_batches("few_shot_train"),
+                self._eval_batches("few_shot_test"),
+                config,
+                self._job.num_classes,
+            )
+            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in few_shot.items()}
+        return metrics
+
+    def _eval_batches(self, name: str) -> Iterator[dict[str, np.ndarray]]:
+        shard = ray.train.get_dataset_shard(name)
+        yield from shard.iter_batches(batch_size=self._recipe.evaluate.batch_size)
+
+    def _compute(self) -> Compute:
+        recipe = self._recipe
+        macs = forward_macs(
+            recipe.model.name,
+            self._job.num_classes,
+            recipe.model.image_size,
+            **recipe.model.options(),
+        )
+        every = recipe.train.activation_checkpointing
+        peak = None
+        if torch.cuda.is_available():
+            peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
+        return Compute(macs, 1.0 / every if every else 0.0, peak)
+
+    def _position(self, progress: Progress) -> Position:
+        batch = self._recipe.train.global_batch_size
+        return Position(
+            step=progress.step,
+            applied_steps=self._engine.applied_steps,
+            samples_seen=progress.step * batch,
+            global_batch_size=batch,
+            shapes=self._engine.shapes,
+            recipe=self._recipe.model_dump(mode="json"),
+            data_fingerprint=self._job.data_fingerprint,
+            tracking_run_id=self._job.tracking_run_id,
+            best_eval_loss=progress.best_eval_loss,
+            evals_without_best=progress.evals_without_best,
+            train_seconds=progress.train_seconds,
+            metrics=dict(progress.history),
+            versions={"ray": ray.__version__, "torch": torch.__version__},
+        )
+
+    def _write(self, snapshot: Snapshot, name: str) -> None:
+        """In the upload thread. A failed save is told, and training goes on: the next may work."""
+        folder = self._run_folder.child(name)
+        try:
+            write_with_retries(snapshot, folder)
+        except OSError as error:
+            self._failed_saves += 1
+            self._tell("checkpoint failed", f"{folder.path}: {error}")
+            if self._failed_saves >= MAX_FAILED_SAVES:
+                raise OSError(
+                    f"{self._failed_saves} checkpoints in a row could not be written to "
+                    f"{folder.path}: {error}; free space there, or set output to another place"
+                ) from error
+            return
+        self._failed_saves = 0
+        if self._length.rank == 0:
+            keep = self._recipe.checkpoint
+            prune(self._run_folder, keep.keep_last, _best_step(self._run_folder, keep.keep_best))
+
+    def _hear_stop(self, reason: str) -> None:
+        self._stop = reason
+
+    def _tell(self, kind: str, text: str) -> None:
+        if self._length.rank == 0 or kind in ("checkpoint failed", "preemption"):
+            self._job.recorder.event.remote(kind, text, self._progress.step)
+
+
+MAX_FAILED_SAVES = 3
+SAVE_ATTEMPTS = 4
+
+
+def write_with_retries(
+    snapshot: Snapshot, folder: Location, sleep: Callable[[float], None] = time.sleep
+) -> int:
+    """`write_snapshot`, tried again with growing pauses while the storage refuses it.
+
+    Raises:
+        OSError: the last attempt's error.
+    """
+    for attempt in range(SAVE_ATTEMPTS):
+        try:
+            return write_snapshot(snapshot, folder)
+        except OSError:
+            if attempt == SAVE_ATTEMPTS - 1:
+                raise
+            sleep(2.0**attempt)
+    raise AssertionError("unreachable")
+
+
+def make_loss(recipe: Recipe) -> LossFunction:
+    """The recipe's loss as the engine calls it."""
+    dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+
+    def classify(module: nn.Module, images: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+        logits = module(normalize(images, dtype))
+        return classification_loss(logits, labels, recipe.train).mean()
+
+    return classify
+
+
+@contextlib.contextmanager
+def closing_batches(
+    shard: Any, batch_size: int, prefetch_batches: int
+) -> Iterator[Iterator[dict[str, np.ndarray]]]:
+    """The shard's batches; leaving the block ends the stream."""
+    batches = iter(shard.iter_batches(batch_size=batch_size, prefetch_batches=prefetch_batches))
+    try:
+        yield batches
+    finally:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+
+
+class Heart(threading.Thread):
+    """Tells the driver's recorder where this worker is, hears from it, and ends a hung step."""
+
+    def __init__(
+        self, job: TrainJob, rank: int, progress: Progress, hear_stop: Callable[[str], None]
+    ) -> None:
+        super().__init__(daemon=True, name="heart")
+        self._job, self._rank, self._progress = job, rank, progress
+        self._hear_stop = hear_stop
+        self._ended = threading.Event()
+        self._paused = False
+        self._last_step = -1
+        self._moved_s = time.monotonic()
+        self.start()
+
+    def run(self) -> None:
+        """Once a second."""
+        while not self._ended.wait(1.0):
+            self._watch_step()
+            # The recorder lives with the driver; if it is gone, Ray ends this worker too.
+            with contextlib.suppress(ray.exceptions.RayError):
+                answer = ray.get(
+                    self._job.recorder.poll.remote(self._rank, self._progress.step), timeout=30
+                )
+                if answer:
+                    self._hear_stop(answer)
+
+    def pause(self) -> None:
+        """Between steps (evaluation) no step can hang."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Watch steps again, from now."""
+        self._moved_s = time.monotonic()
+        self._paused = False
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _watch_step(self) -> None:
+        if self._progress.step != self._last_step or self._paused:
+            self._last_step, self._moved_s = self._progress.step, time.monotonic()
+        elif self._last_step > 0 and (
+            time.monotonic() - self._moved_s > self._job.recipe.train.step_timeout_s
+        ):
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
+        limit = self._job.recipe.train.step_timeout_s
+        text = f"worker {self._rank}: no step since {limit:g} s (train.step_timeout_s); restarting"
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._job.recorder.event.remote("hung", text, self._last_step), timeout=10)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        os._exit(1)
+
+
+def _preemption_notice() -> Any:
+    """Ray's notice for this worker group without its barrier; the loop agrees by itself.
+
+    The public `ray.train.get_preemption_info` (Ray 2.60) waits for all workers at each call.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context().preemption_context.preemption_info
+
+
+def _best_step(run_folder: Location, keep_best: bool) -> set[int]:
+    if not keep_best:
+        return set()
+    from vit_ray.train.checkpoint import list_checkpoints, open_checkpoint
+
+    opened = [open_checkpoint(folder) for _, folder in list_checkpoints(run_folder)]
+    losses = {
+        c.position.step: c.position.metrics["eval/loss"]
+        for c in opened
+        if c is not None and "eval/loss" in c.position.metrics
+    }
+    return {min(losses, key=lambda step: losses[step])} if losses else set()
+
+
+def _abridged(numbers: list[int], most: int = 64) -> str:
+    shown = ", ".join(str(n) for n in numbers[:most])
+    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > most else shown
+
+
+def _largest(norms: dict[str, float], most: int = 8) -> list[tuple[str, float]]:
+    return sorted(norms.items(), key=lambda item: -item[1])[:most]
+
+
+_ = asdict

@@ -1,0 +1,102 @@
+"""Finding or starting a Ray cluster, and what it holds.
+
+The same job runs on this machine, against `RAY_ADDRESS`, and inside `ray job submit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import warnings
+from dataclasses import dataclass
+
+import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from vit_ray.config import Recipe
+
+AUTH_MODE = "RAY_AUTH_MODE"
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """What the cluster holds in all, and when it was up."""
+
+    num_nodes: int
+    num_cpus: float
+    num_gpus: float
+    ready_s: float
+    """Unix time at which Ray was up."""
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return f"{nodes}, {self.num_cpus:g} CPUs, {self.num_gpus:g} GPUs"
+
+
+def connect(recipe: Recipe) -> ClusterShape:
+    """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
+
+    A local cluster gets as many logical CPUs as the workers and one data task need, however few
+    cores there are. It keeps Ray's token authentication, since its ports are open to the network.
+    """
+    _quiet()
+    if not ray.is_initialized():
+        if os.environ.get("RAY_ADDRESS"):
+            _use_token_if_there_is_one()
+            ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
+        else:
+            ray.init(
+                num_cpus=max(os.cpu_count() or 1, local_cpus(recipe)),
+                log_to_driver=_shows_logs(),
+                logging_level=logging.ERROR,
+            )
+    if not _shows_logs():
+        # Hints of the scheduler about many small actors, which is what a sweep is made of.
+        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+    return shape(time.time())
+
+
+def shape(ready_s: float) -> ClusterShape:
+    """The connected cluster as it is now."""
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    return ClusterShape(len(nodes), resources.get("CPU", 0), resources.get("GPU", 0), ready_s)
+
+
+def local_cpus(recipe: Recipe) -> int:
+    """Logical CPUs for the largest worker group and two data tasks."""
+    workers, data = recipe.workers, recipe.data
+    return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
+
+
+def _use_token_if_there_is_one() -> None:
+    """Ray 2.60 turns token authentication on by itself for local clusters, but not for an address.
+
+    A cluster started on a machine that has a token demands it, so a client that has it sends it.
+    A cluster without authentication takes no notice of a token.
+    """
+    if AUTH_MODE in os.environ:
+        return
+    if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ[AUTH_MODE] = "token"
+        Config.initialize("")
+
+
+def _shows_logs() -> bool:
+    """Workers' own output is for finding faults: `VIT_RAY_LOGS=1` shows it."""
+    return os.environ.get("VIT_RAY_LOGS", "0") == "1"
+
+
+def _quiet() -> None:
+    if _shows_logs():
+        return
+    for name in ("ray.train", "ray.data", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray Tune's tables; `progress` shows it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -1,0 +1,232 @@
+"""Everything that can be known to be wrong before anything starts, with what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vit_ray.config import AugmentConfig, Recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.images import Augmentation
+from vit_ray.data.manifest import Manifest
+from vit_ray.data.selection import RowSelection, split_rows
+from vit_ray.data.storage import locate
+from vit_ray.data.stream import StreamSpec
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.train.checkpoint import Checkpoint, newest_verified_checkpoint
+from vit_ray.train.worker import micro_batch_size
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a recipe comes to on its data: streams, classes and steps."""
+
+    manifest: Manifest
+    streams: dict[str, StreamSpec]
+    """`train`, and those of `eval`, `few_shot_train`, `few_shot_test` that the recipe has."""
+    total_steps: int
+
+    @property
+    def num_images(self) -> int:
+        """Training images of one epoch."""
+        return self.streams["train"].num_images
+
+
+def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
+    """Open the data sets and check the recipe's arithmetic; starts nothing.
+
+    Raises:
+        ValueError: a data set is missing or broken, the batch does not divide, the run has no
+            length, or the classes of two sets differ.
+    """
+    path = recipe.data.train if needs_train or recipe.data.train else recipe.data.eval
+    if path is None:
+        key = "data.train" if needs_train else "data.eval"
+        raise ValueError(f"{key} is not set; give the folder of a converted data set")
+    manifest = open_dataset(path)
+    rows = RowSelection.all(manifest, recipe.seed)
+    held_out: RowSelection | None = None
+    if recipe.data.held_out_fraction > 0:
+        rows, held_out = split_rows(manifest, recipe.data.held_out_fraction, recipe.seed)
+    if recipe.data.fraction < 1:
+        rows = rows.take(recipe.data.fraction)
+    streams = {"train": _spec(recipe, manifest, recipe.data.augment, rows)}
+    _add_evaluation(streams, recipe, manifest, held_out)
+    total_steps = 0
+    if needs_train:
+        check_batch(recipe, rows.count)
+        total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
+    return RunPlan(manifest, streams, total_steps)
+
+
+def check_batch(recipe: Recipe, num_images: int) -> None:
+    """The global batch divides among the workers of every allowed group size, and the data fill it.
+
+    Raises:
+        ValueError: with the arithmetic and the nearest valid value.
+    """
+    batch = recipe.train.global_batch_size
+    for world_size in recipe.workers.sizes:
+        if batch % world_size:
+            nearest = max(1, round(batch / world_size)) * world_size
+            raise ValueError(
+                f"train.global_batch_size={batch} does not divide among {world_size} workers "
+                f"(workers.num_workers={recipe.workers.num_workers}): {batch} = "
+                f"{batch // world_size} x {world_size} + {batch % world_size}; the nearest valid "
+                f"train.global_batch_size is {nearest}"
+            )
+        micro_batch_size(recipe, world_size)
+    if num_images < batch:
+        raise ValueError(
+            f"train.global_batch_size={batch} is more than the {num_images} training images; "
+            f"use at most {num_images}"
+        )
+
+
+def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
+    """The cluster can hold the workers and still feed them; returns whether workers get GPUs.
+
+    Raises:
+        ValueError: more GPUs or CPUs are asked for than there are.
+    """
+    workers = recipe.workers
+    least = workers.sizes[0]
+    wants = workers.use_gpu
+    use_gpu = cluster.num_gpus > 0 if wants == "auto" else wants
+    if use_gpu and cluster.num_gpus < least:
+        raise ValueError(
+            f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
+            f"cluster has {cluster.num_gpus:g} ({cluster}). Lower workers.num_workers to at most "
+            f"{cluster.num_gpus:g}, or set workers.use_gpu=false"
+        )
+    needed = least * workers.cpus_per_worker
+    if cluster.num_cpus - needed < recipe.data.cpus_per_task:
+        most = int((cluster.num_cpus - recipe.data.cpus_per_task) // workers.cpus_per_worker)
+        raise ValueError(
+            f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
+            f"{cluster.num_cpus - needed:g} of {cluster.num_cpus:g} CPUs for reading data, which "
+            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g}; use at most {max(most, 0)} "
+            "workers, or fewer CPUs for each"
+        )
+    return use_gpu
+
+
+def find_resume_point(recipe: Recipe) -> Checkpoint | None:
+    """The checkpoint that a run of this name goes on from, as `resume` allows.
+
+    Raises:
+        ValueError: a run of this name exists and may not be continued, or should exist and does
+            not, or was of another model, data set, seed or batch.
+    """
+    folder = locate(recipe.output).child(recipe.name)
+    checkpoint = newest_verified_checkpoint(folder)
+    if checkpoint is None:
+        if recipe.resume is True:
+            raise ValueError(
+                f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
+                "and output, or set resume=auto"
+            )
+        return None
+    if recipe.resume is False:
+        raise ValueError(
+            f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
+            f"{checkpoint.position.step}); choose another name, or set resume=auto to continue it"
+        )
+    return checkpoint
+
+
+def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> None:
+    """What fixes the meaning of a checkpoint's position must be as it was.
+
+    Raises:
+        ValueError: naming each difference.
+    """
+    position = checkpoint.position
+    before = Recipe.model_validate_json(_json(position.recipe))
+    changed = [
+        f"{key} was {old!r} and is {new!r}"
+        for key, old, new in (
+            ("seed", before.seed, recipe.seed),
+            ("model", before.model, recipe.model),
+            ("train.global_batch_size", position.global_batch_size, recipe.train.global_batch_size),
+            ("train.loss", before.train.loss, recipe.train.loss),
+            ("optim.name", before.optim.name, recipe.optim.name),
+            ("data.fraction", before.data.fraction, recipe.data.fraction),
+            ("data.augment", before.data.augment, recipe.data.augment),
+            ("the data set's fingerprint", position.data_fingerprint, fingerprint),
+        )
+        if old != new
+    ]
+    if changed:
+        raise ValueError(
+            f"run {recipe.name!r} cannot go on from step {position.step}: {'; '.join(changed)}. "
+            "Put that back, or choose another name (init_from takes over the weights)"
+        )
+
+
+def _add_evaluation(
+    streams: dict[str, StreamSpec],
+    recipe: Recipe,
+    manifest: Manifest,
+    held_out: RowSelection | None,
+) -> None:
+    augment = recipe.data.eval_augment
+    if recipe.data.eval is not None:
+        streams["eval"] = _spec(recipe, open_dataset(recipe.data.eval), augment, None)
+        _check_classes("data.eval", streams["eval"].manifest, manifest)
+    elif held_out is not None:
+        streams["eval"] = _spec(recipe, manifest, augment, held_out)
+    for key in ("few_shot_train", "few_shot_test"):
+        path = getattr(recipe.evaluate, key)
+        if path is not None:
+            streams[key] = _spec(recipe, open_dataset(path), augment, None)
+
+
+def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
+    if one.classes != other.classes:
+        raise ValueError(
+            f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
+            f"{other.num_classes}, and they are not the same; convert both with one list of classes"
+        )
+
+
+def _spec(
+    recipe: Recipe, manifest: Manifest, augment: AugmentConfig, rows: RowSelection | None
+) -> StreamSpec:
+    return StreamSpec(
+        manifest,
+        Augmentation(
+            kind=augment.kind,
+            size=recipe.model.image_size,
+            flip=augment.flip,
+            resize=augment.resize or _default_resize(recipe),
+            min_area=augment.min_area,
+            max_area=augment.max_area,
+        ),
+        seed=recipe.seed,
+        rows=rows,
+        max_bad_fraction=recipe.data.max_bad_fraction,
+        num_cpus=recipe.data.cpus_per_task,
+        concurrency=recipe.data.max_tasks,
+    )
+
+
+def _default_resize(recipe: Recipe) -> int:
+    """256 for a crop of 224, and in proportion for others (448 for 384 in BiT is set by recipe)."""
+    size = recipe.model.image_size
+    longest = size if isinstance(size, int) else max(size)
+    return round(longest * 8 / 7)
+
+
+def _json(tree: dict[str, object]) -> str:
+    import json
+
+    return json.dumps(tree)
+
+
+def spool_path(recipe: Recipe) -> Path:
+    """Local file that keeps what is recorded until MLflow has it."""
+    location = locate(recipe.output).child(recipe.name)
+    if location.is_local:
+        return Path(location.path) / "metrics.jsonl"
+    return Path.home() / ".cache" / "vit_ray" / recipe.name / "metrics.jsonl"

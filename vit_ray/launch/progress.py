@@ -1,0 +1,122 @@
+"""The display of a working run: a bar with ETA and images/s, or plain lines in a log file."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vit_ray.launch.recorder import Standing
+
+POLL_S = 0.5
+LINE_EVERY_S = 10.0
+
+
+@contextlib.contextmanager
+def shown_progress(
+    recorder: Any, name: str, total_steps: int, *, is_shown: bool = True
+) -> Iterator[None]:
+    """Show the recorder's standing while the block runs."""
+    if not is_shown:
+        yield
+        return
+    ended = threading.Event()
+    console = Console(file=sys.stderr)
+    show = _show_bar if console.is_terminal else _show_lines
+    thread = threading.Thread(
+        target=show, args=(recorder, name, total_steps, ended, console), daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=10)
+
+
+def describe(standing: Standing) -> str:
+    """Loss, images/s, data wait and accuracy in one short text."""
+    parts = []
+    for key, text in (
+        ("train/loss", "loss {:.3f}"),
+        ("train/images_per_s", "{:.0f} images/s"),
+        ("data/wait_fraction", "data wait {:.0%}"),
+        ("perf/mfu", "MFU {:.1%}"),
+        ("eval/top1", "top-1 {:.2%}"),
+    ):
+        if key in standing.metrics:
+            parts.append(text.format(standing.metrics[key]))
+    return ", ".join(parts)
+
+
+def _poll(recorder: Any) -> Standing | None:
+    try:
+        return ray.get(recorder.standing.remote(), timeout=10)
+    except ray.exceptions.RayError:
+        return None  # it is busy or gone; the driver's own call will tell
+
+
+def _show_bar(
+    recorder: Any, name: str, total: int, ended: threading.Event, console: Console
+) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(name, total=total, figures="starting")
+        seen = 0
+        while True:
+            is_last = ended.wait(POLL_S)
+            standing = _poll(recorder)
+            if standing is not None:
+                seen = _print_events(standing, seen, console, name)
+                figures = describe(standing) or "starting"
+                bar.update(task, completed=min(standing.step, total), figures=figures)
+            if is_last:
+                return
+
+
+def _show_lines(
+    recorder: Any, name: str, total: int, ended: threading.Event, console: Console
+) -> None:
+    seen, last_line_s, start_s, start_step = 0, 0.0, time.monotonic(), None
+    while True:
+        is_last = ended.wait(POLL_S)
+        standing = _poll(recorder)
+        if standing is not None:
+            seen = _print_events(standing, seen, console, name)
+            if start_step is None and standing.step:
+                start_step, start_s = standing.step, time.monotonic()
+            if standing.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
+                last_line_s = time.monotonic()
+                eta = _eta(standing.step, start_step or 0, total, last_line_s - start_s)
+                line = f"{name}: step {standing.step}/{total}, ETA {eta}, {describe(standing)}"
+                console.print(line, highlight=False, soft_wrap=True)
+        if is_last:
+            return
+
+
+def _eta(step: int, start_step: int, total: int, elapsed_s: float) -> str:
+    done = step - start_step
+    if done <= 0:
+        return "--:--"
+    left_s = round(elapsed_s / done * max(0, total - step))
+    return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
+
+
+def _print_events(standing: Standing, seen: int, console: Console, name: str) -> int:
+    for event in standing.events[seen:]:
+        console.print(f"{name}: {event.kind}: {event.text}", highlight=False, soft_wrap=True)
+    return len(standing.events)

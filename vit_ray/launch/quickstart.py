@@ -1,0 +1,44 @@
+"""The main job in small: digits to parquet, pre-training, a sweep at a higher resolution."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from vit_ray.config import ConvertConfig, Recipe, load_recipe
+from vit_ray.data.digits import write_digits
+from vit_ray.launch.cluster import connect
+from vit_ray.launch.conversion import convert_from
+from vit_ray.launch.reports import print_result, print_sweep
+from vit_ray.launch.sweep import run_sweep
+from vit_ray.launch.trainer import train
+
+SWEEP_RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits_sweep.yaml"
+
+
+def run_quickstart(recipe: Recipe) -> int:
+    """Convert, pre-train, sweep, and print a table; finished parts are not done again."""
+    start_s = time.monotonic()
+    sweep = load_recipe(SWEEP_RECIPE)
+    connect(recipe)
+    _convert_digits(recipe)
+    pretrained = train(recipe)
+    print_result(pretrained)
+    result = run_sweep(sweep)
+    print_sweep(result)
+    print(f"All of it took {time.monotonic() - start_s:.0f} s.")
+    return 0
+
+
+def _convert_digits(recipe: Recipe) -> None:
+    images = Path(recipe.output).parent / "images"
+    for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
+        assert destination is not None
+        if os.path.isdir(destination):
+            continue
+        if not images.is_dir():
+            write_digits(images)
+        config = ConvertConfig(source=str(images / split), destination=destination)
+        report = convert_from(config, recipe.seed)
+        print(f"{destination}: {report.num_images} digits in {report.num_shards} shard(s)")

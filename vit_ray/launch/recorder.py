@@ -1,0 +1,168 @@
+"""The actor beside the driver through which a run tells of itself.
+
+Workers send metrics and events to it without waiting; it writes them to MLflow as the run's one
+writer, keeps what the progress display shows, and passes the driver's wish to stop to the workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vit_ray.config import TrackingConfig
+from vit_ray.launch.system_metrics import SystemMetrics
+from vit_ray.launch.tracking import Status, Tracker
+
+
+@dataclass
+class Event:
+    """Something that happened to the run, for its history."""
+
+    kind: str
+    text: str
+    step: int
+    time_s: float
+
+
+@dataclass
+class Standing:
+    """Where the run is, as the display shows it."""
+
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+
+class Recorder:
+    """Runs as an actor with concurrent methods; see `start_recorder`."""
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        run_name: str,
+        spool: str,
+        run_id: str | None,
+        params: dict[str, str],
+        tags: dict[str, str],
+        resume_step: int | None,
+        parent: Any = None,
+    ) -> None:
+        self._name, self._parent = run_name, parent
+        self._children: dict[str, int] = {}
+        self._tracker = Tracker.start(
+            config,
+            run_name,
+            Path(spool),
+            run_id=run_id,
+            params=params,
+            tags=tags,
+            resume_step=resume_step,
+        )
+        self._standing = Standing()
+        self._stop: str | None = None
+        self._failure: str | None = None
+        self._system: SystemMetrics | None = None
+        if config.system_metrics and self._tracker.run_id:
+            self._system = SystemMetrics(self._tracker.run_id, config.uri, "node-0").start()
+
+    def run_id(self) -> str | None:
+        """MLflow's id of the run; None while MLflow is away."""
+        return self._tracker.run_id
+
+    def hint(self) -> str:
+        """How to open MLflow's page."""
+        return self._tracker.hint
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Metrics of a step."""
+        self._standing.metrics.update(values)
+        self._standing.step = max(self._standing.step, step)
+        self._tracker.metrics(step, values)
+
+    def event(self, kind: str, text: str, step: int) -> None:
+        """Something for the run's history."""
+        self._standing.events.append(Event(kind, text, step, time.time()))
+
+    def poll(self, rank: int, step: int) -> str | None:
+        """A worker's heartbeat; answers with a reason to stop, if there is one."""
+        if rank == 0:
+            self._standing.step = max(self._standing.step, step)
+            if self._parent is not None:
+                self._parent.child_step.remote(self._name, step)
+        return self._stop
+
+    def child_step(self, name: str, step: int) -> None:
+        """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""
+        self._children[name] = step
+        self._standing.step = sum(self._children.values())
+
+    def fail(self, reason: str) -> None:
+        """The workers end, and a restart would not help."""
+        self._failure = reason
+
+    def failure(self) -> str | None:
+        """What `fail` was told."""
+        return self._failure
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to checkpoint and end."""
+        self._stop = reason
+
+    def standing(self) -> Standing:
+        """For the display, and at the end for the result."""
+        return self._standing
+
+    def tag(self, key: str, value: str) -> None:
+        """A tag of the run."""
+        self._tracker.tag(key, value)
+
+    def artifact(self, path: str, folder: str = "") -> None:
+        """A local file or folder to keep with the run."""
+        self._tracker.artifact(path, folder)
+
+    def finish(self, status: Status) -> bool:
+        """Write the history and end the run; False if MLflow has not taken all of it."""
+        if self._system is not None:
+            self._system.stop()
+        if self._standing.events:
+            self._tracker.artifact_text("history.json", _history(self._standing.events))
+            counts = collections.Counter(event.kind for event in self._standing.events)
+            for kind, count in counts.items():
+                self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
+        return self._tracker.finish(status)
+
+
+def start_recorder(
+    config: TrackingConfig,
+    run_name: str,
+    spool: Path,
+    *,
+    run_id: str | None,
+    params: dict[str, str],
+    tags: dict[str, str],
+    resume_step: int | None,
+    parent: Any = None,
+    node_id: str | None = None,
+) -> Any:
+    """Handle of a `Recorder`, which ends with the process that started it.
+
+    Args:
+        parent: recorder of the sweep or study that the run is part of.
+        node_id: where it runs, by default on this node: the node of the SQLite file and spool.
+    """
+    where = NodeAffinitySchedulingStrategy(
+        node_id or ray.get_runtime_context().get_node_id(), soft=False
+    )
+    actor = ray.remote(Recorder).options(num_cpus=0, max_concurrency=16, scheduling_strategy=where)
+    return actor.remote(config, run_name, str(spool), run_id, params, tags, resume_step, parent)
+
+
+def _history(events: list[Event]) -> str:
+    return json.dumps([vars(event) for event in events], indent=1)

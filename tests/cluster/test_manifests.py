@@ -151,8 +151,8 @@ def test_no_password_is_written_down():
     text = (CLUSTER / "mlflow.yaml").read_text()
     documents = list(yaml.safe_load_all(text))
     assert "Secret" not in [d["kind"] for d in documents]
-    assert re.findall(r"postgresql://\S+", text) == [
-        "postgresql://mlflow:$(POSTGRES_PASSWORD)@mlflow-postgres:5432/mlflow"
+    assert re.findall(r"postgresql\S+://\S+", text) == [
+        "postgresql+psycopg2://mlflow:$(POSTGRES_PASSWORD)@mlflow-postgres:5432/mlflow"
     ]
 
 

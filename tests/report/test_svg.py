@@ -77,7 +77,12 @@ def test_labels_never_cover_each_other_and_isolated_points_always_have_one():
     svg = ET.fromstring(re.match(r"<svg.*?</svg>", drawn).group(0))
     labels = [text for text in svg.iter("text") if text.get("class") == "label"]
     assert "alone" in [text.text for text in labels]
-    boxes = [(float(t.get("x")), float(t.get("y")), 6.0 * len(t.text)) for t in labels]
+    share = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    boxes = []
+    for text in labels:
+        width = 6.0 * len(text.text)
+        left = float(text.get("x")) - width * share[text.get("text-anchor")]
+        boxes.append((left, float(text.get("y")), width))
     for i, (x1, y1, width) in enumerate(boxes):
         for x2, y2, other in boxes[:i]:
             assert abs(y1 - y2) >= 12 or x1 + width <= x2 or x2 + other <= x1

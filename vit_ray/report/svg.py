@@ -198,12 +198,13 @@ def _labels(series: Sequence[Series], across: Scale, up: Scale) -> str:
     taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py, _ in points]
     parts = []
     for px, py, label in points:
-        for box in _places(px, py, LETTER * len(label)):
+        for box, anchor in _places(px, py, LETTER * len(label)):
             if box.is_on_chart() and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
+                at = {"start": box.left, "middle": px, "end": box.right}[anchor]
                 parts.append(
-                    f'<text class="label" x="{box.left:.1f}" y="{(box.top + box.bottom) / 2:.1f}" '
-                    f'dy="0.35em">{escape(label)}</text>'
+                    f'<text class="label" x="{at:.1f}" y="{(box.top + box.bottom) / 2:.1f}" '
+                    f'dy="0.35em" text-anchor="{anchor}">{escape(label)}</text>'
                 )
                 break
     return "".join(parts)
@@ -237,11 +238,15 @@ class Box:
         )
 
 
-def _places(px: float, py: float, width: float) -> list[Box]:
-    """Right of a point, left of it, above, below."""
-    corners = [(px + 8, py - 6), (px - 8 - width, py - 6)]
-    corners += [(px - width / 2, py - 20), (px - width / 2, py + 8)]
-    return [Box(left, top, left + width, top + 12) for left, top in corners]
+def _places(px: float, py: float, width: float) -> list[tuple[Box, str]]:
+    """Room for a label right of a point, left of it, above, below; with its text anchor."""
+    corners = [
+        (px + 8, py - 6, "start"),
+        (px - 8 - width, py - 6, "end"),
+        (px - width / 2, py - 20, "middle"),
+        (px - width / 2, py + 8, "middle"),
+    ]
+    return [(Box(left, top, left + width, top + 12), anchor) for left, top, anchor in corners]
 
 
 def _marker(index: int, px: float, py: float) -> str:

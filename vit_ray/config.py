@@ -383,6 +383,33 @@ class StudyConfig(Section):
     """Lengths; every model and data size is trained for each."""
 
 
+class PlanConfig(Section):
+    """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` reckon with."""
+
+    device: str = "H200"
+    """GPU: part of the name that its driver reports, such as H200, H100, A100."""
+    num_gpus: Positive | None = None
+    """GPUs, one per worker; unset = the most of `workers.num_workers`."""
+    mfu: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
+    """Share of the GPU's dense peak that training is assumed to reach, communication aside."""
+    link_gb_per_s: PositiveFloat | None = None
+    """GB/s (1000^3) that a GPU sends; unset = the data sheet's link for up to 8 GPUs (one server),
+    and 50 for more (a port of 400 Gbit/s for each GPU)."""
+    num_images: Positive | None = None
+    """Training images, told instead of read from `data.train`."""
+    num_classes: Positive | None = None
+    """Classes, told instead of read from `data.train`."""
+
+    @model_validator(mode="after")
+    def _told_in_pairs(self) -> PlanConfig:
+        if (self.num_images is None) != (self.num_classes is None):
+            raise ValueError(
+                "num_images and num_classes go together; "
+                f"given {self.num_images} and {self.num_classes}"
+            )
+        return self
+
+
 class Recipe(Section):
     """Everything that decides what a job does."""
 
@@ -407,6 +434,7 @@ class Recipe(Section):
     convert: ConvertConfig | None = None
     sweep: SweepConfig | None = None
     study: StudyConfig | None = None
+    plan: PlanConfig = PlanConfig()
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, as MLflow's parameters take them."""

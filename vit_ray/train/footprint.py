@@ -1,46 +1,61 @@
-"""What a model weighs: parameters, and bytes that its forward pass keeps, without allocating."""
+"""What a recipe's training weighs: parameters, activations and memory, without allocating."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit_ray.config import Recipe
-from vit_ray.measure.memory import MemoryEstimate, StateShape, state_memory
+from vit_ray.measure.live_memory import gpu_kernels, kept_bytes, peak_bytes
+from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models import build_model
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.train.objective import classification_loss, normalize
 
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    return sum(p.numel() for p in _meta_model(recipe, num_classes).parameters())
+    model = _meta_model(recipe, num_classes)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
-    """Bytes kept for the backward pass of one micro-batch, counted on a model without memory.
+    """Bytes kept for the backward pass of one micro-batch, the loss included.
 
-    What autograd saves is counted once per storage; the model's own weights do not count.
+    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
+    head and token, and no N x N matrix. A recomputed block keeps its input.
     """
-    model = _meta_model(recipe, num_classes)
-    if recipe.train.precision == "bf16":
-        model = model.to(torch.bfloat16)
-    if recipe.train.activation_checkpointing:
-        model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
-    size = recipe.model.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    dtype = next(model.parameters()).dtype
-    images = torch.empty(batch_size, 3, height, width, device="meta", dtype=dtype)
-    kept: dict[int, Tensor] = {}
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    model = _prepared_model(recipe, num_classes)
+    with gpu_kernels():
+        return kept_bytes(_forward(model, recipe, batch_size), model.parameters())
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()._cdata
-        if storage not in weights:
-            kept[storage] = tensor  # holding it keeps its address from being used again
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(images)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
+    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment."""
+    model = _prepared_model(recipe, num_classes)
+    peak = peak_bytes(_forward(model, recipe, batch_size), list(model.parameters()))
+    return Activations(kept=activation_bytes(recipe, num_classes, batch_size), peak=peak)
+
+
+def state_shape(
+    recipe: Recipe, num_classes: int, world_size: int, stage: int | None = None
+) -> StateShape:
+    """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
+    stage = recipe.train.zero_stage if stage is None else stage
+    trained = count_parameters(recipe, num_classes)
+    everything = sum(p.numel() for p in _meta_model(recipe, num_classes).parameters())
+    return StateShape(
+        num_parameters=trained,
+        num_frozen=everything - trained,
+        stage=stage,
+        world_size=world_size,
+        precision=recipe.train.precision,
+        moments=2 if recipe.optim.name == "adamw" else 1,
+        has_average=recipe.train.averaging > 0,
+        offload=recipe.train.offload and stage > 0,
+    )
 
 
 def estimate_memory(
@@ -51,20 +66,42 @@ def estimate_memory(
     stage: int | None = None,
 ) -> MemoryEstimate:
     """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
-    shape = StateShape(
-        num_parameters=count_parameters(recipe, num_classes),
-        stage=recipe.train.zero_stage if stage is None else stage,
-        world_size=world_size,
-        precision=recipe.train.precision,
-        moments=2 if recipe.optim.name == "adamw" else 1,
-        has_average=recipe.train.averaging > 0,
-        offload=recipe.train.offload,
-    )
-    return state_memory(shape, activation_bytes(recipe, num_classes, micro_batch_size))
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
 
 
-def _meta_model(recipe: Recipe, num_classes: int) -> torch.nn.Module:
+def _forward(model: nn.Module, recipe: Recipe, batch_size: int) -> Callable[[], Tensor]:
+    """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
+    size = recipe.model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    dtype = next(model.parameters()).dtype
+
+    def forward() -> Tensor:
+        shape = (batch_size, height, width, 3)
+        images = normalize(torch.empty(shape, device="meta", dtype=torch.uint8), dtype)
+        numbers = torch.zeros(batch_size, device="meta", dtype=torch.int64)
+        if recipe.train.loss == "masked_patch":
+            loss: Tensor = model(images, numbers)
+            return loss
+        return classification_loss(model(images), numbers[:, None], recipe.train).mean()
+
+    return forward
+
+
+def _prepared_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """In the recipe's precision, with its recomputation."""
+    model = _meta_model(recipe, num_classes)
+    if recipe.train.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    return model
+
+
+def _meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
     with torch.device("meta"):
-        return build_model(
+        model = build_model(
             recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
         )
+        if recipe.train.loss == "masked_patch":
+            model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    return model

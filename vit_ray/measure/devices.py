@@ -1,4 +1,4 @@
-"""Dense peak rates and memory of accelerators, from their makers' data sheets."""
+"""Dense peak rates, memory and links of accelerators, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -15,21 +15,30 @@ class Device:
     """fp32 FLOP/s as torch runs it by default (TF32 off)."""
     memory_gib: float
     """Device memory."""
+    link_gb_per_s: float
+    """GB/s (1000^3) that it sends to its neighbours in one server, one way: half of the data
+    sheet's figure, which adds both ways. NVLink, or PCIe where there is none."""
 
 
-# A part of the name that the driver reports -> figures. NVIDIA data sheets, SXM variants.
+# A part of the name that the driver reports -> figures. NVIDIA data sheets, SXM variants; the
+# first part that occurs in a name is its entry. B200: per GPU of the HGX B200.
 _DEVICES = {
-    "B200": Device(2250e12, 75e12, 180),
-    "H200": Device(989e12, 67e12, 141e9 / 2**30),
-    "H100 PCIe": Device(756e12, 51e12, 80),
-    "H100": Device(989e12, 67e12, 80),
-    "A100": Device(312e12, 19.5e12, 80),
-    "L40S": Device(362e12, 91.6e12, 48),
-    "L4": Device(121e12, 30.3e12, 24),
-    "A10": Device(125e12, 31.2e12, 24),
-    "V100": Device(15.7e12, 15.7e12, 32),
-    "T4": Device(8.1e12, 8.1e12, 16),
+    "B200": Device(2250e12, 75e12, 180, 900),
+    "H200": Device(989e12, 67e12, 141e9 / 2**30, 450),
+    "H100 PCIe": Device(756e12, 51e12, 80, 64),
+    "H100": Device(989e12, 67e12, 80, 450),
+    "A100": Device(312e12, 19.5e12, 80, 300),
+    "L40S": Device(362e12, 91.6e12, 48, 32),
+    "L4": Device(121e12, 30.3e12, 24, 32),
+    "A10": Device(125e12, 31.2e12, 24, 32),
+    "V100": Device(15.7e12, 15.7e12, 32, 150),
+    "T4": Device(8.1e12, 8.1e12, 16, 16),
 }
+
+
+def device_names() -> list[str]:
+    """Devices whose figures are known."""
+    return list(_DEVICES)
 
 
 def find_device(name: str) -> Device | None:

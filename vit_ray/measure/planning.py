@@ -1,0 +1,106 @@
+"""Time and traffic of a training before it starts: what one step moves, and how long a run takes.
+
+Traffic is what DeepSpeed 0.19.8 does, in bytes that each worker sends by ring algorithms: an
+all-reduce of S bytes over n workers sends 2 (n-1)/n S, a reduce-scatter or an all-gather
+(n-1)/n S (Rajbhandari et al., arXiv:1910.02054, section 7; NVIDIA nccl-tests, PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vit_ray.measure.memory import StateShape
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one worker sends in one optimizer step."""
+
+    gradients: float
+    """To sum gradients over workers."""
+    weights: float
+    """To give all workers the new weights, or the weights of the layer at work (stage 3)."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.gradients + self.weights
+
+
+def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
+    """Bytes of one optimizer step.
+
+    Stages 0 and 1 all-reduce gradients once a step. Stage 2 does so in every pass: DeepSpeed
+    0.19.8 reduces its buckets by all-reduce and keeps a part
+    (`stage_1_and_2.py: allreduce_and_copy_with_multiple_ranks`), although a reduce-scatter, half
+    of that, is all it needs. Stages 1 and 2 then all-gather the new weights. Stage 3
+    reduce-scatters gradients and gathers weights twice in every pass: for the forward and for the
+    backward pass; weights that stay gathered in between (`STAGE3_LIVE_ELEMENTS`) are saved from
+    the second, which is not deducted here.
+
+    Args:
+        accumulation_steps: passes per step.
+    """
+    ring = (shape.world_size - 1) / shape.world_size
+    trained = shape.num_parameters * shape.weight_bytes
+    if shape.stage == 3:
+        everything = (shape.num_parameters + shape.num_frozen) * shape.weight_bytes
+        return Traffic(
+            ring * trained * accumulation_steps, 2 * ring * everything * accumulation_steps
+        )
+    passes = accumulation_steps if shape.stage == 2 else 1
+    return Traffic(2 * ring * trained * passes, ring * trained if shape.stage else 0.0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a cluster is assumed to work."""
+
+    peak_flops: float
+    """Dense peak of one worker's device in FLOP/s."""
+    mfu: float
+    """Share of the peak that model FLOPs reach while a worker computes."""
+    link_gb_per_s: float
+    """GB/s (1000^3) that a worker sends."""
+
+    def step_time(
+        self, forward_macs: int, images: float, recomputed_share: float, traffic: Traffic
+    ) -> StepTime:
+        """Expected time of one optimizer step.
+
+        Training does 6 FLOPs per multiply-add (paper Table 6's count); recomputing all of the
+        forward pass does 2 more, at the same rate.
+
+        Args:
+            forward_macs: multiply-adds of one image's forward pass.
+            images: per worker and step.
+            recomputed_share: of the forward pass, by activation checkpointing.
+        """
+        flops = (6 + 2 * recomputed_share) * forward_macs * images
+        return StepTime(
+            flops / (self.mfu * self.peak_flops), traffic.total / (self.link_gb_per_s * 1e9)
+        )
+
+    def device_hours(self, exaflops: float) -> float:
+        """Hours of one device for this many 10^18 model FLOPs, communication aside."""
+        return exaflops * 1e18 / (self.mfu * self.peak_flops) / 3600
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected seconds of one optimizer step."""
+
+    compute_s: float
+    communication_s: float
+
+    @property
+    def least_s(self) -> float:
+        """All communication hidden behind computing."""
+        return max(self.compute_s, self.communication_s)
+
+    @property
+    def most_s(self) -> float:
+        """None of it hidden."""
+        return self.compute_s + self.communication_s

@@ -1,0 +1,10 @@
+"""Report on a run of any job: `python jobs/report.py RECIPE [key=value ...]`."""
+
+from vit_ray.launch.command import run_job
+from vit_ray.launch.page import print_page, report
+
+if __name__ == "__main__":
+    run_job(
+        "One HTML page of tables and figures of the recipe's run or experiment, from MLflow.",
+        lambda recipe: print_page(report(recipe)),
+    )

@@ -105,7 +105,7 @@ def test_a_source_without_images_is_refused(ray_cluster: None, tmp_path: Path) -
     with pytest.raises(ValueError, match="no such folder"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
     (tmp_path / "flat").mkdir()
-    with pytest.raises(ValueError, match="holds no files in class folders"):
+    with pytest.raises(ValueError, match="holds nothing of the layout"):
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
 
 
@@ -125,5 +125,5 @@ def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Pa
     assert manifest.classes == names
     labels = {str(row["key"]).split("/")[0]: row["labels"] for row in rows_of(manifest)}
     assert labels == {"class_0": [2], "class_1": [1]}
-    with pytest.raises(ValueError, match=r"folders \['class_1'\] are not in classes"):
+    with pytest.raises(ValueError, match=r"labels \['class_1'\] are not in the classes"):
         convert(str(tmp_path / "source"), str(tmp_path / "other"), classes=["class_0"])

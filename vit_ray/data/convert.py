@@ -1,25 +1,30 @@
 """Images as people keep them to a data set: shuffled once, checked, committed whole.
 
-A Ray Data job with one task per shard. The order of all images is drawn first from the recorded
-seed; each task then reads the images of its shard wherever they lie, checks them, and writes the
-shard and its facts. A finished shard is never made again; the manifest is written last, and is the
-commit.
+Two Ray Data jobs. The first indexes the source, a task per unit; the index of all images is then
+drawn into the order of the data set by the recorded seed, through a file on disk. The second makes
+the shards, a task each: it reads the images of its shard wherever they lie, checks them, and writes
+the shard and its facts. A finished unit or shard is never made again; the manifest is written last,
+and is the commit. No process ever holds more than a shard's row group and a piece of the index.
 """
 
-import hashlib
 import json
-from collections.abc import Sequence
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal
+from pathlib import Path
+from typing import Final
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
-import ray.data
+from numpy.typing import NDArray
 
-from vit_ray.data.images import BadImageError, decode
+from vit_ray.data.images import decode
 from vit_ray.data.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.schema import (
     MANIFEST_FILE,
     REJECTED_FILE,
@@ -30,11 +35,14 @@ from vit_ray.data.schema import (
 )
 from vit_ray.data.selection import KeyedPermutation
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter
-from vit_ray.data.sources import ImageFile, list_class_folders
+from vit_ray.data.source_index import SourceIndex, build_index, table_entries
+from vit_ray.data.sources import INDEX_SCHEMA, Format, IndexEntry, SourceUnit, list_units
 from vit_ray.data.storage import Location, locate
 
 _SHUFFLE: Final = 5
 _MIB: Final = 1 << 20
+_READERS: Final = 8
+"""Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +66,27 @@ def convert(
     source: str,
     destination: str,
     *,
-    format: Literal["auto", "folder"] = "auto",
+    format: Format = "auto",
     seed: int = 0,
     rows_per_row_group: int = 64,
     shard_mib: float = 256,
     classes: Sequence[str] | None = None,
+    shrink_to: int | None = None,
+    shrink_quality: int = 95,
     max_rejected_fraction: float = 0.1,
     num_cpus: float = 1.0,
 ) -> ConvertReport:
     """Convert images to a data set.
 
     Args:
-        source: a folder of class folders.
+        source: a folder of class folders, of WebDataset tar shards, of Hugging Face parquet files,
+            or a CSV or JSONL list of paths and labels; local or `s3://`.
         seed: of the one shuffle of all rows.
         shard_mib: target size of a shard in MiB.
-        classes: class names in label order; None takes the sorted folder names.
+        classes: class names in label order; None takes those that the source declares, or its
+            sorted labels.
+        shrink_to: re-encode images whose shorter side is longer than this many pixels, as JPEG of
+            `shrink_quality`; None keeps every byte as it came.
         max_rejected_fraction: refuse to commit when more of the source is rejected.
 
     Raises:
@@ -85,81 +99,101 @@ def convert(
             f"convert.destination={destination!r} already holds a data set; "
             f"choose another folder or delete it first."
         )
-    names, files = list_class_folders(source, classes)
-    plan = _Plan.of(names, files, seed, rows_per_row_group, shard_mib)
-    _begin(plan, files, folder)
-    results = _make_shards(plan, destination, num_cpus)
+    settings = _Settings(
+        source, format, seed, rows_per_row_group, shard_mib, list(classes or []), shrink_to,
+        shrink_quality,
+    )  # fmt: skip
+    units = list_units(source, format)
+    _begin(settings, folder)
+    plan = _plan(settings, units, folder, num_cpus)
+    results = _make_shards(plan, folder, num_cpus)
     return _commit(plan, folder, results, max_rejected_fraction)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Settings of a conversion; a restart must have the same."""
+class _Settings:
+    """What a restart must have in common with the first start."""
 
-    source_digest: str
-    classes: list[str]
-    num_files: int
-    num_shards: int
+    source: str
+    format: str
     seed: int
     rows_per_row_group: int
+    shard_mib: float
+    classes: list[str]
+    shrink_to: int | None
+    shrink_quality: int
 
-    @classmethod
-    def of(
-        cls,
-        classes: list[str],
-        files: list[ImageFile],
-        seed: int,
-        group_rows: int,
-        shard_mib: float,
-    ) -> "_Plan":
-        digest = hashlib.sha256(json.dumps([classes, [asdict(f) for f in files]]).encode())
-        total = sum(file.bytes for file in files)
-        wanted = max(1, round(total / (shard_mib * _MIB)))
-        groups = -(-len(files) // group_rows)
-        shards = -(-groups // -(-groups // min(wanted, groups)))
-        return cls(digest.hexdigest()[:16], classes, len(files), shards, seed, group_rows)
+
+def _begin(settings: _Settings, folder: Location) -> None:
+    """Note the settings, or check that an interrupted conversion had the same."""
+    staging = folder.child(STAGING_FOLDER)
+    file = staging.child("settings.json")
+    content = json.dumps(asdict(settings)).encode()
+    if staging.exists() and not staging.child(_PLAN).exists():
+        staging.delete_folder()
+    if not file.exists():
+        file.write(content)
+    elif file.read() != content:
+        raise ValueError(
+            f"{folder.path!r} holds an interrupted conversion with another source or settings; "
+            f"repeat its command to continue it, or delete the folder."
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which rows each shard holds; written once, and kept by restarts."""
+
+    settings: _Settings
+    source_digest: str
+    classes: list[str]
+    num_images: int
+    num_shards: int
 
     def rows_of_shard(self, shard: int) -> tuple[int, int]:
         """First row, and row after the last, of a shard: whole row groups but at the very end."""
-        groups = -(-self.num_files // self.rows_per_row_group)
-        per_shard = -(-groups // self.num_shards) * self.rows_per_row_group
-        return shard * per_shard, min((shard + 1) * per_shard, self.num_files)
-
-    def shuffled(self, files: list[ImageFile]) -> list[ImageFile]:
-        """All files in the order of the data set."""
-        ranks = KeyedPermutation(len(files), _SHUFFLE, self.seed).ranks(np.arange(len(files)))
-        return [files[i] for i in np.argsort(ranks)]
+        group_rows = self.settings.rows_per_row_group
+        groups = -(-self.num_images // group_rows)
+        first, last = (i * groups // self.num_shards * group_rows for i in (shard, shard + 1))
+        return first, min(last, self.num_images)
 
 
-def _begin(plan: _Plan, files: list[ImageFile], folder: Location) -> None:
-    """Write the plan and the shuffled index, or check that an earlier start had the same plan."""
+def _plan(settings: _Settings, units: list[SourceUnit], folder: Location, num_cpus: float) -> _Plan:
     staging = folder.child(STAGING_FOLDER)
-    plan_file = staging.child("plan.json")
-    content = json.dumps(asdict(plan)).encode()
-    if plan_file.exists():
-        if plan_file.read() != content:
-            raise ValueError(
-                f"{folder.path!r} holds an interrupted conversion with another source or settings; "
-                f"repeat its command to continue it, or delete the folder."
-            )
-        return
-    staging.child("index.parquet").write(_index(plan, plan.shuffled(files)))
-    plan_file.write(content)
+    file = staging.child(_PLAN)
+    if file.exists():
+        fields = json.loads(file.read())
+        return _Plan(**{**fields, "settings": _Settings(**fields["settings"])})
+    with tempfile.TemporaryDirectory() as scratch:
+        classes = settings.classes or None
+        index = build_index(units, staging, Path(scratch), classes, num_cpus)
+        plan = _Plan(
+            settings, index.digest, index.classes, index.num_images, _num_shards(settings, index)
+        )
+        _write_shard_lists(plan, index, staging)
+    file.write(json.dumps(asdict(plan)).encode())
+    return plan
 
 
-def _index(plan: _Plan, files: list[ImageFile]) -> bytes:
-    """The shuffled list of files as parquet, one row group per shard."""
-    schema = pa.schema(
-        [("path", pa.string()), ("key", pa.string()), ("labels", pa.list_(pa.int32()))]
-    )
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        for shard in range(plan.num_shards):
-            part = files[slice(*plan.rows_of_shard(shard))]
-            columns = [[f.path for f in part], [f.key for f in part], [f.labels for f in part]]
-            arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-    return bytes(sink.getvalue().to_pybytes())
+def _num_shards(settings: _Settings, index: SourceIndex) -> int:
+    groups = -(-index.num_images // settings.rows_per_row_group)
+    return min(groups, max(1, round(index.bytes / (settings.shard_mib * _MIB))))
+
+
+def _write_shard_lists(plan: _Plan, index: SourceIndex, staging: Location) -> None:
+    """Write the shuffled index: one parquet file with a row group per shard."""
+    order = KeyedPermutation(plan.num_images, _SHUFFLE, plan.settings.seed)
+    with staging.child(_LISTS).atomic_output() as target:
+        options = {"filesystem": target.filesystem, "compression": "zstd"}
+        with pq.ParquetWriter(target.path, INDEX_SCHEMA, **options) as writer:
+            for shard in range(plan.num_shards):
+                positions = np.arange(*plan.rows_of_shard(shard), dtype=np.int64)
+                table = index.entries(order.ranks(positions))
+                writer.write_table(table, row_group_size=max(1, len(positions)))
+
+
+_PLAN: Final = "plan.json"
+_LISTS: Final = "lists.parquet"
 
 
 @dataclass(frozen=True)
@@ -175,24 +209,16 @@ class _ShardResult:
     rejected: dict[str, str]
 
 
-def _make_shards(plan: _Plan, destination: str, num_cpus: float) -> list[_ShardResult]:
-    staging = locate(destination).child(STAGING_FOLDER)
-    done = {i for i in range(plan.num_shards) if staging.child(_result_name(i)).exists()}
-    missing = [i for i in range(plan.num_shards) if i not in done]
-    if missing:
-        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map(
-            _ShardMaker(plan, destination), num_cpus=num_cpus
-        )
-        for _ in dataset.iter_rows():
-            pass
-    return [
-        _ShardResult(**json.loads(staging.child(_result_name(i)).read()))
-        for i in range(plan.num_shards)
-    ]
+def _make_shards(plan: _Plan, folder: Location, num_cpus: float) -> list[_ShardResult]:
+    staging = folder.child(STAGING_FOLDER)
+    results = [staging.child(_result_name(shard)) for shard in range(plan.num_shards)]
+    missing = [shard for shard, result in enumerate(results) if not result.exists()]
+    run_tasks(_ShardMaker(plan, folder.uri), missing, num_cpus)
+    return [_ShardResult(**json.loads(result.read())) for result in results]
 
 
 def _result_name(shard: int) -> str:
-    return f"shard-{shard:05d}.json"
+    return f"shard-{shard:06d}.json"
 
 
 @dataclass(frozen=True)
@@ -200,28 +226,32 @@ class _ShardMaker:
     plan: _Plan
     destination: str
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        shard = int(row["item"])
+    def __call__(self, shard: int) -> int:
         folder = locate(self.destination)
         staging = folder.child(STAGING_FOLDER)
-        result = self._make(shard, folder, _index_of(staging, shard))
+        result = self._make(shard, folder, _list_of(staging, shard))
         staging.child(_result_name(shard)).write(json.dumps(asdict(result)).encode())
-        return {"shard": shard}
+        return shard
 
-    def _make(self, shard: int, folder: Location, files: list[ImageFile]) -> _ShardResult:
+    def _make(self, shard: int, folder: Location, entries: list[IndexEntry]) -> _ShardResult:
+        settings = self.plan.settings
+        label_of = {name: label for label, name in enumerate(self.plan.classes)}
         rejected: dict[str, str] = {}
         counts: dict[str, int] = {}
+        max_labels = 0
         destination = folder.child(shard_name(shard, self.plan.num_shards))
-        with ShardWriter(destination, self.plan.rows_per_row_group) as writer:
-            max_labels = 0
-            for file in files:
+        with ShardWriter(destination, settings.rows_per_row_group) as writer:
+            for entry, image in _read_ahead(entries):
                 try:
-                    writer.add(_load(file))
+                    if isinstance(image, ValueError):
+                        raise image
+                    labels = tuple(_label(text, label_of) for text in entry.labels)
+                    writer.add(_checked(image, entry.key, labels, settings))
                 except ValueError as error:
-                    rejected[file.key] = str(error)
+                    rejected[entry.key] = str(error)
                     continue
-                max_labels = max(max_labels, len(file.labels))
-                for label in file.labels:
+                max_labels = max(max_labels, len(labels))
+                for label in labels:
                     counts[str(label)] = counts.get(str(label), 0) + 1
         facts = writer.facts()
         return _ShardResult(
@@ -229,31 +259,68 @@ class _ShardMaker:
         )
 
 
-def _index_of(staging: Location, shard: int) -> list[ImageFile]:
-    index = staging.child("index.parquet")
-    with index.filesystem.open_input_file(index.path) as source:
-        table = pq.ParquetFile(source).read_row_group(shard)
-    return [ImageFile(r["path"], r["key"], tuple(r["labels"]), 0) for r in table.to_pylist()]
+def _list_of(staging: Location, shard: int) -> list[IndexEntry]:
+    lists = staging.child(_LISTS)
+    with lists.filesystem.open_input_file(lists.path) as source:
+        return list(table_entries(pq.ParquetFile(source).read_row_group(shard)))
 
 
-def _load(file: ImageFile) -> EncodedImage:
-    """Read and check one image.
+def _read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
+    """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        waiting = deque[tuple[IndexEntry, Future[bytes | ValueError]]]()
+        for entry in entries:
+            waiting.append((entry, pool.submit(_bytes_or_reason, entry)))
+            if len(waiting) > 2 * _READERS:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for entry, future in waiting:
+            yield entry, future.result()
+
+
+def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
+    try:
+        return entry.read()
+    except ValueError as error:
+        return error
+
+
+def _label(text: str, label_of: dict[str, int]) -> int:
+    label = label_of.get(text)
+    return int(text) if label is None else label
+
+
+def _checked(image: bytes, key: str, labels: tuple[int, ...], settings: _Settings) -> EncodedImage:
+    """A row of the data set.
 
     Raises:
-        BadImageError: if it is empty, not an image, or cut short.
+        ValueError: if the image is empty, not an image, or cut short.
     """
-    image = locate(file.path).read()
     if not image:
-        raise BadImageError("the file is empty")
-    height, width = decode(image).shape[:2]
-    return EncodedImage(image, file.labels, file.key, width, height)
+        raise ValueError("the file is empty")
+    pixels = decode(image)
+    if settings.shrink_to is not None and min(pixels.shape[:2]) > settings.shrink_to:
+        image, pixels = _shrunk(pixels, settings.shrink_to, settings.shrink_quality)
+    return EncodedImage(image, labels, key, pixels.shape[1], pixels.shape[0])
+
+
+def _shrunk(
+    pixels: NDArray[np.uint8], shorter_side: int, quality: int
+) -> tuple[bytes, NDArray[np.uint8]]:
+    """The image re-encoded as JPEG with its shorter side at a length."""
+    factor = shorter_side / min(pixels.shape[:2])
+    height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
+    small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+    bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
+    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+    return encoded.tobytes(), small  # type: ignore[return-value]
 
 
 def _commit(
     plan: _Plan, folder: Location, results: list[_ShardResult], max_rejected_fraction: float
 ) -> ConvertReport:
     rejected = {key: why for result in results for key, why in result.rejected.items()}
-    _check_rejected(rejected, plan.num_files, max_rejected_fraction)
+    _check_rejected(rejected, plan.num_images, max_rejected_fraction)
     _write_rejected(folder, rejected)
     fingerprint = _write_manifest(plan, folder, results)
     counts = np.zeros(len(plan.classes), np.int64)
@@ -261,9 +328,9 @@ def _commit(
         for label, count in result.label_counts.items():
             counts[int(label)] += count
     report = ConvertReport(
-        num_images=plan.num_files - len(rejected),
+        num_images=plan.num_images - len(rejected),
         num_classes=len(plan.classes),
-        num_shards=plan.num_shards,
+        num_shards=len([result for result in results if result.rows]),
         num_rejected=len(rejected),
         bytes=sum(result.bytes for result in results),
         fingerprint=fingerprint,
@@ -271,7 +338,7 @@ def _commit(
         rejected=rejected,
     )
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
-    folder.filesystem.delete_dir(folder.child(STAGING_FOLDER).path)
+    folder.child(STAGING_FOLDER).delete_folder()
     return report
 
 
@@ -311,5 +378,5 @@ def _write_manifest(plan: _Plan, folder: Location, results: list[_ShardResult]) 
         files=files,
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
-        origin={"seed": plan.seed, "source_digest": plan.source_digest},
+        origin={"seed": plan.settings.seed, "source_digest": plan.source_digest},
     )

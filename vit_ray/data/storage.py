@@ -44,9 +44,9 @@ class Location:
         """A context whose target becomes this file when the block ends without an error."""
         return AtomicOutput(self)
 
-    def list_files(self) -> list[fs.FileInfo]:
-        """All files below this folder, sorted by path."""
-        selector = fs.FileSelector(self.path, recursive=True, allow_not_found=True)
+    def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
+        """All files below this folder, or directly in it, sorted by path."""
+        selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
         found = self.filesystem.get_file_info(selector)
         return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
 
@@ -59,6 +59,11 @@ class Location:
     def delete_folder(self) -> None:
         """Delete this folder and all below it."""
         self.filesystem.delete_dir(self.path)
+
+    @property
+    def uri(self) -> str:
+        """The address that `locate` turns back into this location."""
+        return self.path if self.is_local else f"s3://{self.path}"
 
     @property
     def is_local(self) -> bool:

@@ -1,0 +1,170 @@
+"""Plain JPEG files: their frame header, and decoding no more rows and no finer than needed.
+
+Entropy decoding is most of the time and must start at the top, but it may stop early: a copy of the
+file whose header claims fewer rows ends there. libjpeg then finds bytes left over and says so on
+standard error, which is kept silent meanwhile.
+"""
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+_BASELINE_MARKERS: Final = frozenset({0xC0, 0xC1})
+_PROGRESSIVE_MARKER: Final = 0xC2
+_FRAME_MARKERS: Final = _BASELINE_MARKERS | {_PROGRESSIVE_MARKER}
+"""Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
+_SCAN_MARKER: Final = 0xDA
+
+_WORTHWHILE_SAVING: Final = 0.1
+"""Least share of the rows that must be saved: copying and scanning the rest cost about 4 %."""
+
+_READ_FLAGS: Final = {
+    1: cv2.IMREAD_COLOR_RGB,
+    2: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_2,
+    4: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_4,
+    8: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_8,
+}
+
+
+@dataclass(frozen=True)
+class JpegHeader:
+    """What the frame header of a plain JPEG says.
+
+    `unit_rows` is the height of a coded unit; `height_at` the byte offset of the height field.
+    """
+
+    height: int
+    width: int
+    unit_rows: int
+    height_at: int
+    can_stop_early: bool
+
+
+def read_header(image: bytes) -> JpegHeader | None:
+    """The header of a whole grey or YCbCr JPEG; None for anything else.
+
+    A file that does not end with the end-of-image marker may be cut short, which OpenCV would fill
+    with grey without a word; it is not taken for plain.
+    """
+    if image[:2] != b"\xff\xd8" or image[-2:] != b"\xff\xd9":
+        return None
+    try:
+        return _find_frame(image)
+    except struct.error:
+        return None
+
+
+def decode_jpeg(
+    image: bytes, header: JpegHeader, scale: int = 1, rows: int | None = None
+) -> NDArray[np.uint8] | None:
+    """Pixels at 1/`scale`: uint8 (height, width, 3), RGB; None if OpenCV cannot.
+
+    Args:
+        rows: rows of the source that are needed, from the top; more may come, or fewer where the
+            image ends. Rows that come are the same as in a full decode.
+    """
+    flags = _READ_FLAGS[scale] | cv2.IMREAD_IGNORE_ORIENTATION
+    coded = np.frombuffer(image, np.uint8)
+    kept = _rows_to_claim(header, rows)
+    if kept is None:
+        return cv2.imdecode(coded, flags)  # type: ignore[return-value]
+    shortened = coded.copy()
+    shortened[header.height_at : header.height_at + 2] = divmod(kept, 256)
+    with _STDERR.silenced():
+        return cv2.imdecode(shortened, flags)  # type: ignore[return-value]
+
+
+def _rows_to_claim(header: JpegHeader, rows: int | None) -> int | None:
+    """Whole coded units that hold `rows` and the row after them, which smooth chroma looks at."""
+    if rows is None or not header.can_stop_early:
+        return None
+    kept = -(-(rows + 1) // header.unit_rows) * header.unit_rows
+    return kept if kept < header.height * (1 - _WORTHWHILE_SAVING) else None
+
+
+def _find_frame(image: bytes) -> JpegHeader | None:
+    header = None
+    for marker, at in _segments(image):
+        if marker in _FRAME_MARKERS:
+            header = _parse_frame(image, at, marker)
+            if header is None:
+                return None
+        elif marker == _SCAN_MARKER:
+            return header and _only_if_one_scan(image, at, header)
+    return None
+
+
+def _segments(image: bytes) -> Iterator[tuple[int, int]]:
+    """(marker, offset of its segment's length field) up to the first scan."""
+    at = 2
+    while at + 4 <= len(image) and image[at] == 0xFF:
+        marker = image[at + 1]
+        if marker == 0xFF:
+            at += 1
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD7:
+            at += 2
+        else:
+            yield marker, at + 2
+            at += 2 + struct.unpack_from(">H", image, at + 2)[0]
+
+
+def _parse_frame(image: bytes, at: int, marker: int) -> JpegHeader | None:
+    height, width, components = struct.unpack_from(">HHB", image, at + 3)
+    if components not in (1, 3) or height == 0 or width == 0:
+        return None
+    sampling = [image[at + 9 + 3 * i] for i in range(components)]
+    unit_rows = 8 * max(value & 15 for value in sampling)
+    return JpegHeader(height, width, unit_rows, at + 3, marker in _BASELINE_MARKERS)
+
+
+def _only_if_one_scan(image: bytes, at: int, header: JpegHeader) -> JpegHeader:
+    """Stopping early needs all components in one scan."""
+    components = image[header.height_at + 4]
+    if image[at + 2] == components:
+        return header
+    return JpegHeader(header.height, header.width, header.unit_rows, header.height_at, False)
+
+
+class _StandardError:
+    """Turns file descriptor 2 away while any thread is inside `silenced`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._saved = -1
+        self._nowhere = -1
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                if self._nowhere < 0:
+                    self._nowhere = os.open(os.devnull, os.O_WRONLY)
+                self._saved = os.dup(2)
+                os.dup2(self._nowhere, 2)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                os.dup2(self._saved, 2)
+                os.close(self._saved)
+
+
+_STDERR: Final = _StandardError()

@@ -18,6 +18,7 @@ from vit_ray.config import TrackingConfig
 from vit_ray.launch.mlflow_store import absolute_uri, experiment_id, open_client, safe_uri, scrubbed
 from vit_ray.launch.tracking import Tracker, replay
 
+ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 
@@ -221,6 +222,18 @@ def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
     for key in ("train/loss", "train/loss_nonfinite"):
         expected = _history(config.uri, tracker.run_id, key)
         assert _history(other, run.info.run_id, key) == expected
+
+
+def test_the_replay_job_sends_what_mlflow_missed(config, spool):
+    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "missed", spool)
+    tracker.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
+    tracker.finish(timeout_s=0.1)
+    job = [sys.executable, str(ROOT / "jobs" / "replay.py")]
+    done = subprocess.run([*job, str(spool), config.uri], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2 points were new\n")
+    wrong = subprocess.run([*job, str(spool) + "x", config.uri], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "no such file" in wrong.stderr
 
 
 def test_replay_of_something_else_is_refused(tmp_path):

@@ -80,12 +80,17 @@ def _origin(archive: Archive) -> str:
 
 def _proxy_notice(runs: Sequence[RecordedRun]) -> str:
     data = sorted({run.params["data.train"] for run in runs if "data.train" in run.params})
-    names = ", ".join(escape(name) for name in data) or "other data"
+    names = ", ".join(escape(_short_path(path)) for path in data) or "other data"
     return (
         '<p class="notice"><strong>These results are a proxy.</strong> The paper pre-trains on '
         f"JFT-300M, which is private. The runs here were trained on {names}, so their accuracies "
         "can be compared with each other, not with the paper's.</p>"
     )
+
+
+def _short_path(path: str) -> str:
+    """The end of a local path, which is what a reader knows the data by."""
+    return path if "://" in path else "/".join(Path(path).parts[-3:])
 
 
 def _tiles(runs: Sequence[RecordedRun]) -> str:

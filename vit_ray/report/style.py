@@ -26,7 +26,7 @@ h2 { font-size: 1.25rem; margin: 40px 0 12px; }
 .tiles dd { margin: 0; font-size: 1.5rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tiles dt { color: var(--faint); font-size: .85rem; }
 .columns { display: grid; gap: 20px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); }
 figure { margin: 0; background: var(--panel); border-radius: 8px; padding: 14px 16px; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
 figure > svg { width: 100%; height: auto; display: block; font-size: 12px; }

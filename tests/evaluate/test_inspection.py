@@ -1,0 +1,203 @@
+"""The four figures of inspection: arrays against hand-made and independent ones, and files."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.decomposition import PCA
+from torch import nn
+
+from tests.models.small import FAMILIES, small_model, some_images
+from vit_ray.evaluate.inspection import (
+    attention_figures,
+    attention_rollout,
+    filter_components,
+    first_kernel,
+    mean_attention_distance,
+    position_similarity,
+    position_vectors,
+)
+from vit_ray.evaluate.inspection_figures import inspect_model, overlay
+
+
+def pictures(count: int = 3, size: tuple[int, int] = (32, 32)) -> Any:
+    """Seeded uint8 pictures."""
+    return np.random.default_rng(0).integers(0, 256, (count, *size, 3), dtype=np.uint8)
+
+
+def test_filter_components_are_those_of_scikit_learn() -> None:
+    kernel = np.random.default_rng(0).normal(size=(40, 3, 4, 4)).astype(np.float32)
+    components, variance = filter_components(kernel, count=5)
+    pca = PCA(5).fit(kernel.reshape(40, -1))
+    np.testing.assert_allclose(variance, pca.explained_variance_ratio_, rtol=1e-4)
+    for ours, theirs in zip(components, pca.components_, strict=True):
+        theirs = theirs.reshape(3, 4, 4).transpose(1, 2, 0)
+        # Up to the sign, which a principal component does not have.
+        assert abs(np.corrcoef(ours.flatten(), theirs.flatten())[0, 1]) == pytest.approx(
+            1, abs=1e-4
+        )
+        assert (ours.min(), ours.max()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("ViT", (32, 3, 8, 8)),
+        ("R+ViT", (64, 3, 7, 7)),
+        ("ResNet", (64, 3, 7, 7)),
+        ("AxialResNet", (64, 3, 7, 7)),
+    ],
+)
+def test_the_first_kernel_is_the_one_that_sees_the_pixels(
+    family: str, shape: tuple[int, ...]
+) -> None:
+    assert first_kernel(small_model(family)).shape == shape
+
+
+def test_position_similarity_is_a_cosine_for_each_pair_of_patches() -> None:
+    vectors = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+    similarity = position_similarity(vectors)
+    assert similarity.shape == (2, 3, 2, 3)
+    a, b = vectors[0, 2], vectors[1, 1]
+    cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+    assert similarity[0, 2, 1, 1] == pytest.approx(cosine, rel=1e-5)
+    np.testing.assert_allclose(similarity[1, 2, 1, 2], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["learned_1d", "learned_2d"])
+def test_position_vectors_are_what_patches_get_without_the_class_tokens(positions: str) -> None:
+    model = small_model("ViT", image_size=(16, 40), positions=positions)
+    vectors = position_vectors(model)
+    assert vectors is not None
+    assert vectors.shape == (2, 5, 32)
+    state = model.state_dict()
+    if positions == "learned_1d":
+        expected = state["positions.0.table"][0, 1 + 5 + 3]
+    else:
+        expected = torch.cat([state["positions.0.columns"][3], state["positions.0.rows"][1]])
+    np.testing.assert_allclose(vectors[1, 3], expected.numpy(), rtol=1e-6)
+    assert position_vectors(small_model("ViT", positions="none")) is None
+
+
+def test_attention_to_one_patch_has_the_distance_to_it() -> None:
+    # A 2 x 3 grid; each head of one image sends all queries to one patch, the class token included.
+    weights = torch.zeros(1, 2, 7, 7)
+    weights[0, 0, :, 1 + 0] = 1
+    weights[0, 1] = torch.eye(7)
+    distances = mean_attention_distance(weights, (2, 3), patch_size=16)
+    # To the corner (0, 0) from (0,0) (0,1) (0,2) (1,0) (1,1) (1,2), by Pythagoras.
+    corner = 16 * np.mean([0, 1, 2, 1, 2**0.5, 5**0.5])
+    np.testing.assert_allclose(distances, [corner, 0], rtol=1e-6)
+
+
+def test_attention_to_the_class_token_does_not_shorten_the_distance() -> None:
+    even = torch.full((1, 1, 5, 5), 0.2)
+    mostly_class = torch.full((1, 1, 5, 5), 0.05)
+    mostly_class[..., 0] = 0.8
+    without = torch.full((1, 1, 4, 4), 0.25)
+    # On a 2 x 2 grid the distances from any patch are 0, 1, 1 and root 2.
+    expected = (2 + 2**0.5) / 4
+    for weights in (even, mostly_class, without):
+        assert mean_attention_distance(weights, (2, 2), 1)[0] == pytest.approx(expected)
+
+
+def test_distances_average_over_images_and_batches() -> None:
+    model = small_model("ViT").eval()
+    images = some_images(5)
+    whole, _ = attention_figures(model, images, batch_size=5)
+    parts, rollouts = attention_figures(model, images, batch_size=2)
+    assert whole.shape == (2, 4)
+    assert rollouts.shape == (5, 4, 4)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+
+
+def test_rollout_follows_a_hand_made_path() -> None:
+    # Layer 1: patch 2 looks at patch 3. Layer 2: the class token looks at patch 2. So half of the
+    # class token's row stays its own, and of the other half, half is patch 2 and half patch 3.
+    first, second = torch.eye(5)[None, None].clone(), torch.eye(5)[None, None].clone()
+    first[0, 0, 2] = torch.eye(5)[3]
+    second[0, 0, 0] = torch.eye(5)[2]
+    rollout = attention_rollout([first, second], (2, 2))
+    np.testing.assert_allclose(rollout[0], [[0, 0.25], [0.25, 0]])
+
+
+def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
+    heads = torch.zeros(1, 2, 4, 4)
+    heads[0, 0, :, 1], heads[0, 1, :, 2] = 1, 1
+    rollout = attention_rollout([heads], (2, 2))
+    # Half residual: each row keeps 1/2; patches 1 and 2 get 1/4 of every row more.
+    np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
+
+
+def test_an_axial_model_has_no_attention_over_the_image() -> None:
+    with pytest.raises(ValueError, match="an axial ViT attends along lines"):
+        attention_figures(small_model("Axial-ViT"), some_images())
+
+
+def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
+    model = small_model("ViT", dropout=0.5).train()
+    first, _ = attention_figures(model, some_images())
+    again, _ = attention_figures(model, some_images())
+    assert model.training
+    np.testing.assert_array_equal(first, again)
+
+
+def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere() -> None:
+    image = np.full((32, 32, 3), 200, dtype=np.uint8)
+    rollout = np.zeros((4, 4), dtype=np.float32)
+    rollout[0, 0] = 1
+    lit = overlay(image, rollout, patch_size=4)
+    assert lit.shape == image.shape
+    assert lit[:8, :8].mean() > 100
+    assert lit[20:, 20:].max() < 20
+    assert lit.max() == 200
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "missing"),
+    [
+        ("ViT", {}, set()),
+        ("ViT", {"pool": "gap", "positions": "learned_2d"}, set()),
+        ("ViT", {"positions": "relative"}, {"position_similarity"}),
+        ("R+ViT", {}, set()),
+        ("Axial-ViT", {}, {"attention_distance", "attention_rollout"}),
+        ("ResNet", {}, {"position_similarity", "attention_distance", "attention_rollout"}),
+    ],
+)
+def test_every_figure_that_a_model_has_is_drawn(
+    family: str, options: dict[str, Any], missing: set[str], tmp_path: Path
+) -> None:
+    assert family in FAMILIES
+    results = inspect_model(small_model(family, **options), pictures(), tmp_path / "figures")
+    assert set(results) == {
+        "filters",
+        "position_similarity",
+        "attention_distance",
+        "attention_rollout",
+    }
+    for name, result in results.items():
+        assert isinstance(result, str) == (name in missing)
+        if isinstance(result, Path):
+            with Image.open(result) as drawn:
+                colors = np.asarray(drawn.convert("RGB")).reshape(-1, 3)
+            # A drawing, not an empty page.
+            assert len(np.unique(colors, axis=0)) > 10
+
+
+def test_the_picture_and_its_rollout_are_of_the_same_image(tmp_path: Path) -> None:
+    model = small_model("ViT").eval()
+    images = pictures(2)
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    _, together = attention_figures(model, pixels)
+    for index in range(2):
+        _, alone = attention_figures(model, pixels[index : index + 1])
+        np.testing.assert_allclose(together[index], alone[0], rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_models_can_be_inspected(tmp_path: Path) -> None:
+    model: nn.Module = small_model("ViT").bfloat16()
+    results = inspect_model(model, pictures(), tmp_path)
+    assert all(isinstance(result, Path) for result in results.values())

@@ -1,0 +1,162 @@
+"""Draws the figures of `inspection.py` into PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+from torch import nn
+
+from vit_ray.evaluate.inspection import (
+    FloatArray,
+    attention_figures,
+    filter_components,
+    first_kernel,
+    position_similarity,
+    position_vectors,
+)
+from vit_ray.models.axial import AxialViT
+from vit_ray.models.vit import VisionTransformer
+
+UInt8Array = NDArray[np.uint8]
+
+# One colour in light and dark steps for magnitudes; Matplotlib's own, readable without colour.
+COLOR_MAP = "viridis"
+NUM_ROLLOUTS = 16
+
+
+def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[str, Path | str]:
+    """Draw every figure that the model has into a folder.
+
+    Args:
+        model: of any family, in any precision.
+        images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
+        folder: made where it is missing.
+
+    Returns:
+        For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
+        file, or the reason why this model has none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Path | str] = {
+        "filters": draw_filters(*filter_components(first_kernel(model)), folder / "filters.png")
+    }
+    results["position_similarity"] = _positions(model, folder / "position_similarity.png")
+    if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT):
+        reason = f"a {type(model).__name__} has no attention over the whole image"
+        return {**results, "attention_distance": reason, "attention_rollout": reason}
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    distances, rollouts = attention_figures(model, pixels)
+    results["attention_distance"] = draw_attention_distance(
+        distances, len(images), folder / "attention_distance.png"
+    )
+    results["attention_rollout"] = draw_rollouts(
+        images[:NUM_ROLLOUTS],
+        rollouts[:NUM_ROLLOUTS],
+        model.embedding.patch_size,
+        folder / "attention_rollout.png",
+    )
+    return results
+
+
+def _positions(model: nn.Module, path: Path) -> Path | str:
+    vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
+    if vectors is None:
+        return "the model has no table of positions"
+    return draw_position_similarity(position_similarity(vectors), path)
+
+
+def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Path:
+    """Tiles of principal components (count, P, P, 3) in [0, 1], seven in a row."""
+    columns = 7
+    rows = -(-len(components) // columns)
+    figure = Figure(figsize=(columns, rows + 0.6), layout="constrained")
+    figure.suptitle(
+        f"Patch filters: {len(components)} principal components, "
+        f"{variance.sum():.0%} of the variance"
+    )
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, component in zip(axes, components, strict=False):
+        axis.imshow(component, interpolation="nearest")
+    return _save(figure, path)
+
+
+def draw_position_similarity(similarity: FloatArray, path: Path) -> Path:
+    """A tile for each patch of (h, w, h, w), at the patch's own place."""
+    rows, columns = similarity.shape[:2]
+    figure = Figure(figsize=(0.6 * columns + 1.6, 0.6 * rows + 1), layout="constrained")
+    figure.suptitle("Position embedding similarity")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    drawn = None
+    for row in range(rows):
+        for column in range(columns):
+            axis = axes[row][column]
+            axis.set_xticks([])
+            axis.set_yticks([])
+            drawn = axis.imshow(similarity[row, column], vmin=-1, vmax=1, cmap=COLOR_MAP)
+    for index in range(rows):
+        axes[index][0].set_ylabel(str(index + 1))
+    for index in range(columns):
+        axes[-1][index].set_xlabel(str(index + 1))
+    figure.supylabel("patch row")
+    figure.supxlabel("patch column")
+    if drawn is not None:
+        figure.colorbar(drawn, ax=list(axes.flat), label="cosine similarity")
+    return _save(figure, path)
+
+
+def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) -> Path:
+    """A dot for each head of (L, H) over the depth of its layer."""
+    num_layers, num_heads = distances.shape
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    depths = np.repeat(np.arange(1, num_layers + 1), num_heads)
+    axis.scatter(depths, distances.flatten(), s=14)
+    axis.set_xlabel("depth (layer)")
+    axis.set_ylabel("mean attention distance (pixels)")
+    axis.set_ylim(bottom=0)
+    axis.set_title(f"{num_heads} heads a layer, mean over {num_images} images")
+    return _save(figure, path)
+
+
+def draw_rollouts(images: UInt8Array, rollouts: FloatArray, patch_size: int, path: Path) -> Path:
+    """Each picture beside the same picture lit by its rollout (B, h, w)."""
+    pairs = min(4, len(images))
+    rows = -(-len(images) // pairs)
+    figure = Figure(figsize=(3 * pairs, 1.6 * rows + 0.4), layout="constrained")
+    figure.suptitle("Attention from the output to the input")
+    axes = figure.subplots(rows, 2 * pairs, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for index, (image, rollout) in enumerate(zip(images, rollouts, strict=True)):
+        row, column = divmod(index, pairs)
+        axes[row][2 * column].imshow(image)
+        axes[row][2 * column + 1].imshow(overlay(image, rollout, patch_size))
+    return _save(figure, path)
+
+
+def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
+    """The picture (H, W, 3) dimmed where the rollout (h, w) is low.
+
+    As the paper's authors draw it: divided by its largest value, resized with Lanczos, blurred by
+    a Gaussian of one patch, stretched to [0, 1], multiplied into the picture.
+    """
+    height, width = image.shape[:2]
+    scaled = (255 * rollout / max(float(rollout.max()), 1e-12)).astype(np.uint8)
+    mask = Image.fromarray(scaled).resize((width, height), Image.Resampling.LANCZOS)
+    blurred = np.asarray(mask.filter(ImageFilter.GaussianBlur(patch_size)), dtype=np.float32)
+    span = max(float(blurred.max() - blurred.min()), 1e-12)
+    light = (blurred - blurred.min()) / span
+    lit: UInt8Array = (image * light[..., None]).astype(np.uint8)
+    return lit
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=150)
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
         return kept_bytes(_forward(model, recipe, batch_size), model.parameters())
 
 
+@functools.lru_cache(maxsize=256)
 def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
     """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment."""
     model = _prepared_model(recipe, num_classes)
@@ -68,6 +70,34 @@ def estimate_memory(
     """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
     shape = state_shape(recipe, num_classes, world_size, stage)
     return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
+
+
+# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+RESERVED_FRACTION = 0.05
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
+) -> int | None:
+    """The largest divisor of a worker's share of the global batch whose estimate fits.
+
+    Args:
+        memory_gib: of the device; 5 % of it stay free.
+        stage: ZeRO stage; None = the recipe's.
+
+    Returns:
+        Images per pass, or None if not even one fits.
+    """
+    share = recipe.train.global_batch_size // world_size
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        activations = measure_activations(recipe, num_classes, sizes[middle])
+        fits = state_memory(shape, activations).total <= memory_gib * (1 - RESERVED_FRACTION)
+        low, high = (middle + 1, high) if fits else (low, middle)
+    return sizes[low - 1] if low else None
 
 
 def _forward(model: nn.Module, recipe: Recipe, batch_size: int) -> Callable[[], Tensor]:

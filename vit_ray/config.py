@@ -383,6 +383,31 @@ class StudyConfig(Section):
     """Lengths; every model and data size is trained for each."""
 
 
+class ExportConfig(Section):
+    """Weights for other programs, from a run, a checkpoint or a published file."""
+
+    path: str
+    """File to write: `.npz` for jax, `.safetensors` for the others; for huggingface also a folder
+    that `from_pretrained` reads."""
+    layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
+    """Whose names and shapes the tensors get."""
+    averaged: bool | None = None
+    """Averaged weights of a checkpoint; unset = if it has any."""
+
+
+class InspectConfig(Section):
+    """Figures of what a trained model looks at."""
+
+    images: str
+    """Local folder of images, searched with its subfolders."""
+    path: str = "inspection"
+    """Folder that the figures are written to."""
+    num_images: Positive = 128
+    """Images that attention distance is averaged over (the paper's number), in order of name."""
+    averaged: bool | None = None
+    """Averaged weights of a checkpoint; unset = if it has any."""
+
+
 class PlanConfig(Section):
     """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` reckon with."""
 
@@ -435,6 +460,8 @@ class Recipe(Section):
     sweep: SweepConfig | None = None
     study: StudyConfig | None = None
     plan: PlanConfig = PlanConfig()
+    export: ExportConfig | None = None
+    inspect: InspectConfig | None = None
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, as MLflow's parameters take them."""

@@ -193,7 +193,7 @@ def describe_cost(recipe: Recipe, facts: TrainingFacts) -> str:
     hours = planned_cluster(recipe).pace.device_hours(facts.exaflops)
     return (
         f"{facts.exaflops:,.4g} exaFLOPs, {hours:,.4g} {recipe.plan.device}-hours at "
-        f"{recipe.plan.mfu:.0%} MFU"
+        f"{recipe.plan.mfu * 100:g} % MFU"
     )
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.layout import World, read_tasks
+from vit_ray.data.layout import World, full_block_rows, legs, read_tasks
 
 worlds = st.builds(World, st.integers(1, 12), st.integers(1, 10))
 
@@ -27,7 +27,7 @@ def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
     world: World, passes: int, block_rows: int, task_rows: int
 ) -> None:
     rows_per_rank = passes * world.micro_batch_size
-    tasks = read_tasks(world, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    tasks = read_tasks(world, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
     blocks = [block for task in tasks for block in task.blocks()]
     assert len(blocks) % world.world_size == 0
     received: list[list[int]] = [[] for _ in range(world.world_size)]
@@ -43,12 +43,39 @@ def test_a_task_of_several_blocks_has_only_full_ones(
     world: World, passes: int, block_rows: int, task_rows: int
 ) -> None:
     rows_per_rank = passes * world.micro_batch_size
-    tasks = read_tasks(world, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
-    largest = max(task.block_rows for task in tasks)
+    tasks = read_tasks(world, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    largest = full_block_rows(world, block_rows)
     for task in tasks:
         assert len(list(task.blocks())) == 1 or task.block_rows == largest
 
 
 def test_the_first_blocks_are_small_and_double() -> None:
-    tasks = read_tasks(World(2, 16), 4096, block_rows=128, task_rows=1024)
+    tasks = read_tasks(World(2, 16), 0, 4096, block_rows=128, task_rows=1024)
     assert [task.block_rows for task in tasks[:8]] == [16, 16, 32, 32, 64, 64, 128, 128]
+
+
+@given(worlds, st.integers(1, 500), st.integers(1, 300), st.integers(1, 9), st.integers(1, 99))
+def test_legs_follow_each_other_and_hold_whole_passes(
+    world: World, passes: int, task_rows: int, first_tasks: int, later_tasks: int
+) -> None:
+    rows_per_rank = passes * world.micro_batch_size
+    bounds = legs(
+        world,
+        rows_per_rank,
+        task_rows=task_rows,
+        first_tasks=first_tasks,
+        later_tasks=later_tasks,
+    )
+    joined = [row for first, last in bounds for row in range(first, last)]
+    assert joined == list(range(rows_per_rank))
+    assert all(first % world.micro_batch_size == 0 for first, _ in bounds)
+
+
+def test_a_run_over_all_of_jft_is_planned_in_short_legs() -> None:
+    """14 epochs of 303 million images on 512 ranks."""
+    world = World(512, 8)
+    rows_per_rank = 14 * 303_000_000 // world.rows_per_pass * 8
+    bounds = legs(world, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192)
+    assert len(bounds) < 600
+    tasks = read_tasks(world, *bounds[1], block_rows=128, task_rows=1024)
+    assert len(tasks) < 16_384

@@ -16,6 +16,7 @@ from vit_ray.data.stream import (
     StreamConfig,
     StreamSpec,
     evaluation_stream,
+    split_stream,
     training_stream,
 )
 
@@ -37,7 +38,7 @@ def take(iterator: Any, batch_size: int) -> Batches:
 def consume(dataset: ray.data.Dataset, world_size: int, batch_size: int) -> list[Batches]:
     """What each rank gets, in order."""
     remote_take = ray.remote(num_cpus=0)(take)
-    splits = dataset.streaming_split(world_size, equal=True)
+    splits = split_stream(dataset, world_size)
     return ray.get([remote_take.remote(split, batch_size) for split in splits])
 
 
@@ -85,6 +86,13 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
     whole = global_batches(spec, 2, 0, 15 * BATCH)
     rest = global_batches(spec, 4, stopped_after * BATCH, 15 * BATCH)
     assert_equal(rest, whole[stopped_after:])
+
+
+def test_a_run_of_many_legs_is_one_run(spec: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = global_batches(spec, 2, 0, 20 * BATCH)
+    monkeypatch.setattr("vit_ray.data.stream._FIRST_LEG_TASKS", 1)
+    monkeypatch.setattr("vit_ray.data.stream._LATER_LEG_TASKS", 2)
+    assert_equal(global_batches(spec, 2, 0, 20 * BATCH), whole)
 
 
 def test_delayed_tasks_change_nothing(spec: StreamSpec, dataset: Manifest) -> None:

@@ -1,51 +1,45 @@
-"""Rows that cannot be decoded while training: counted over all tasks, and stopped above a limit."""
+"""Rows that cannot be decoded while training: counted over all tasks, and stopped above a limit.
 
-from typing import Any
+Counts live in the cluster's key-value store, so that a stream without bad rows costs nothing.
+"""
 
-import ray
+from dataclasses import dataclass
+from typing import Final
 
+from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
 
-class BadRowLedger:
-    """Counts the distinct bad rows that all tasks of one stream met."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, str] = {}
-
-    def add(self, bad: dict[int, str]) -> int:
-        """Note bad rows (sample number to description); the number of distinct ones so far."""
-        self._seen.update(bad)
-        return len(self._seen)
-
-    def seen(self) -> dict[int, str]:
-        """Every bad row so far."""
-        return self._seen
+_PREFIX: Final = "vit_ray/bad_rows"
 
 
+@dataclass(frozen=True)
 class BadRowLimit:
-    """A ledger together with the number of rows that it may reach."""
+    """How many distinct rows of a data set the tasks of one stream may find undecodable.
 
-    def __init__(self, ledger: Any, num_images: int, max_fraction: float) -> None:
-        self._ledger = ledger
-        self._num_images = num_images
-        self._max_fraction = max_fraction
+    `stream` names the stream in the cluster.
+    """
+
+    stream: str
+    num_images: int
+    max_fraction: float
 
     def note(self, bad: dict[int, str]) -> None:
-        """Count bad rows.
+        """Count bad rows: sample number to description.
 
         Raises:
             ValueError: if more than the allowed fraction of the data set is bad.
         """
         if not bad:
             return
-        total = ray.get(self._ledger.add.remote(bad))
-        if total > self._max_fraction * self._num_images:
+        for sample, description in bad.items():
+            _internal_kv_put(f"{self._folder}/{sample}".encode(), description.encode())
+        total = len(_internal_kv_list(self._folder.encode()))
+        if total > self.max_fraction * self.num_images:
             raise ValueError(
-                f"{total} of {self._num_images} images cannot be decoded, above "
-                f"data.max_bad_fraction={self._max_fraction}; one of them is "
+                f"{total} of {self.num_images} images cannot be decoded, above "
+                f"data.max_bad_fraction={self.max_fraction}; one of them is "
                 f"{next(iter(bad.values()))}; run jobs/verify.py, or raise the limit."
             )
 
-
-def new_ledger() -> Any:
-    """An actor that holds a ledger; it lives as long as its handle."""
-    return ray.remote(num_cpus=0)(BadRowLedger).remote()
+    @property
+    def _folder(self) -> str:
+        return f"{_PREFIX}/{self.stream}"

@@ -55,26 +55,49 @@ class ReadTask:
                 yield rank, first, first + self.block_rows
 
 
+def full_block_rows(world: World, block_rows: int) -> int:
+    """Rows of a full block: whole micro-batches, about `block_rows`."""
+    return max(1, block_rows // world.micro_batch_size) * world.micro_batch_size
+
+
+def legs(
+    world: World, rows_per_rank: int, *, task_rows: int, first_tasks: int, later_tasks: int
+) -> list[tuple[int, int]]:
+    """Row ranges, the same for every rank, that are planned one after the other.
+
+    Planning costs time and memory per task, so a long run is not planned at once: the first leg is
+    short, so that it starts at once.
+    """
+    bounds = []
+    first, tasks = 0, first_tasks
+    while first < rows_per_rank:
+        passes = max(1, tasks * task_rows // world.rows_per_pass)
+        last = min(rows_per_rank, first + passes * world.micro_batch_size)
+        bounds.append((first, last))
+        first, tasks = last, later_tasks
+    return bounds
+
+
 def read_tasks(
-    world: World, rows_per_rank: int, *, block_rows: int, task_rows: int
+    world: World, first: int, last: int, *, block_rows: int, task_rows: int
 ) -> list[ReadTask]:
-    """Cut the rows of all ranks into tasks.
+    """Cut rows [first, last) of all ranks into tasks.
 
     Blocks start at one micro-batch and double up to `block_rows`, so that the first batch does not
     wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
     blocks make more than one block.
     """
-    full = max(1, block_rows // world.micro_batch_size) * world.micro_batch_size
+    full = full_block_rows(world, block_rows)
     tasks: list[ReadTask] = []
-    first, size = 0, world.micro_batch_size
-    while first < rows_per_rank:
+    size = world.micro_batch_size
+    while first < last:
         size = min(size, full)
-        if size == full and rows_per_rank - first >= full:
-            rounds = (rows_per_rank - first) // full
+        if size == full and last - first >= full:
+            rounds = (last - first) // full
             tasks += _full_tasks(world.world_size, first, full, rounds, task_rows)
             first += rounds * full
             continue
-        size = min(size, rows_per_rank - first)
+        size = min(size, last - first)
         tasks += [ReadTask(first, size, 1, rank, rank + 1) for rank in range(world.world_size)]
         first, size = first + size, size * 2
     return tasks

@@ -88,13 +88,11 @@ class Manifest:
         """Where the file that holds a row group lies."""
         return locate(self.root).child(self.files[int(self.file_index[group])].path)
 
-    def stored_rows(self, group: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Row numbers inside the stored row group of the given rows of this manifest's group."""
-        dropped = self.dropped.get(group)
-        if dropped is None:
-            return rows
-        total = int(self.rows[group]) + len(dropped)
-        return np.setdiff1d(np.arange(total, dtype=np.int64), dropped)[rows]
+    def stored_row(self, group: int, row: int) -> int:
+        """Where in the stored row group a row of this manifest's row group lies."""
+        for dropped in self.dropped.get(group, ()):
+            row += int(dropped) <= row
+        return row
 
 
 def open_dataset(path: str) -> Manifest:

@@ -22,6 +22,18 @@ class Rows:
     rows: Int64Array
     samples: Int64Array
 
+    @classmethod
+    def joined(cls, parts: list["Rows"]) -> "Rows":
+        """Several one after the other."""
+        names = ("epochs", "groups", "rows", "samples")
+        none = [np.empty(0, np.int64)]
+        return cls(*(np.concatenate([getattr(p, name) for p in parts] or none) for name in names))
+
+
+def rows_per_group(manifest: Manifest, rows: RowSelection | None) -> NDArray[np.integer]:
+    """How many rows of each row group take part."""
+    return manifest.rows if rows is None else rows.rows_per_group(manifest)
+
 
 class Plan:
     """Positions of a run to rows of the manifest.
@@ -29,15 +41,22 @@ class Plan:
     Args:
         rows: which rows take part; None for all.
         is_shuffled: False keeps the order of the manifest, for evaluation.
+        counts: `rows_per_group` of the same, where it is known already.
     """
 
     def __init__(
-        self, manifest: Manifest, seed: int, rows: RowSelection | None, is_shuffled: bool = True
+        self,
+        manifest: Manifest,
+        seed: int,
+        rows: RowSelection | None,
+        is_shuffled: bool = True,
+        counts: NDArray[np.integer] | None = None,
     ) -> None:
         self._manifest = manifest
         self._selection = rows
-        counts = manifest.rows if rows is None else rows.rows_per_group(manifest)
-        self._order = Order(counts, seed, is_shuffled)
+        self._order = Order(
+            rows_per_group(manifest, rows) if counts is None else counts, seed, is_shuffled
+        )
         self._selected_rows = lru_cache(maxsize=4096)(self._find_selected_rows)
 
     @property
@@ -53,6 +72,12 @@ class Plan:
         groups = np.repeat(np.array([p.group for p in pieces], np.int64), lengths)
         rows = np.concatenate([self._rows_of(p.group, p.rows) for p in pieces])
         return Rows(epochs, groups, rows, self._manifest.first_samples[groups] + rows)
+
+    def rows_of_group(self, group: int) -> Int64Array:
+        """Rows of a row group that take part, ascending."""
+        if self._selection is None:
+            return np.arange(self._manifest.rows[group], dtype=np.int64)
+        return self._selected_rows(group)
 
     def _rows_of(self, group: int, rows: Int64Array) -> Int64Array:
         return rows if self._selection is None else self._selected_rows(group)[rows]

@@ -1,66 +1,41 @@
 """The training and evaluation streams: Ray Data sets whose order does not depend on who reads.
 
-Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
+A stream is planned in legs of some thousand tasks, one execution of the Ray Data set after the
+other, so that starting costs the same however long the run and wherever it resumes. `batches` has
+the batch contract.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import ray
 import ray.data
 import ray.train
-from numpy.typing import NDArray
-from ray.data import DataContext, ExecutionOptions
+from ray.data import DataContext, ExecutionOptions, ExecutionResources
+from ray.data._internal.iterator.stream_split_iterator import StreamSplitDataIterator
 from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from vit_ray.data.bad_rows import BadRowLimit, new_ledger
-from vit_ray.data.images import Augmentation, training_crop
+from vit_ray.data.bad_rows import BadRowLimit
+from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.layout import ReadTask as BlockTask
-from vit_ray.data.layout import World, read_tasks
-from vit_ray.data.manifest import Manifest
-from vit_ray.data.plan import Plan, Rows
-from vit_ray.data.reader import EncodedRows, RowGroupReader
-from vit_ray.data.schema import NO_LABEL
-from vit_ray.data.selection import RowSelection
+from vit_ray.data.layout import World, full_block_rows, legs, read_tasks
+from vit_ray.data.plan import rows_per_group
 
-Batch = dict[str, NDArray[Any]]
+__all__ = [
+    "PendingEvaluation",
+    "PendingStream",
+    "StreamConfig",
+    "StreamSpec",
+    "evaluation_stream",
+    "split_stream",
+    "training_stream",
+]
 
-_PADDING_SAMPLE: Final = -1
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """What a stream reads and how; everything but who reads it.
-
-    Attributes:
-        seed: of the order and of the augmentation.
-        rows: which rows take part; None for all.
-        max_bad_fraction: share of the images that may be undecodable before an error.
-        num_cpus: CPUs that one reading task takes.
-        concurrency: most reading tasks at a time; None for as many as there are CPUs.
-        block_rows: rows that travel together, about; a multiple of the micro-batch is used.
-        task_rows: rows that one task makes, about.
-    """
-
-    manifest: Manifest
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    seed: int = 0
-    rows: RowSelection | None = None
-    max_bad_fraction: float = 0.001
-    num_cpus: float = 1.0
-    concurrency: int | None = None
-    block_rows: int = 128
-    task_rows: int = 1024
-
-    @property
-    def num_images(self) -> int:
-        """Images of one epoch."""
-        return self.manifest.num_images if self.rows is None else self.rows.count
+_FIRST_LEG_TASKS: Final = 512
+_LATER_LEG_TASKS: Final = 8192
+"""Tasks planned at a time: about 0.2 ms each, before the first batch of a leg."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +77,7 @@ class PendingEvaluation:
 def training_stream(
     spec: StreamSpec, *, world_size: int, micro_batch_size: int, start: int, stop: int
 ) -> ray.data.Dataset:
-    """Positions [start, stop) of a run, for `streaming_split(world_size, equal=True)`.
+    """Positions [start, stop) of a run, for `split_stream(..., world_size)`.
 
     Args:
         start, stop: samples seen before and after; positions over all epochs joined.
@@ -117,7 +92,8 @@ def training_stream(
             f"multiple of workers x micro-batch ({world_size} x {micro_batch_size} = "
             f"{world.rows_per_pass}); use a multiple of {world.rows_per_pass}."
         )
-    job = _StreamJob(spec, world, start, is_training=True)
+    counts = rows_per_group(spec.manifest, spec.rows)
+    job = StreamJob(spec, world, start, is_training=True, counts=counts)
     return _dataset(job, (stop - start) // world_size)
 
 
@@ -125,53 +101,85 @@ def evaluation_stream(spec: StreamSpec, *, world_size: int, batch_size: int) -> 
     """Every image once, in order, padded so that all ranks get equally many whole batches."""
     world = World(world_size, batch_size)
     passes = -(-spec.num_images // world.rows_per_pass)
-    job = _StreamJob(spec, world, start=0, is_training=False)
+    counts = rows_per_group(spec.manifest, spec.rows)
+    job = StreamJob(spec, world, start=0, is_training=False, counts=counts)
     return _dataset(job, passes * batch_size)
 
 
-@dataclass(frozen=True)
-class _StreamJob:
-    spec: StreamSpec
-    world: World
-    start: int
-    is_training: bool
+def split_stream(dataset: ray.data.Dataset, world_size: int) -> list[Any]:
+    """An iterator per rank over all legs of a stream; each is read once, by all ranks together."""
+    splits = dataset.streaming_split(world_size, equal=True)
+    num_legs = getattr(dataset, "_vit_ray_legs", 1)
+    if num_legs == 1:
+        return list(splits)
+    return [LeggedIterator(split, num_legs) for split in splits]
 
 
-def _dataset(job: _StreamJob, rows_per_rank: int) -> ray.data.Dataset:
+class LeggedIterator(StreamSplitDataIterator):
+    """A rank's part of a stream: one Ray Data execution per leg, joined without a seam."""
+
+    def __init__(self, split: Any, num_legs: int) -> None:
+        super().__init__(split._coord_actor, split._output_split_idx, split.world_size())
+        self._num_legs = num_legs
+
+    def _to_ref_bundle_iterator(self) -> Any:
+        first, stats, executor = super()._to_ref_bundle_iterator()
+        follow = super()._to_ref_bundle_iterator
+
+        def all_legs() -> Iterator[Any]:
+            yield from first
+            for _ in range(1, self._num_legs):
+                yield from follow()[0]
+
+        return all_legs(), stats, executor
+
+
+def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
     spec = job.spec
-    tasks = read_tasks(
-        job.world, rows_per_rank, block_rows=spec.block_rows, task_rows=spec.task_rows
+    bounds = legs(
+        job.world,
+        rows_per_rank,
+        task_rows=spec.task_rows,
+        first_tasks=_FIRST_LEG_TASKS,
+        later_tasks=_LATER_LEG_TASKS,
     )
-    source = _BlockSource(job, tasks)
     dataset = ray.data.read_datasource(
-        source,
+        _BlockSource(job, bounds),
         num_cpus=spec.num_cpus,
         concurrency=spec.concurrency,
-        override_num_blocks=len(tasks),
+        override_num_blocks=1,
     )
-    _shape_blocks_as_given(dataset.context, max(t.block_rows for t in tasks), spec)
+    _shape_blocks_as_given(dataset.context, job)
+    dataset._vit_ray_legs = len(bounds)
     return dataset
 
 
-def _shape_blocks_as_given(context: DataContext, largest_rows: int, spec: StreamSpec) -> None:
+def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
     """Make Ray Data emit each block as it is made.
 
     Its output buffer emits what exceeds `target_max_block_size` and slices what exceeds 1.5 times
     that; between the two lies the full block. A smaller block is the only one of its task.
     """
+    spec = job.spec
     height, width, channels = spec.augmentation.shape
-    context.target_max_block_size = largest_rows * height * width * channels * 3 // 4
-    context.execution_options = ExecutionOptions(preserve_order=True)
+    block_bytes = full_block_rows(job.world, spec.block_rows) * height * width * channels
+    context.target_max_block_size = block_bytes * 3 // 4
+    limits = ExecutionResources.inf()
+    if spec.object_store_mib is not None:
+        limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
+    context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
 
 
 class _BlockSource(Datasource):
     """One read task per block task; the job travels once, through the object store."""
 
-    def __init__(self, job: _StreamJob, tasks: list[BlockTask]) -> None:
+    def __init__(self, job: StreamJob, bounds: list[tuple[int, int]]) -> None:
+        self._world = job.world
+        self._block_rows = job.spec.block_rows
+        self._task_rows = job.spec.task_rows
         self._job_ref = ray.put(job)
-        self._ledger = new_ledger() if job.is_training else None
-        self._tasks = tasks
+        self._bounds = bounds
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -182,118 +190,36 @@ class _BlockSource(Datasource):
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
-        return [self._read_task(task) for task in self._tasks]
+        """The tasks of the leg that the given execution is; of the first where none is given."""
+        leg = 0 if data_context is None else data_context._execution_idx
+        first, last = self._bounds[min(leg, len(self._bounds) - 1)]
+        tasks = read_tasks(
+            self._world, first, last, block_rows=self._block_rows, task_rows=self._task_rows
+        )
+        return [ReadTask(_Blocks(self._job_ref, task), _UNKNOWN) for task in tasks]
 
-    def _read_task(self, task: BlockTask) -> ReadTask:
-        metadata = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
-        return ReadTask(_Blocks(self._job_ref, self._ledger, task), metadata)
+
+_UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
+_READERS: Final[dict[str, BatchReader]] = {}
+"""The reader of the stream that this process last worked for."""
 
 
 @dataclass(frozen=True)
 class _Blocks:
     job_ref: Any
-    ledger: Any
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
-        job: _StreamJob = ray.get(self.job_ref)
-        reading = _Reading.of(job, self.job_ref.hex())
-        limit = BadRowLimit(self.ledger, job.spec.num_images, job.spec.max_bad_fraction)
+        name = self.job_ref.hex()
+        job: StreamJob = ray.get(self.job_ref)
+        if name not in _READERS:
+            _READERS.clear()
+            _READERS[name] = BatchReader(job)
+        limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
         for rank, first, last in self.task.blocks():
-            batch, bad = reading.batch(rank, first, last)
+            batch, bad = _READERS[name].batch(rank, first, last)
             limit.note(bad)
             yield BlockAccessor.batch_to_block(batch)
-
-
-class _Reading:
-    """Makes batches of one stream; kept between the tasks of a process."""
-
-    def __init__(self, job: _StreamJob) -> None:
-        self._job = job
-        spec = job.spec
-        self._plan = Plan(spec.manifest, spec.seed, spec.rows, is_shuffled=job.is_training)
-        self._reader = RowGroupReader(spec.manifest)
-        self._read = lru_cache(maxsize=_ROW_GROUPS_HELD)(self._reader.read)
-
-    @classmethod
-    def of(cls, job: _StreamJob, name: str) -> "_Reading":
-        if name not in _READINGS:
-            _READINGS.clear()
-            _READINGS[name] = cls(job)
-        return _READINGS[name]
-
-    def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
-        """Rows [first, last) of a rank as a batch, and the bad rows that were replaced."""
-        offsets = self._job.world.offsets(rank, first, last)
-        rows = self._rows_at(self._job.start + offsets)
-        return _BatchMaker(self._job, self._read).make(rows, last - first)
-
-    def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
-        if not self._job.is_training:
-            positions = positions[positions < self._plan.num_images]
-        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-        runs = [run for run in np.split(positions, breaks) if len(run)]
-        parts = [self._plan.rows_at(int(run[0]), int(run[-1]) + 1) for run in runs]
-        columns = [(p.epochs, p.groups, p.rows, p.samples) for p in parts]
-        if not columns:
-            empty = np.empty(0, np.int64)
-            return Rows(empty, empty, empty, empty)
-        return Rows(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-
-_ROW_GROUPS_HELD: Final = 64
-_READINGS: dict[str, _Reading] = {}
-
-
-class _BatchMaker:
-    def __init__(self, job: _StreamJob, read: Callable[[int], EncodedRows]) -> None:
-        self._spec = job.spec
-        self._is_training = job.is_training
-        self._read = read
-        self._bad: dict[int, str] = {}
-
-    def make(self, rows: Rows, size: int) -> tuple[Batch, dict[int, str]]:
-        spec = self._spec
-        batch: Batch = {
-            "image": np.zeros((size, *spec.augmentation.shape), np.uint8),
-            "labels": np.full((size, spec.manifest.max_labels), NO_LABEL, np.int32),
-            "sample": np.full(size, _PADDING_SAMPLE, np.int64),
-        }
-        if not self._is_training:
-            batch["weight"] = (np.arange(size) < len(rows.samples)).astype(np.float32)
-        for i in range(len(rows.samples)):
-            self._fill(batch, i, int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i]))
-        return batch, self._bad
-
-    def _fill(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
-        """Write row `i`: the image, or the next one of its row group that can be decoded."""
-        size = int(self._spec.manifest.rows[group])
-        for candidate in range(row, row + size):
-            if self._try_row(batch, i, epoch, group, candidate % size):
-                return
-        raise ValueError(
-            f"shard {self._spec.manifest.shard_location(group).path!r}: no image of row group "
-            f"{int(self._spec.manifest.row_group[group])} can be decoded; run jobs/verify.py."
-        )
-
-    def _try_row(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> bool:
-        spec = self._spec
-        encoded = self._read(group)
-        stored = int(spec.manifest.stored_rows(group, np.array([row]))[0])
-        sample = int(spec.manifest.first_samples[group]) + row
-        try:
-            key = (spec.seed, epoch, sample)
-            training_crop(encoded.image(stored), spec.augmentation, key, out=batch["image"][i])
-        except ValueError as error:
-            shard = spec.manifest.shard_location(group).path
-            self._bad[sample] = (
-                f"{shard}, row {stored} of its row group, {encoded.key(stored)!r}: {error}"
-            )
-            return False
-        labels = encoded.labels_of(stored)
-        batch["labels"][i, : len(labels)] = labels
-        batch["sample"][i] = sample
-        return True
 
 
 class StreamConfig(ray.train.DataConfig):
@@ -316,6 +242,6 @@ class StreamConfig(ray.train.DataConfig):
         for name, source in datasets.items():
             is_pending = isinstance(source, PendingStream | PendingEvaluation)
             dataset = source.dataset(world_size) if is_pending else source
-            for rank, shard in enumerate(dataset.streaming_split(world_size, equal=True)):
+            for rank, shard in enumerate(split_stream(dataset, world_size)):
                 shards[rank][name] = shard
         return shards

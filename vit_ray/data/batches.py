@@ -1,0 +1,154 @@
+"""Positions of a stream to batches of pixels: what runs in every reading task.
+
+Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
+"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.images import Augmentation, training_crop
+from vit_ray.data.layout import World
+from vit_ray.data.manifest import Manifest
+from vit_ray.data.plan import Plan, Rows
+from vit_ray.data.reader import EncodedRows, RowGroupReader
+from vit_ray.data.schema import NO_LABEL
+from vit_ray.data.selection import RowSelection
+
+Batch = dict[str, NDArray[Any]]
+
+_PADDING_SAMPLE: Final = -1
+_ROW_GROUPS_HELD: Final = 64
+"""Encoded row groups that a process keeps: blocks of one round share them."""
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream reads and how; everything but who reads it.
+
+    Attributes:
+        seed: of the order and of the augmentation.
+        rows: which rows take part; None for all.
+        max_bad_fraction: share of the images that may be undecodable before an error.
+        num_cpus: CPUs that one reading task takes.
+        concurrency: most reading tasks at a time; None for as many as there are CPUs.
+        block_rows: rows that travel together, about; a multiple of the micro-batch is used.
+        task_rows: rows that one task makes, about.
+        object_store_mib: most of the object store, in MiB, that blocks of this stream may take
+            before reading waits for training; None for Ray Data's own share.
+    """
+
+    manifest: Manifest
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    seed: int = 0
+    rows: RowSelection | None = None
+    max_bad_fraction: float = 0.001
+    num_cpus: float = 1.0
+    concurrency: int | None = None
+    block_rows: int = 128
+    task_rows: int = 1024
+    object_store_mib: int | None = None
+
+    @property
+    def num_images(self) -> int:
+        """Images of one epoch."""
+        return self.manifest.num_images if self.rows is None else self.rows.count
+
+
+@dataclass(frozen=True)
+class StreamJob:
+    """A stream for a known world; `counts` are the rows of each row group that take part."""
+
+    spec: StreamSpec
+    world: World
+    start: int
+    is_training: bool
+    counts: NDArray[np.integer]
+
+
+class BatchReader:
+    """Makes the batches of one stream; keeps its plan and some row groups between calls."""
+
+    def __init__(self, job: StreamJob) -> None:
+        spec = job.spec
+        self._job = job
+        self._plan = Plan(
+            spec.manifest, spec.seed, spec.rows, is_shuffled=job.is_training, counts=job.counts
+        )
+        self._read = lru_cache(maxsize=_ROW_GROUPS_HELD)(RowGroupReader(spec.manifest).read)
+
+    def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
+        """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
+        offsets = self._job.world.offsets(rank, first, last)
+        rows = self._rows_at(self._job.start + offsets)
+        maker = _BatchMaker(self._job.spec, self._plan, self._read)
+        return maker.make(rows, last - first, has_weight=not self._job.is_training)
+
+    def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
+        if not self._job.is_training:
+            positions = positions[positions < self._plan.num_images]
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        runs = [run for run in np.split(positions, breaks) if len(run)]
+        parts = [self._plan.rows_at(int(run[0]), int(run[-1]) + 1) for run in runs]
+        return Rows.joined(parts)
+
+
+class _BatchMaker:
+    def __init__(self, spec: StreamSpec, plan: Plan, read: Callable[[int], EncodedRows]) -> None:
+        self._spec = spec
+        self._plan = plan
+        self._read = read
+        self._bad: dict[int, str] = {}
+
+    def make(self, rows: Rows, size: int, has_weight: bool) -> tuple[Batch, dict[int, str]]:
+        spec, count = self._spec, len(rows.samples)
+        batch: Batch = {
+            "image": np.empty((size, *spec.augmentation.shape), np.uint8),
+            "labels": np.full((size, spec.manifest.max_labels), NO_LABEL, np.int32),
+            "sample": np.full(size, _PADDING_SAMPLE, np.int64),
+        }
+        batch["image"][count:] = 0
+        if has_weight:
+            batch["weight"] = (np.arange(size) < count).astype(np.float32)
+        for i in range(count):
+            self._fill(batch, i, int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i]))
+        return batch, self._bad
+
+    def _fill(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
+        """Write row `i`: its image, or the next one of its row group that can be decoded."""
+        if self._try_row(batch, i, epoch, group, row):
+            return
+        others = self._plan.rows_of_group(group)
+        after = int(np.searchsorted(others, row)) + 1
+        if not any(
+            self._try_row(batch, i, epoch, group, int(other))
+            for other in np.roll(others, -after)[:-1]
+        ):
+            manifest = self._spec.manifest
+            raise ValueError(
+                f"shard {manifest.shard_location(group).path!r}: no image of its row group "
+                f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
+            )
+
+    def _try_row(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> bool:
+        spec, manifest = self._spec, self._spec.manifest
+        encoded = self._read(group)
+        stored = manifest.stored_row(group, row)
+        sample = int(manifest.first_samples[group]) + row
+        try:
+            image = encoded.image(stored)
+            training_crop(image, spec.augmentation, (spec.seed, epoch, sample), batch["image"][i])
+        except ValueError as error:
+            shard = manifest.shard_location(group).path
+            where = f"row {stored} of row group {int(manifest.row_group[group])}"
+            self._bad[sample] = f"{encoded.key(stored)!r} in {shard!r}, {where}: {error}"
+            return False
+        labels = encoded.labels_of(stored)
+        batch["labels"][i, : len(labels)] = labels
+        batch["sample"][i] = sample
+        return True

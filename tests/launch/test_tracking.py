@@ -261,6 +261,18 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, spool, c
     assert run.data.params["tracking.uri"] == "http://127.0.0.1:9"
 
 
+def test_a_server_that_never_answers_holds_nobody_up(config, spool):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        away = config.model_copy(update={"uri": uri})
+        tracker = Tracker.start(away, "held", spool, wait_s=0.2)
+        for step in range(1000):
+            tracker.metrics(step, {"train/loss": 1.0})
+        assert tracker.run_id is None
+        assert not tracker.finish("FAILED", timeout_s=0.2)
+    assert replay(spool, config.uri) == 1000
+
+
 def test_a_full_disk_loses_records_with_one_warning_but_not_the_training(config, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -141,7 +141,7 @@ def _kill_in_second_cell(folder, tree, address):
             start_new_session=True,
         )
         for _ in range(1200):
-            if len(_spooled_metrics(folder, "grid-two-data1-epochs1")) >= 5:
+            if len(_spooled_metrics(folder, "grid-two-data1-epochs4")) >= 5:
                 break
             assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
             time.sleep(0.1)
@@ -154,7 +154,8 @@ def resumed(ray_cluster, digits, tmp_path_factory):
     """A study of two cells that was killed in its second, then run to its end."""
     folder = tmp_path_factory.mktemp("study")
     models = [_model("one"), _model("two", width=32)]
-    tree = _recipe(folder, models, digits.train, digits.test)
+    # Long enough that the kill lands well before the end of the second cell.
+    tree = _recipe(folder, models, digits.train, digits.test, epochs=[4.0])
     _kill_in_second_cell(folder, tree, ray_cluster.address)
     recipe = recipe_from_dict(tree, "test")
     return recipe, run_study(recipe)
@@ -175,9 +176,9 @@ def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(resumed):
         assert run.data.tags["vit_ray.study_label"] == cell.cell.label
         assert run.data.tags["vit_ray.kind"] == "study_cell"
         steps = [p.step for p in client.get_metric_history(run.info.run_id, "train/loss")]
-        assert sorted(steps) == list(range(1, 24))  # round(1497 / 64) steps, none twice
+        assert sorted(steps) == list(range(1, 95))  # round(4 x 1497 / 64) steps, none twice
         assert 0.0 < run.data.metrics["few_shot/5_shot_top1"] <= 1.0
-        assert run.data.metrics["study/images_seen"] == 23 * 64
+        assert run.data.metrics["study/images_seen"] == 94 * 64
 
 
 def test_a_finished_study_trains_nothing_when_it_is_run_again(resumed, capsys):
@@ -186,7 +187,7 @@ def test_a_finished_study_trains_nothing_when_it_is_run_again(resumed, capsys):
     assert [cell.was_finished for cell in again.cells] == [True, True]
     assert again.parent_run_id == first.parent_run_id
     assert print_study(again) == 0
-    assert "finished before" in capsys.readouterr().out
+    assert "2 of 2 cells were finished before" in capsys.readouterr().out
 
 
 def test_the_page_of_a_study_is_written_and_kept_with_its_run(resumed):
@@ -213,7 +214,7 @@ def test_a_dry_run_lists_the_cells_and_their_compute(resumed):
     recipe, result = resumed
     text = describe_study(recipe)
     exaflops = result.cells[0].metrics["study/exaflops"]
-    assert f"grid-one-data1-epochs1: 1497 images, 23 steps, {exaflops:.3g} exaFLOPs" in text
+    assert f"grid-one-data1-epochs4: 1497 images, 94 steps, {exaflops:.3g} exaFLOPs" in text
     assert "2 cells" in text
 
 
@@ -224,7 +225,7 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(ray_cluster, digits
     assert [bool(cell.error) for cell in result.cells] == [True, False]
     assert not result.is_complete
     assert print_study(result) == 1
-    assert "failed:" in capsys.readouterr().out
+    assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
     client = MlflowClient(result.cells[0].cell.recipe.tracking.uri)
     assert client.get_run(result.parent_run_id).info.status != "FINISHED"
     history = client.download_artifacts(result.parent_run_id, "history.json", str(tmp_path))

@@ -43,10 +43,11 @@ def print_study(result: StudyResult) -> int:
         table.add_column(title)
     for title, _, _ in _COLUMNS:
         table.add_column(title, justify="right")
-    table.add_column("")
     for cell in result.cells:
         table.add_row(*_row(cell))
     Console().print(table)
+    for line in _notes(result):
+        print(line)
     if result.page is not None:
         print(f"report: {result.page}")
     print(f"MLflow page: {result.hint}")
@@ -61,6 +62,15 @@ def _row(result: CellResult) -> list[str]:
         form.format(result.metrics[key]) if key in result.metrics else "-"
         for _, key, form in _COLUMNS
     ]
-    note = f"failed: {result.error}" if result.error else ""
-    note = "finished before" if result.was_finished else note
-    return [cell.label, f"{cell.fraction:.0%}", f"{cell.epochs:g}", *figures, note]
+    return [cell.label, f"{cell.fraction:.0%}", f"{cell.epochs:g}", *figures]
+
+
+def _notes(result: StudyResult) -> list[str]:
+    notes = [f"failed: {cell.cell.name}: {cell.error}" for cell in result.cells if cell.error]
+    num_before = sum(cell.was_finished for cell in result.cells)
+    if num_before:
+        notes.append(f"{num_before} of {result.num_cells} cells were finished before")
+    if len(result.cells) < result.num_cells:
+        left = result.num_cells - len(result.cells)
+        notes.append(f"stopped: {left} cells are left; run the same command again to go on")
+    return notes

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import nn
@@ -54,9 +55,10 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     results["attention_distance"] = draw_attention_distance(
         distances, len(images), folder / "attention_distance.png"
     )
+    shown = np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int)
     results["attention_rollout"] = draw_rollouts(
-        images[:NUM_ROLLOUTS],
-        rollouts[:NUM_ROLLOUTS],
+        images[shown],
+        rollouts[shown],
         model.embedding.patch_size,
         folder / "attention_rollout.png",
     )
@@ -79,7 +81,7 @@ def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Pa
         f"Patch filters: {len(components)} principal components, "
         f"{variance.sum():.0%} of the variance"
     )
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.set_axis_off()
     for axis, component in zip(axes, components, strict=False):
@@ -120,7 +122,8 @@ def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) 
     axis.scatter(depths, distances.flatten(), s=14)
     axis.set_xlabel("depth (layer)")
     axis.set_ylabel("mean attention distance (pixels)")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.08 * float(distances.max()))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title(f"{num_heads} heads a layer, mean over {num_images} images")
     return _save(figure, path)
 

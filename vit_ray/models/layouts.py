@@ -27,6 +27,15 @@ Tensors = dict[str, Tensor]
 
 
 _JAX_POSITIONS = "Transformer/posembed_input/pos_embedding"
+# The head's bias in the layouts; as long as there are classes.
+HEAD_BIASES = (
+    "head/bias",
+    "resnet/head/conv2d/bias",
+    "head.bias",
+    "head.fc.bias",
+    "classifier.bias",
+    "classifier.1.bias",
+)
 # Ours that a ViT may lack, and a file for it may hold all the same.
 _SOMETIMES = ("class_token.token", "representation.weight", "representation.bias")
 

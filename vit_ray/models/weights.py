@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models.layouts import (
+    HEAD_BIASES,
     Tensors,
     canonical_names,
     describe,
@@ -119,6 +120,20 @@ def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> Non
             parts = to_published(rule, state[rule.own], num_heads)
             published.update(zip(rule.published, parts, strict=True))
     write_tensors(path, published, layout, model)
+
+
+def num_classes_in(path: str | Path) -> int | None:
+    """Classes of the head of a weight file in any layout; None where it has no head.
+
+    Raises:
+        ValueError: as `load_weights`, if the file cannot be read or its names are unknown.
+    """
+    tensors, _ = read_tensors(Path(path))
+    renamed = canonical_names(tensors, detect_layout(list(tensors)))
+    for name in HEAD_BIASES:
+        if name in renamed:
+            return renamed[name].numel()
+    return None
 
 
 def fit_state_dict(

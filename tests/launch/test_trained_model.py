@@ -1,0 +1,182 @@
+"""Jobs that read trained weights: export to every layout, and inspection, as a user runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import ViTForImageClassification
+
+from tests.models.small import TINY_VIT, small_model, some_images
+from vit_ray.config import Recipe, recipe_from_dict
+from vit_ray.data.storage import locate
+from vit_ray.launch.exporting import export
+from vit_ray.launch.inspecting import inspect, read_images
+from vit_ray.launch.trained_model import load_trained_model
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.weights import save_weights
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(folder: Path, **sections: Any) -> Recipe:
+    """A recipe for the small ViT that keeps everything inside the folder."""
+    tree = {
+        "name": "small",
+        "output": str(folder / "runs"),
+        "model": {"name": "ViT", "image_size": 32, **TINY_VIT},
+        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
+        **sections,
+    }
+    return recipe_from_dict(tree, "test")
+
+
+def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None) -> str:
+    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor."""
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    position = Position(
+        step=7,
+        applied_steps=7,
+        samples_seen=14,
+        global_batch_size=2,
+        shapes={name: list(tensor.shape) for name, tensor in trained.items()},
+        recipe={},
+        data_fingerprint="",
+    )
+    kinds = {"weight": trained}
+    if average is not None:
+        kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
+    for rank in (0, 1):
+        shards: dict[str, Tensor] = {}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                cut = tensor.numel() // 2
+                flat = tensor.flatten()
+                start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
+                shards[f"{kind}|{name}|{start}"] = part.clone()
+        target = locate(str(folder)).child(folder_name(7))
+        write_snapshot(Snapshot(rank, 2, shards, position), target)
+    return str(folder)
+
+
+def pictures(folder: Path) -> Path:
+    """A folder of classes of pictures, one of them broken."""
+    random = np.random.default_rng(0)
+    for index in range(6):
+        path = folder / f"class{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+    (folder / "class0" / "broken.jpg").write_bytes(b"not a picture")
+    return folder
+
+
+def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) -> None:
+    model = small_model("ViT").eval()
+    run = write_run(tmp_path / "run", model)
+    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path).model_dump_json())
+    command = [
+        sys.executable,
+        "jobs/export.py",
+        str(tmp_path / "recipe.yaml"),
+        f"init_from={run}",
+        f"export={{path: {tmp_path}/hub, layout: huggingface}}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"loaded   {len(model.state_dict())} tensors" in done.stdout
+    assert "(weights of step 7)" in done.stdout
+    peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(some_images()), peer(some_images()).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("averaged", "expected"), [(None, "average"), (False, "weight")])
+def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
+    averaged: bool | None, expected: str, tmp_path: Path
+) -> None:
+    models = {"weight": small_model("ViT"), "average": small_model("ViT")}
+    with torch.no_grad():
+        models["average"].head.bias.add_(1)
+    run = write_run(tmp_path / "run", models["weight"], models["average"])
+    model, _ = load_trained_model(recipe(tmp_path, init_from=run), averaged)
+    assert torch.equal(model.head.bias, models[expected].head.bias)
+
+
+def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path: Path) -> None:
+    source = small_model("ViT", num_classes=9)
+    save_weights(source, tmp_path / "model.npz", "jax")
+    exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
+    assert export(recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
+    again = recipe(tmp_path, init_from=exports["path"])
+    model, report = load_trained_model(again, None)
+    assert len(report.loaded) == len(source.state_dict())
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    run = write_run(tmp_path / "run", objective)
+    model, report = load_trained_model(recipe(tmp_path, init_from=run), None)
+    assert report.new == ["head.bias", "head.weight"]
+    assert report.ignored == ["mask.token", "prediction.bias", "prediction.weight"]
+    expected = objective.model.encode(objective.model.embed(some_images()))
+    assert torch.equal(model.encode(model.embed(some_images())), expected)
+
+
+def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    inspection = {
+        "images": str(pictures(tmp_path / "pictures")),
+        "path": str(tmp_path / "figures"),
+        "num_images": 5,
+    }
+    assert inspect(recipe(tmp_path, init_from=run, inspect=inspection)) == 0
+    names = {"filters", "position_similarity", "attention_distance", "attention_rollout"}
+    assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == names
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("vit_ray")
+    assert experiment is not None
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert kept.info.status == "FINISHED"
+    artifacts = {
+        Path(file.path).stem for file in client.list_artifacts(kept.info.run_id, "inspection")
+    }
+    assert artifacts == names
+
+
+def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pictures")
+    inspection = {"images": str(folder), "num_images": 3}
+    config = recipe(tmp_path, inspect=inspection)
+    assert config.inspect is not None
+    # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
+    images = read_images(config, config.inspect)
+    assert images.shape == (3, 32, 32, 3)
+    alone = recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
+    assert alone.inspect is not None
+    np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
+
+
+def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"export is not set; give export.path"):
+        export(recipe(tmp_path))
+    with pytest.raises(ValueError, match=r"inspect is not set; give inspect.images"):
+        inspect(recipe(tmp_path))
+    exports = {"path": str(tmp_path / "model.npz")}
+    with pytest.raises(ValueError, match="init_from is not set; give the run"):
+        export(recipe(tmp_path, export=exports))
+    inspection = {"images": str(tmp_path)}
+    with pytest.raises(ValueError, match="holds no readable image"):
+        inspect(recipe(tmp_path, inspect=inspection))

@@ -8,6 +8,7 @@ time to the first batch is stated apart. Peers that cannot be imported are liste
 """
 
 import argparse
+import importlib.machinery
 import io
 import json
 import multiprocessing
@@ -55,9 +56,7 @@ def opencv_crop(image: bytes, rng: np.random.Generator) -> np.ndarray:
     return np.ascontiguousarray(crop[:, ::-1]) if rng.random() < 0.5 else crop
 
 
-def inception_box(
-    height: int, width: int, rng: np.random.Generator
-) -> tuple[int, int, int, int]:
+def inception_box(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Top, left, height, width: area 5-100 %, aspect 3/4-4/3."""
     for _ in range(10):
         area = height * width * rng.uniform(0.05, 1.0)
@@ -93,7 +92,12 @@ def torch_loader(data: Path, decoder: str) -> Iterator[Any]:
             return torch.from_numpy(CROPS[decoder](self.files[index].read_bytes(), rng).copy())
 
     loader = DataLoader(
-        Files(), BATCH, shuffle=True, num_workers=CORES, worker_init_fn=one_thread, prefetch_factor=4
+        Files(),
+        BATCH,
+        shuffle=True,
+        num_workers=CORES,
+        worker_init_fn=one_thread,
+        prefetch_factor=4,
     )
     while True:
         yield from loader
@@ -121,9 +125,33 @@ def webdataset_loader(data: Path, decoder: str) -> Iterator[Any]:
         yield from loader
 
 
+def import_streaming() -> Any:
+    """MosaicML Streaming, with an empty stand-in for torchvision.
+
+    It imports torchvision for its own vision data sets, which are not used here, and torchvision
+    does not import beside a CPU build of torch.
+    """
+
+    class Anything(type(sys)):
+        __path__: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+    for name in ("", ".transforms", ".transforms.functional", ".datasets", ".datasets.vision"):
+        stand_in = Anything("torchvision" + name)
+        stand_in.__spec__ = importlib.machinery.ModuleSpec(stand_in.__name__, None)
+        sys.modules[stand_in.__name__] = stand_in
+    import streaming
+
+    return streaming
+
+
 def mosaic_loader(data: Path, decoder: str) -> Iterator[Any]:
     """MosaicML Streaming over MDS shards, a worker per core, decoding with OpenCV."""
-    import streaming
+    streaming = import_streaming()
     from torch.utils.data import DataLoader
 
     class Crops(streaming.StreamingDataset):  # type: ignore[misc]
@@ -176,13 +204,13 @@ def vit_ray_stream(data: Path, shards_in_flight: str) -> Iterator[Any]:
     """This project's training stream for one trainer."""
     from vit_ray.data import open_dataset
     from vit_ray.data.images import Augmentation
-    from vit_ray.data.stream import StreamSpec, training_stream
+    from vit_ray.data.stream import StreamSpec, split_stream, training_stream
 
     start_ray()
     spec = StreamSpec(open_dataset(str(data / "set")), Augmentation("inception_crop", SIZE))
     stop = spec.num_images * 50 // BATCH * BATCH
     dataset = training_stream(spec, world_size=1, micro_batch_size=BATCH, start=0, stop=stop)
-    (shard,) = dataset.streaming_split(1, equal=True)
+    (shard,) = split_stream(dataset, 1)
     yield from (batch["image"] for batch in shard.iter_batches(batch_size=BATCH))
 
 
@@ -308,8 +336,8 @@ def write_tars(files: list[Path], folder: Path) -> None:
 
 def write_mds(files: list[Path], folder: Path) -> None:
     try:
-        import streaming
-    except Exception:
+        streaming = import_streaming()
+    except ImportError:
         return
     with streaming.MDSWriter(out=str(folder), columns={"image": "bytes"}) as writer:
         for file in files:
@@ -365,10 +393,11 @@ def main() -> None:
             print(name, result, flush=True)
             if name not in results or result.get("rate", 0) > results[name].get("rate", 0):
                 results[name] = result
+    command = f"--rows {args.rows} --seconds {args.seconds:g} --rounds {args.rounds}"
     report = (
-        f"# data_stream: {time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
-        f"{CORES} cores\n\n`python benchmarks/data_stream.py {args.folder} --rows {args.rows} "
-        f"--seconds {args.seconds:g} --rounds {args.rounds}`; best of the rounds.\n\n{table(results)}\n"
+        f"# data_stream: {time.strftime('%Y-%m-%d')}, {platform.machine()}, {CORES} cores\n\n"
+        f"`python benchmarks/data_stream.py {args.folder} {command}`; best of the rounds.\n\n"
+        f"{table(results)}\n"
     )
     print(report)
     if args.out:

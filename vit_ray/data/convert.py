@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.images import decode
 from vit_ray.data.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.schema import (
     MANIFEST_FILE,
@@ -229,7 +230,9 @@ class _ShardMaker:
     def __call__(self, shard: int) -> int:
         folder = locate(self.destination)
         staging = folder.child(STAGING_FOLDER)
-        result = self._make(shard, folder, _list_of(staging, shard))
+        result = with_retries(
+            lambda: self._make(shard, folder, _list_of(staging, shard)), f"making shard {shard}"
+        )
         staging.child(_result_name(shard)).write(json.dumps(asdict(result)).encode())
         return shard
 

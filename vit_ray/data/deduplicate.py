@@ -1,8 +1,8 @@
 """Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `max_distance` bits of one. Linear in the data: each image is hashed once, and looked up in an
-index of the evaluation hashes. The result is a manifest alone and a list of what was left out.
+within `max_distance` bits of one. Linear in the data: each image is hashed once, and looked up in
+an index of the evaluation hashes. The result is a manifest alone and a list of what was left out.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def deduplicate(
     evaluation_sets: list[str],
     destination: str,
     *,
-    max_distance: int = 56,
+    max_distance: int = 60,
     num_cpus: float = 1.0,
 ) -> DeduplicateReport:
     """Write the manifest of a data set without the images of evaluation sets.
@@ -77,7 +77,8 @@ def deduplicate(
     columns = _without(whole, rows)
     if not len(columns.rows):
         raise ValueError(
-            f"deduplicate: all of {source!r} is in {evaluation_sets}; nothing is left."
+            f"deduplicate: all of {source!r} is in {evaluation_sets}, so nothing is left; "
+            f"check which set is which."
         )
     duplicates = [Duplicate(**row["duplicate"]) for row in rows]
     _write_list(destination, duplicates)
@@ -98,7 +99,9 @@ class _Known:
 
 
 def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
-    hashes, digests, names = [], {}, []
+    hashes: list[NDArray[np.uint8]] = []
+    digests: dict[bytes, int] = {}
+    names: list[tuple[str, str]] = []
     for path in evaluation_sets:
         files = [int(i) for i in np.unique(open_dataset(path).file_index)]
         for part in sorted(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from vit_ray.data.manifest import Manifest
+from vit_ray.data.retry import with_retries
 from vit_ray.data.schema import SHARD_SCHEMA, checksum
 from vit_ray.data.storage import Location
 
@@ -65,13 +66,22 @@ class RowGroupReader:
         """
         location = self._manifest.shard_location(group)
         with _explained(location):
-            file = self._file(int(self._manifest.file_index[group]), location)
-            table = file.read_row_group(
-                int(self._manifest.row_group[group]), columns=_COLUMNS, use_threads=False
+            table = with_retries(
+                lambda: self._read_once(group, location), f"reading {location.path}"
             )
         columns = {name: _one_chunk(table[name]) for name in _COLUMNS}
         crc32 = columns["crc32"].to_numpy()
         return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
+
+    def _read_once(self, group: int, location: Location) -> pa.Table:
+        index = int(self._manifest.file_index[group])
+        try:
+            return self._file(index, location).read_row_group(
+                int(self._manifest.row_group[group]), columns=_COLUMNS, use_threads=False
+            )
+        except OSError:
+            self._open.pop(index, None)
+            raise
 
     def _file(self, index: int, location: Location) -> pq.ParquetFile:
         if index not in self._open:
@@ -89,7 +99,7 @@ class RowGroupReader:
                 f"shard {location.path!r} has {source.size()} bytes and the manifest says "
                 f"{expected}: it was changed or cut short after conversion; run jobs/verify.py."
             )
-        file = pq.ParquetFile(source)
+        file = pq.ParquetFile(source, pre_buffer=not location.is_local)
         if not file.schema_arrow.equals(SHARD_SCHEMA):
             raise ValueError(
                 f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); "

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.sources import (
     INDEX_SCHEMA,
@@ -98,6 +99,11 @@ class _UnitIndexer:
 
     def __call__(self, task: dict[str, Any]) -> int:
         staging, unit, index = locate(self.staging), task["unit"], int(task["index"])
+        facts = with_retries(lambda: self._index(staging, unit, index), f"indexing {unit.path}")
+        staging.child(_facts_name(index)).write(json.dumps(facts).encode())
+        return index
+
+    def _index(self, staging: Location, unit: SourceUnit, index: int) -> dict[str, Any]:
         labels: set[str] = set()
         digest, total = hashlib.sha256(), 0
         with _PartWriter(staging.child(_part_name(index))) as writer:
@@ -106,14 +112,12 @@ class _UnitIndexer:
                 labels.update(entry.labels)
                 total += max(entry.length, 0)
                 digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
-        facts = {
+        return {
             "labels": sorted(labels),
             "declared": class_names_in_file(unit),
             "digest": digest.hexdigest(),
             "bytes": total,
         }
-        staging.child(_facts_name(index)).write(json.dumps(facts).encode())
-        return index
 
 
 class _PartWriter:

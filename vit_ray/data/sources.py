@@ -63,8 +63,7 @@ class IndexEntry:
         try:
             if self.offset == WHOLE_FILE:
                 return location.read()
-            with location.filesystem.open_input_file(location.path) as file:
-                return bytes(file.read_at(self.length, self.offset))
+            return location.read_range(self.offset, self.length)
         except FileNotFoundError as error:
             raise ValueError(f"no such file: {self.path}") from error
 

@@ -4,8 +4,11 @@ import os
 import uuid
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from pyarrow import fs
+
+from vit_ray.data.retry import with_retries
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,31 @@ class Location:
 
     def info(self) -> fs.FileInfo:
         """Type and size of what is there."""
-        return self.filesystem.get_file_info([self.path])[0]
+        return with_retries(
+            lambda: self.filesystem.get_file_info([self.path])[0], f"looking at {self.path}"
+        )
 
     def read(self) -> bytes:
         """The whole file."""
+        return with_retries(self._read_once, f"reading {self.path}")
+
+    def read_range(self, offset: int, length: int) -> bytes:
+        """Some bytes of the file."""
+        return with_retries(lambda: self._read_range_once(offset, length), f"reading {self.path}")
+
+    def _read_once(self) -> bytes:
         with self.filesystem.open_input_stream(self.path) as stream:
             return bytes(stream.read())
 
+    def _read_range_once(self, offset: int, length: int) -> bytes:
+        with self.filesystem.open_input_file(self.path) as file:
+            return bytes(file.read_at(length, offset))
+
     def write(self, content: bytes) -> None:
         """Write a file so that no reader ever sees half of it."""
+        with_retries(lambda: self._write_once(content), f"writing {self.path}")
+
+    def _write_once(self, content: bytes) -> None:
         with (
             self.atomic_output() as target,
             self.filesystem.open_output_stream(target.path) as stream,
@@ -47,14 +66,20 @@ class Location:
     def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
         """All files below this folder, or directly in it, sorted by path."""
         selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
+        found = self._list(selector)
         return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
 
     def list_folders(self) -> list[str]:
         """Names of the folders directly below this one, sorted; empty if there is none."""
         selector = fs.FileSelector(self.path, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
+        found = self._list(selector)
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+
+    def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        def list_once() -> list[fs.FileInfo]:
+            return self.filesystem.get_file_info(selector)
+
+        return with_retries(list_once, f"listing {self.path}")
 
     def delete_folder(self) -> None:
         """Delete this folder and all below it."""
@@ -116,13 +141,20 @@ def locate(path: str) -> Location:
     return Location(fs.LocalFileSystem(), local)
 
 
+_CONNECT_TIMEOUT_S: Final = 5.0
+_REQUEST_TIMEOUT_S: Final = 30.0
+
+
 @lru_cache(maxsize=1)
 def _s3() -> fs.S3FileSystem:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    """The object store of this process's environment; `with_retries` does the retrying."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    scheme, _, host = endpoint.rpartition("://")
     return fs.S3FileSystem(
-        endpoint_override=endpoint, connect_timeout=5.0, request_timeout=30.0, region=_region()
+        endpoint_override=host or None,
+        scheme=scheme or "https",
+        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        request_timeout=float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S)),
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
     )
-
-
-def _region() -> str | None:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

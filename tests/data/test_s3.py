@@ -1,0 +1,163 @@
+"""Everything that touches an object store, against a real server with injected faults."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, FaultProxy, serve_s3
+from vit_ray.data import open_dataset, storage
+from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.images import Augmentation
+from vit_ray.data.layout import World
+from vit_ray.data.manifest import Manifest
+from vit_ray.data.reader import RowGroupReader
+from vit_ray.data.storage import locate
+
+
+@pytest.fixture(scope="module")
+def buckets(tmp_path_factory: pytest.TempPathFactory, dataset: Manifest) -> Path:
+    """Buckets as folders; `sets/small` holds the data set, `empty` nothing."""
+    folder = tmp_path_factory.mktemp("buckets")
+    (folder / "empty").mkdir()
+    target = folder / "sets" / "small"
+    target.mkdir(parents=True)
+    for file in Path(dataset.root).iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def proxy(buckets: Path) -> Iterator[FaultProxy]:
+    with serve_s3(buckets) as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """The proxy as this process's object store."""
+    for name, value in environment(proxy).items():
+        monkeypatch.setenv(name, value)
+    storage._s3.cache_clear()
+    proxy.faults.set("", 0)
+    yield proxy
+    storage._s3.cache_clear()
+
+
+def environment(proxy: FaultProxy) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "VIT_RAY_S3_TIMEOUT_S": "1.0",
+    }
+
+
+def batch_of(manifest: Manifest) -> dict[str, Any]:
+    """The first 100 rows of an epoch, read without Ray."""
+    spec = StreamSpec(manifest, Augmentation(size=16))
+    job = StreamJob(spec, World(1, 50), 0, is_training=True, counts=manifest.rows)
+    return BatchReader(job).batch(0, 0, 100)[0]
+
+
+def test_a_data_set_reads_the_same_from_s3(s3: FaultProxy, dataset: Manifest) -> None:
+    remote = open_dataset("s3://sets/small")
+    assert remote.fingerprint == dataset.fingerprint
+    here, there = batch_of(dataset), batch_of(remote)
+    for name in here:
+        np.testing.assert_array_equal(here[name], there[name])
+
+
+@pytest.mark.parametrize("kind", ["503", "500", "reset", "hang"])
+def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: str) -> None:
+    remote = open_dataset("s3://sets/small")
+    s3.faults.set(kind, remaining=2 if kind == "hang" else 4, path="part-", every=3)
+    there = batch_of(remote)
+    assert s3.faults.remaining == 0
+    np.testing.assert_array_equal(batch_of(dataset)["image"], there["image"])
+
+
+def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path) -> None:
+    s3.faults.set("503", remaining=3, path="empty/note")
+    locate("s3://empty/note").write(b"x" * 1000)
+    assert (buckets / "empty" / "note").read_bytes() == b"x" * 1000
+    assert len(s3.faults.injected) == 3
+
+
+def test_what_is_truly_gone_is_named(s3: FaultProxy, buckets: Path, dataset: Manifest) -> None:
+    with pytest.raises(ValueError, match="no data set at 's3://empty/nothing'"):
+        open_dataset("s3://empty/nothing")
+    remote = open_dataset("s3://sets/small")
+    hidden = buckets / "sets" / "small" / remote.files[0].path
+    content = hidden.read_bytes()
+    hidden.unlink()
+    try:
+        with pytest.raises(ValueError, match=rf"{remote.files[0].path}' is missing"):
+            RowGroupReader(remote).read(0)
+    finally:
+        hidden.write_bytes(content)
+
+
+def test_a_wrong_key_fails_soon_and_clearly(
+    s3: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    storage._s3.cache_clear()
+    with pytest.raises(OSError, match=r"ACCESS_DENIED|403") as caught:
+        open_dataset("s3://sets/small")
+    assert "wrong" not in str(caught.value)
+
+
+SCRIPT = """
+import json, sys
+import ray
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import convert
+from vit_ray.data.images import Augmentation
+from vit_ray.data.stream import StreamSpec, split_stream, training_stream
+
+environment = {"env_vars": json.loads(sys.argv[2])}
+ray.init(address=sys.argv[1], runtime_env=environment, log_to_driver=False)
+report = convert(sys.argv[3], "s3://converted/set", rows_per_row_group=16, shard_mib=0.1, seed=3)
+spec = StreamSpec(open_dataset("s3://converted/set"), Augmentation(size=16), seed=1, num_cpus=0.5)
+dataset = training_stream(spec, world_size=1, micro_batch_size=50, start=0, stop=300)
+(shard,) = split_stream(dataset, 1)
+samples = [int(s) for batch in shard.iter_batches(batch_size=50) for s in batch["sample"]]
+print(json.dumps({"fingerprint": report.fingerprint, "samples": sorted(samples)}))
+"""
+
+
+def test_convert_to_s3_and_stream_from_it_under_faults(
+    ray_cluster: Any, proxy: FaultProxy, buckets: Path, image_folder: Path, dataset: Manifest
+) -> None:
+    """A driver of its own, whose workers get the credentials from their environment."""
+    (buckets / "converted").mkdir(exist_ok=True)
+    proxy.faults.set("503", remaining=12, every=7)
+    variables = environment(proxy)
+    command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]
+    done = subprocess.run(
+        [*command, str(image_folder)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["samples"] == list(range(300))
+    assert result["fingerprint"] == dataset.fingerprint
+    assert proxy.faults.remaining == 0
+    for file in (buckets / "converted").rglob("*"):
+        assert not file.is_file() or SECRET_KEY.encode() not in file.read_bytes()
+    assert not [file for file in (buckets / "converted").rglob("_staging/*") if file.is_file()]

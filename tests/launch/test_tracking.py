@@ -1,5 +1,6 @@
 """The writer of MLflow runs, against real SQLite files and a real MLflow server."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -128,6 +129,44 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(config
     assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
     assert run.data.tags["vit_ray.resumed_at_steps"] == "20"
     assert run.info.status == "FINISHED"
+
+
+def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, spool):
+    tracker = Tracker.start(config, "threads", spool)
+    tracker.metrics(2, {"train/loss": 2.0})
+    assert tracker.flush(20)
+    tracker.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_workers_that_repeat_steps_within_one_attempt_add_nothing(config, spool):
+    tracker = Tracker.start(config, "restarted", spool)
+    for step in (*range(1, 700), *range(20, 705)):
+        tracker.metrics(step, {"train/loss": float(step)})
+    assert tracker.finish()
+    expected = [(step, float(step)) for step in range(1, 705)]
+    assert _history(config.uri, tracker.run_id, "train/loss") == expected
+
+
+def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config, spool):
+    first = Tracker.start(config, "died", spool)
+    for step in (1, 2, 4):
+        first.metrics(step, {"train/loss": float(step)})
+    assert first.flush(20)
+    later = round(time.time() * 1000)
+    with open(spool, "a") as file:  # as the process writes, whose thread does not come to send
+        for step, value in ((3, 3.0), (4, 99.0), (5, 5.0)):
+            record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
+            file.write(json.dumps({**record, "time_ms": later}) + "\n")
+    first._ends = True  # no more work for its thread: the process is gone
+    second = Tracker.start(config, "died", spool, resume_step=4)
+    second.metrics(5, {"train/loss": 98.0})
+    second.metrics(6, {"train/loss": 6.0})
+    assert second.finish()
+    expected = [(step, float(step)) for step in range(1, 7)]
+    assert _history(config.uri, first.run_id, "train/loss") == expected
+    assert replay(spool, config.uri) == 0
 
 
 def test_a_finished_run_that_goes_on_is_running_again(config, spool):

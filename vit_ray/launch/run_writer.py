@@ -1,8 +1,8 @@
 """Brings a spool's records into one MLflow run, each point once.
 
-Everything here may raise what MLflow raises; `tracking` decides what that means. Sending the same
-records again is harmless: steps that a key already has are dropped, so neither a retry, nor a
-restarted job that repeats steps, nor a replay makes a saw-tooth or counts anything twice.
+Everything here may raise what MLflow raises; `tracking` decides what that means. A step that a key
+already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
+replay makes a saw-tooth or counts anything twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -26,25 +26,31 @@ MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000
 ORIGIN = "vit_ray.spool"  # tag that finds the run of a spool again
 
+NONFINITE = "_nonfinite"
+
 logger = logging.getLogger(__name__)
 
 
 class RunWriter:
     """One MLflow run, found or created by `connect`."""
 
-    def __init__(self, uri: str, start: Record, run_id: str | None) -> None:
+    def __init__(
+        self, uri: str, start: Record, run_id: str | None, attempt_ms: int | None = None
+    ) -> None:
         """
         Args:
             uri: tracking server or absolute SQLite address.
             start: the record that opened the spool: run name, experiment, parent.
             run_id: the run to continue, if one is known.
+            attempt_ms: when the attempt began whose records come first, if not with its start.
         """
+        self.attempt_ms = attempt_ms
         self.run_id: str | None = None
         self._uri = uri
         self._start = start
         self._wanted = run_id
         self._client: MlflowClient | None = None
-        self._steps: dict[str, int] = {}
+        self._seen: dict[str, SeenSteps] = {}
         self._num_nonfinite: dict[str, float] = {}
         self._senders: dict[str, Callable[[Record], None]] = {
             "start": self._send_start,
@@ -69,10 +75,8 @@ class RunWriter:
         """Find the run and what it already holds, or create it."""
         self._client = open_client(self._uri)
         run = self._find() or self._create()
-        for metric in run.data.to_proto().metrics:
-            self._steps[metric.key] = metric.step
-            if metric.key.endswith("_nonfinite"):
-                self._num_nonfinite[metric.key] = metric.value
+        if self.attempt_ms is not None:
+            self._load_steps(run, self.attempt_ms)
         self.run_id = run.info.run_id
 
     def send(self, records: Sequence[Record]) -> int:
@@ -118,6 +122,8 @@ class RunWriter:
 
     def _send_start(self, record: Record) -> None:
         run = self.client.get_run(self._id)
+        self.attempt_ms = record["time_ms"]
+        self._load_steps(run, record["time_ms"])
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
         self._send_params(record["params"], run.data.params)
@@ -142,18 +148,41 @@ class RunWriter:
         if changed:
             self._tag("vit_ray.changed_params", json.dumps(changed))
 
+    def _load_steps(self, run: Run, attempt_ms: int) -> None:
+        """What earlier attempts logged, up to which an attempt repeats, and what it has itself."""
+        self._seen, self._num_nonfinite = {}, {}
+        for latest in run.data.to_proto().metrics:
+            points = [latest]
+            if latest.timestamp >= attempt_ms:
+                points = self.client.get_metric_history(run.info.run_id, latest.key)
+            before = [point.step for point in points if point.timestamp < attempt_ms]
+            seen = self._seen[latest.key] = SeenSteps(max(before, default=-1))
+            seen.add(point.step for point in points if point.timestamp >= attempt_ms)
+            if latest.key.endswith(NONFINITE):
+                self._num_nonfinite[latest.key] = latest.value
+
     def _send_metrics(self, records: Sequence[Record]) -> int:
-        steps, counts = dict(self._steps), dict(self._num_nonfinite)
+        new: dict[str, set[int]] = {}
+        counts = dict(self._num_nonfinite)
         points: list[Metric] = []
         for record in records:
             for key, value in record["values"].items():
-                point = _point(key, value, record, steps, counts)
-                if point is not None:
-                    points.append(point)
+                # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
+                is_finite = math.isfinite(value)
+                key = key if is_finite else key + NONFINITE
+                step, steps = record["step"], new.setdefault(key, set())
+                if step in steps or step in self._seen.get(key, ()):
+                    continue
+                steps.add(step)
+                if not is_finite:
+                    value = counts[key] = counts.get(key, 0.0) + 1.0
+                points.append(Metric(key, value, record["time_ms"], step))
         for first in range(0, len(points), MAX_METRICS):
             self.client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
         # Only now: a batch that failed must be sent again in full.
-        self._steps, self._num_nonfinite = steps, counts
+        self._num_nonfinite = counts
+        for key, steps in new.items():
+            self._seen.setdefault(key, SeenSteps()).add(steps)
         return len(points)
 
     def _send_text(self, record: Record) -> None:
@@ -172,19 +201,29 @@ class RunWriter:
         self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])
 
 
-def _point(
-    key: str, value: float, record: Record, steps: dict[str, int], counts: dict[str, float]
-) -> Metric | None:
-    """The point to log, unless the key has this step; notes it in `steps` and `counts`."""
-    # MLflow would store inf as 1.8e308, which ruins every chart; a count says it honestly.
-    is_finite = math.isfinite(value)
-    key = key if is_finite else f"{key}_nonfinite"
-    if record["step"] <= steps.get(key, -1):
-        return None
-    steps[key] = record["step"]
-    if not is_finite:
-        value = counts[key] = counts.get(key, 0.0) + 1.0
-    return Metric(key, value, record["time_ms"], record["step"])
+class SeenSteps:
+    """Steps that a key has, in little memory: all up to `low`, and some above it.
+
+    Points may arrive a little out of order, since they come from several threads.
+    """
+
+    NUM_KEPT = 256
+
+    def __init__(self, low: int = -1) -> None:
+        self._low = low
+        self._above: set[int] = set()
+
+    def __contains__(self, step: int) -> bool:
+        return step <= self._low or step in self._above
+
+    def add(self, steps: Iterable[int]) -> None:
+        """Remember these; the lowest of too many move the bound up."""
+        self._above.update(steps)
+        num_over = len(self._above) - self.NUM_KEPT
+        if num_over > 0:
+            lowest = sorted(self._above)[:num_over]
+            self._low = max(self._low, lowest[-1])
+            self._above.difference_update(lowest)
 
 
 def _existing(client: MlflowClient, run_id: str) -> Run | None:

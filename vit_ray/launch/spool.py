@@ -10,12 +10,25 @@ import json
 import logging
 import os
 import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What MLflow has of a spool."""
+
+    offset: int = 0
+    """Bytes."""
+    run_id: str | None = None
+    """The run that has them."""
+    attempt_ms: int | None = None
+    """When the attempt began that the next records belong to."""
 
 
 class Spool:
@@ -68,19 +81,18 @@ class Spool:
         """Bytes written."""
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def sent(self) -> tuple[int, str | None]:
-        """Bytes that MLflow has, and the run that has them."""
+    def sent(self) -> Sent:
+        """How far MLflow has the file, as noted by `mark_sent`."""
         try:
-            state = json.loads(self._sent_path.read_text())
-            return int(state["offset"]), state["run_id"]
-        except (OSError, ValueError, KeyError):
-            return 0, None
+            return Sent(**json.loads(self._sent_path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return Sent()
 
-    def mark_sent(self, offset: int, run_id: str | None) -> None:
-        """Remember how far MLflow has the file; never raises, as sending twice does no harm."""
+    def mark_sent(self, sent: Sent) -> None:
+        """Note how far MLflow has the file; never raises, as sending twice does no harm."""
         half = self._sent_path.with_suffix(".half")
         try:
-            half.write_text(json.dumps({"offset": offset, "run_id": run_id}))
+            half.write_text(json.dumps(asdict(sent)))
             os.replace(half, self._sent_path)
         except OSError as error:
             logger.debug("cannot note progress beside %s: %s", self.path, error)

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from vit_ray.config import TrackingConfig
 from vit_ray.launch.mlflow_store import absolute_uri, page_hint, safe_uri, scrubbed
 from vit_ray.launch.run_writer import MAX_METRICS, RunWriter
-from vit_ray.launch.spool import Record, Spool
+from vit_ray.launch.spool import Record, Sent, Spool
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -79,14 +79,15 @@ class Tracker:
         """
         uri = absolute_uri(config.uri)
         file = Spool(spool)
-        offset, spooled_run = file.sent()
-        if run_id and spooled_run and run_id != spooled_run:
-            _set_aside(file, spooled_run)
-            offset, spooled_run = 0, None
+        sent = file.sent()
+        if run_id and sent.run_id and run_id != sent.run_id:
+            _set_aside(file, sent.run_id)
+            sent = Sent()
         record = _start_record(config, uri, run_name, params or {}, tags or {}, resume_step)
         first = file.first_start() or record
         file.append(record)
-        tracker = cls(uri, file, RunWriter(uri, first, run_id or spooled_run), offset)
+        writer = RunWriter(uri, first, run_id or sent.run_id, sent.attempt_ms)
+        tracker = cls(uri, file, writer, sent.offset)
         tracker._thread.start()
         tracker._wait_for_first_try(wait_s)
         return tracker
@@ -162,7 +163,7 @@ class Tracker:
         try:
             if self.run_id is None:
                 self._writer.connect()
-                self._spool.mark_sent(self._offset, self.run_id)
+                self._moved_to(self._offset)
             while batch := _next_batch(self._spool, self._offset):
                 self._send([record for record, _ in batch])
                 self._moved_to(batch[-1][1])
@@ -186,7 +187,7 @@ class Tracker:
                 self._note_rejected(error)
 
     def _moved_to(self, offset: int) -> None:
-        self._spool.mark_sent(offset, self.run_id)
+        self._spool.mark_sent(Sent(offset, self.run_id, self._writer.attempt_ms))
         with self._progress:
             self._offset = offset
             self._progress.notify_all()
@@ -231,7 +232,7 @@ def replay(spool: Path, uri: str) -> int:
     first = file.first_start()
     if first is None:
         raise ValueError(f"spool {str(spool)!r}: no such file, or it does not begin with a run")
-    writer = RunWriter(absolute_uri(uri), first, file.sent()[1])
+    writer = RunWriter(absolute_uri(uri), first, file.sent().run_id)
     writer.connect()
     num_points, offset = 0, 0
     while batch := _next_batch(file, offset):

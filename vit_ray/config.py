@@ -338,6 +338,49 @@ class ConvertConfig(Section):
     """Target size of a parquet file in MiB."""
     max_rejected_fraction: Fraction = 0.1
     """Refuse to commit when more of the source than this cannot be read as images."""
+    classes: tuple[str, ...] | None = None
+    """Class names in label order; unset = those that the source declares, or its sorted labels."""
+    shrink_to: Positive | None = None
+    """Re-encode images whose shorter side is longer than this; unset = keep every byte."""
+    shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
+    """JPEG quality of re-encoded images."""
+    cpus_per_task: PositiveFloat = 1.0
+    """CPUs that one conversion task reserves."""
+
+
+class VerifyConfig(Section):
+    """Checking a data set against its manifest."""
+
+    path: str
+    """Converted data set: a folder or `s3://` prefix."""
+    decode_fraction: Fraction = 0.01
+    """Share of the images to decode; checksums of all are checked always."""
+
+
+class SubsetConfig(Section):
+    """A nested part of a data set, by manifest alone."""
+
+    source: str
+    """Converted data set to take from."""
+    destination: str
+    """Folder of the new manifest."""
+    count: Positive | None = None
+    """Images to take; give this or `fraction`."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the images to take; give this or `count`."""
+
+
+class DeduplicateConfig(Section):
+    """Removing what a pre-training set shares with evaluation sets, by manifest alone."""
+
+    source: str
+    """Converted pre-training set."""
+    evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    """Converted sets whose images, exact or near, are left out."""
+    destination: str
+    """Folder of the new manifest and of the list of what was left out."""
+    max_distance: Annotated[int, Field(ge=0, le=128)] = 60
+    """Bits of 256 by which two perceptual hashes may differ."""
 
 
 class SweepConfig(Section):
@@ -457,6 +500,9 @@ class Recipe(Section):
     workers: WorkersConfig = WorkersConfig()
     tracking: TrackingConfig = TrackingConfig()
     convert: ConvertConfig | None = None
+    verify: VerifyConfig | None = None
+    subset: SubsetConfig | None = None
+    deduplicate: DeduplicateConfig | None = None
     sweep: SweepConfig | None = None
     study: StudyConfig | None = None
     plan: PlanConfig = PlanConfig()

@@ -43,9 +43,13 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
     return convert(
         config.source,
         config.destination,
-        format=config.format,  # type: ignore[arg-type]
+        format=config.format,
         seed=seed,
         rows_per_row_group=config.rows_per_row_group,
         shard_mib=config.shard_mib,
+        classes=config.classes,
+        shrink_to=config.shrink_to,
+        shrink_quality=config.shrink_quality,
         max_rejected_fraction=config.max_rejected_fraction,
+        num_cpus=config.cpus_per_task,
     )

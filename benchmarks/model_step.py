@@ -1,0 +1,223 @@
+"""Training steps per second of ViT-S/16 and ViT-B/16: this project's model and its peers.
+
+    python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
+        [--rounds 7] [--modes eager compiled] [--out FILE.md]
+
+A step is forward, softmax cross-entropy, backward and AdamW on one random batch that stays on the
+device; all models have the same size, batch, dtype, activation (tanh GELU) and optimiser. One
+process measures every model in turn, round after round, so that a change of the machine's pace
+falls on all of them. The ratio is the median over rounds of their time by our time in that round
+(above 1: ours is faster); beside wall time stands the CPU time of the process, which other
+programs on the machine disturb less. A peer that cannot be imported is listed as such. On a GPU
+where there is one, else on the CPU.
+"""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit_ray.models import build_model
+
+NUM_CLASSES = 1000
+IMAGE_SIZE = 224
+SIZES = {  # width, MLP width, heads; 12 blocks each
+    "ViT-S/16": (384, 1536, 6),
+    "ViT-B/16": (768, 3072, 12),
+}
+TIMM_NAMES = {"ViT-S/16": "vit_small_patch16_224", "ViT-B/16": "vit_base_patch16_224"}
+OURS = "vit_ray"
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Row:
+    """A model's seconds a step, wall and CPU time, round by round; or why it was not run."""
+
+    model: str
+    mode: str
+    peer: str
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+def our_model(name: str) -> nn.Module:
+    """This project's model."""
+    return build_model(name, NUM_CLASSES, IMAGE_SIZE)
+
+
+def transformers_model(name: str) -> nn.Module:
+    """Hugging Face transformers' ViT with its fused attention."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    width, mlp_dim, num_heads = SIZES[name]
+    config = ViTConfig(
+        hidden_size=width,
+        intermediate_size=mlp_dim,
+        num_attention_heads=num_heads,
+        num_labels=NUM_CLASSES,
+        hidden_act="gelu_pytorch_tanh",
+        layer_norm_eps=1e-6,
+    )
+    config._attn_implementation = "sdpa"
+
+    class Logits(nn.Module):
+        """Only the logits, so that all rows return the same."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = ViTForImageClassification(config)
+
+        def forward(self, images: Tensor) -> Tensor:
+            logits: Tensor = self.vit(images).logits
+            return logits
+
+    return Logits()
+
+
+def timm_model(name: str) -> nn.Module:
+    """timm's ViT."""
+    import timm
+
+    return timm.create_model(TIMM_NAMES[name], num_classes=NUM_CLASSES, act_layer="gelu_tanh")
+
+
+PEERS: dict[str, Callable[[str], nn.Module]] = {
+    OURS: our_model,
+    "transformers": transformers_model,
+    "timm": timm_model,
+}
+
+
+class Trainee:
+    """One model with its optimiser and batch, ready to take steps."""
+
+    def __init__(self, model: nn.Module, is_compiled: bool, batch: int, dtype: torch.dtype) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self.model = model.to(self.device, dtype).train()
+        self.forward: nn.Module = torch.compile(self.model) if is_compiled else self.model
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch, 3, IMAGE_SIZE, IMAGE_SIZE)
+        self.images = (torch.rand(shape, generator=generator) * 2 - 1).to(self.device, dtype)
+        labels = torch.randint(NUM_CLASSES, (batch,), generator=generator)
+        self.labels = labels.to(self.device)
+
+    def seconds(self, steps: int) -> tuple[float, float]:
+        """Wall and CPU seconds a step, over some steps."""
+        self._wait()
+        start_s, cpu_start_s = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            loss = F.cross_entropy(self.forward(self.images).float(), self.labels)
+            loss.backward()
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+        self._wait()
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
+        return elapsed_s / steps, cpu_s / steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) -> list[Row]:
+    """Every peer's seconds a step, their rounds interleaved."""
+    torch._dynamo.reset()
+    trainees: dict[str, Trainee] = {}
+    rows = {peer: Row(name, mode, peer) for peer in PEERS}
+    for peer, build in PEERS.items():
+        try:
+            trainees[peer] = Trainee(build(name), mode == "compiled", batch, dtype)
+        except ImportError as error:
+            rows[peer].note = f"cannot be imported: {error}"
+    steps = 20 if torch.cuda.is_available() else 1
+    for trainee in trainees.values():
+        trainee.seconds(3)
+    for turn in range(rounds):
+        # Each round begins with another model, so that none always follows the same one.
+        order = list(trainees)
+        for peer in order[turn % len(order) :] + order[: turn % len(order)]:
+            wall_s, cpu_s = trainees[peer].seconds(steps)
+            rows[peer].wall_s.append(wall_s)
+            rows[peer].cpu_s.append(cpu_s)
+    return list(rows.values())
+
+
+def table(rows: list[Row], batch: int) -> str:
+    """Markdown: images per second at the median, and theirs over ours."""
+    lines = [
+        "| model | mode | implementation | images/s | theirs / ours, wall | theirs / ours, CPU time "
+        "| step, fastest to slowest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        head = f"| {row.model} | {row.mode} | {row.peer}"
+        if not row.wall_s:
+            lines.append(f"{head} | - | - | - | {row.note} |")
+            continue
+        ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
+        rate = batch / statistics.median(row.wall_s)
+        lines.append(
+            f"{head} | {rate:.2f} | {_ratio(row.wall_s, ours.wall_s):.3f} "
+            f"| {_ratio(row.cpu_s, ours.cpu_s):.3f} "
+            f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def machine() -> str:
+    """Device, processor and versions."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        cpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+        names = [line.split(":", 1)[1].strip() for line in cpu.splitlines() if "Model name" in line]
+        device = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"{device}; Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for mode in arguments.modes or ["eager", "compiled"]:
+        for name in arguments.models:
+            dtype = getattr(torch, arguments.dtype)
+            rows += measure(name, mode, arguments.batch, dtype, arguments.rounds)
+            print(table(rows, arguments.batch), flush=True)
+    text = (
+        f"{machine()}; {date.today().isoformat()}\n\n"
+        f"batch {arguments.batch}, {arguments.dtype}, {arguments.rounds} rounds\n\n"
+        f"{table(rows, arguments.batch)}\n"
+    )
+    if arguments.out:
+        arguments.out.write_text(text)
+    print("\n" + text)
+
+
+if __name__ == "__main__":
+    main()

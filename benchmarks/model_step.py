@@ -159,8 +159,8 @@ def measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) -
 def table(rows: list[Row], batch: int) -> str:
     """Markdown: images per second at the median, and theirs over ours."""
     lines = [
-        "| model | mode | implementation | images/s | theirs / ours, wall | theirs / ours, CPU time "
-        "| step, fastest to slowest |",
+        "| model | mode | implementation | images/s | theirs / ours, wall "
+        "| theirs / ours, CPU time | step, fastest to slowest |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -9,6 +9,7 @@ from vit_ray.launch.mlflow_store import absolute_uri, open_client
 from vit_ray.launch.past_runs import newest_run
 from vit_ray.launch.preflight import spool_path
 from vit_ray.report.page import build_report
+from vit_ray.report.runs import require_store
 
 
 def write_page(recipe: Recipe, run_id: str | None) -> Path:
@@ -30,6 +31,7 @@ def report(recipe: Recipe) -> Path:
     Raises:
         ValueError: MLflow has no such runs.
     """
+    require_store(recipe.tracking.uri)
     run_id = newest_run(recipe.tracking, recipe.name)
     page = write_page(recipe, run_id)
     if run_id is not None:

@@ -101,7 +101,7 @@ class Archive:
         Raises:
             ValueError: there is no such experiment or run, or it is empty.
         """
-        _require_store(uri)
+        require_store(uri)
         self._client = MlflowClient(uri)
         self.selection = selection
         self.parent: RecordedRun | None = None
@@ -175,8 +175,12 @@ def _family_of(root_id: str, runs: list[RecordedRun]) -> list[RecordedRun]:
         kept |= more
 
 
-def _require_store(uri: str) -> None:
-    """A report reads; it must not leave an empty database where a path was mistyped."""
+def require_store(uri: str) -> None:
+    """A report reads; it must not leave an empty database where a path was mistyped.
+
+    Raises:
+        ValueError: the address is of a SQLite file that does not exist.
+    """
     path = uri.removeprefix("sqlite:///")
     if path != uri and not Path(path).is_file():
         raise ValueError(

@@ -186,6 +186,15 @@ def test_the_objective_is_captured_as_one_graph() -> None:
     assert captured.item() == pytest.approx(objective(images, samples).item(), rel=1e-5)
 
 
+def test_without_samples_it_is_the_model_whose_features_can_be_read() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    captured: list[torch.Tensor] = []
+    objective.head.register_forward_pre_hook(lambda m, inputs: captured.append(inputs[0]))
+    images = some_images()
+    assert torch.equal(objective(images), objective.model(images))
+    assert torch.equal(captured[0], objective.model.features(images))
+
+
 def test_checkpointing_reaches_the_model_inside() -> None:
     objective = MaskedPatchObjective(small_model("ViT"))
     torch.nn.init.normal_(objective.prediction.weight)

@@ -171,14 +171,24 @@ class MaskedPatchObjective(nn.Module):
         if model.representation is not None:
             model.representation.requires_grad_(False)
 
-    def forward(self, images: Tensor, samples: Tensor, epoch: int = 0) -> Tensor:
+    @property
+    def head(self) -> nn.Linear:
+        """The model's own head, whose inputs are the features that few-shot accuracy measures."""
+        head: nn.Linear = self.model.head
+        return head
+
+    def forward(self, images: Tensor, samples: Tensor | None = None, epoch: int = 0) -> Tensor:
         """Mean loss over the corrupted patches, a float32 scalar.
 
         Args:
             images: float (B, 3, H, W) in [-1, 1].
-            samples: int64 (B,), global numbers of the images.
+            samples: int64 (B,), global numbers of the images. None gives the model's own logits of
+                the whole images, so that its features can be evaluated while it trains.
             epoch: 0-based pass over the data.
         """
+        if samples is None:
+            logits: Tensor = self.model(images)
+            return logits
         patches_BND = self.model.embed(images)
         corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, epoch)
         encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption))

@@ -150,7 +150,6 @@ def _run(
         parent=family.recorder if family else None,
         node_id=family.node_id if family else None,
     )
-    run_id = ray.get(recorder.run_id.remote())
     job = TrainJob(
         recipe=recipe,
         kind="evaluate" if kind == "evaluate" else "train",
@@ -160,7 +159,6 @@ def _run(
         data_fingerprint=plan.manifest.fingerprint,
         run_folder=f"{recipe.output.rstrip('/')}/{recipe.name}",
         is_new_head=kind in ("finetune", "sweep_trial"),
-        tracking_run_id=run_id,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
     )

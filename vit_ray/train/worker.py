@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,9 @@ from vit_ray.train.checkpoint import (
     Position,
     Snapshot,
     folder_name,
+    list_checkpoints,
     newest_checkpoint,
+    open_checkpoint,
     prune,
     write_snapshot,
 )
@@ -60,11 +63,10 @@ class TrainJob:
     data_fingerprint: str
     run_folder: str
     is_new_head: bool
-    tracking_run_id: str | None
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
     recorder: Any
-    """Actor handle: `metrics(step, values)`, `event(kind, text)`, `poll(rank, step)`."""
+    """Actor handle: `metrics`, `event`, `poll`, `fail`, `run_id`."""
 
 
 class HopelessError(RuntimeError):
@@ -128,6 +130,7 @@ class WorkerServices:
         self._failed_saves = 0
         micro = micro_batch_size(self._recipe, world_size)
         self._length = Length(job.total_steps, rank, world_size, micro)
+        self._batches = self._start_stream() if job.kind == "train" else iter(())
         self._engine = self._build_engine(micro, world_size)
         self._heart = Heart(job, rank, self._progress, self._hear_stop)
 
@@ -149,18 +152,15 @@ class WorkerServices:
         if self._job.kind == "evaluate":
             self.log(0, self.evaluate(0))
             return
-        shard = ray.train.get_dataset_shard("train")
-        share = self._length.share(self._recipe.train.global_batch_size)
-        with closing_batches(shard, share, self._recipe.data.prefetch_batches) as batches:
-            reason = run_training(
-                self._engine,
-                batches,
-                self._recipe,
-                self._length,
-                self,
-                self._progress,
-                self._compute(),
-            )
+        reason = run_training(
+            self._engine,
+            self._batches,
+            self._recipe,
+            self._length,
+            self,
+            self._progress,
+            self._compute(),
+        )
         if reason != "finished":
             self._tell("stopped", f"{reason}; checkpoint at step {self._progress.step}")
 
@@ -261,6 +261,27 @@ class WorkerServices:
 
     # Inside
 
+    def _start_stream(self) -> Iterator[dict[str, np.ndarray]]:
+        """The training batches; the first is being read while the engine is built."""
+        shard = ray.train.get_dataset_shard("train")
+        batches = iter(
+            shard.iter_batches(
+                batch_size=self._length.share(self._recipe.train.global_batch_size),
+                prefetch_batches=self._recipe.data.prefetch_batches,
+            )
+        )
+        reader = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
+        first = reader.submit(next, batches, None)
+        reader.shutdown(wait=False)
+
+        def joined() -> Iterator[dict[str, np.ndarray]]:
+            batch = first.result()
+            if batch is not None:
+                yield batch
+                yield from batches
+
+        return joined()
+
     def _build_engine(self, micro: int, world_size: int) -> DeepSpeedEngine:
         recipe, job = self._recipe, self._job
         torch.manual_seed(recipe.seed)
@@ -355,13 +376,22 @@ class WorkerServices:
             shapes=self._engine.shapes,
             recipe=self._recipe.model_dump(mode="json"),
             data_fingerprint=self._job.data_fingerprint,
-            tracking_run_id=self._job.tracking_run_id,
+            tracking_run_id=self._tracking_run_id(),
             best_eval_loss=progress.best_eval_loss,
             evals_without_best=progress.evals_without_best,
             train_seconds=progress.train_seconds,
             metrics=dict(progress.history),
             versions={"ray": ray.__version__, "torch": torch.__version__},
         )
+
+    def _tracking_run_id(self) -> str | None:
+        """Asked for late: MLflow opens its store while the workers start."""
+        if self._length.rank > 0:
+            return None  # only rank 0's position is kept
+        try:
+            return ray.get(self._job.recorder.run_id.remote(), timeout=20)
+        except ray.exceptions.GetTimeoutError:
+            return None
 
     def _write(self, snapshot: Snapshot, name: str) -> None:
         """In the upload thread. A failed save is told, and training goes on: the next may work."""
@@ -421,20 +451,6 @@ def make_loss(recipe: Recipe) -> LossFunction:
         return classification_loss(logits, labels, recipe.train).mean()
 
     return classify
-
-
-@contextlib.contextmanager
-def closing_batches(
-    shard: Any, batch_size: int, prefetch_batches: int
-) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-    """The shard's batches; leaving the block ends the stream."""
-    batches = iter(shard.iter_batches(batch_size=batch_size, prefetch_batches=prefetch_batches))
-    try:
-        yield batches
-    finally:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
 
 
 class Heart(threading.Thread):
@@ -508,8 +524,6 @@ def _preemption_notice() -> Any:
 def _best_step(run_folder: Location, keep_best: bool) -> set[int]:
     if not keep_best:
         return set()
-    from vit_ray.train.checkpoint import list_checkpoints, open_checkpoint
-
     opened = [open_checkpoint(folder) for _, folder in list_checkpoints(run_folder)]
     losses = {
         c.position.step: c.position.metrics["eval/loss"]
@@ -526,6 +540,3 @@ def _abridged(numbers: list[int], most: int = 64) -> str:
 
 def _largest(norms: dict[str, float], most: int = 8) -> list[tuple[str, float]]:
     return sorted(norms.items(), key=lambda item: -item[1])[:most]
-
-
-_ = asdict

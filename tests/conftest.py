@@ -1,0 +1,113 @@
+"""One Ray cluster for the whole session, a process of its own, and small real data sets on it."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Before Ray is imported anywhere: a token of this session's own, since its ports are open to the
+# network, and no accelerator that DeepSpeed could mistake the machine for.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["RAY_DEDUP_LOGS"] = "0"
+os.environ.pop("RAY_ADDRESS", None)
+
+import pytest
+import ray
+
+from vit_ray.data.convert import convert
+from vit_ray.data.digits import write_digits
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head node."""
+
+    address: str
+    dashboard: str
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on; all are held while they are chosen, so they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    for held in sockets:
+        held.bind(("127.0.0.1", 0))
+    ports = [held.getsockname()[1] for held in sockets]
+    for held in sockets:
+        held.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[Head]:
+    """A head node with 4 logical CPUs and the job server."""
+    port, dashboard, client = free_ports(3)
+    # Ray's sockets have names of at most 107 bytes, so the folder's must be short.
+    folder = tempfile.mkdtemp(prefix="vr", dir="/tmp")
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
+        f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+        "--num-cpus=4", "--num-gpus=0", "--object-store-memory=600000000",
+        f"--temp-dir={folder}", "--disable-usage-stats",
+    ]  # fmt: skip
+    with open(Path(folder) / "head.log", "w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            _wait_for(port, process, Path(folder) / "head.log")
+            _wait_for(dashboard, process, Path(folder) / "head.log")
+            yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"port {port} did not open: {log.read_text()[-3000:]}")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_head: Head) -> Iterator[Head]:
+    """This process connected to the session's cluster."""
+    ray.init(address=ray_head.address, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield ray_head
+    ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The handwritten digits: as files, and converted."""
+
+    images: Path
+    train: str
+    test: str
+
+
+@pytest.fixture(scope="session")
+def digits(ray_cluster: Head, tmp_path_factory: pytest.TempPathFactory) -> Digits:
+    """1,797 real images, 1,497 of them for training."""
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder / "images")
+    for split in ("train", "test"):
+        convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
+    return Digits(folder / "images", str(folder / "train"), str(folder / "test"))

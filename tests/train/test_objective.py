@@ -1,0 +1,48 @@
+"""Losses against torch's own, and the pixels' range."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vit_ray.config import TrainConfig
+from vit_ray.train.objective import classification_loss, multi_hot, normalize
+
+
+def test_pixels_become_minus_one_to_one_in_channels_first() -> None:
+    images = torch.zeros(1, 2, 3, 3, dtype=torch.uint8)
+    images[0, 1, 2] = torch.tensor([0, 51, 255], dtype=torch.uint8)
+    result = normalize(images, torch.float32)
+    assert result.shape == (1, 3, 2, 3)
+    assert result[0, :, 1, 2].tolist() == pytest.approx([-1.0, -0.6, 1.0], abs=1e-6)
+
+
+def test_softmax_of_single_labels_is_cross_entropy() -> None:
+    logits, labels = torch.randn(6, 5), torch.tensor([[0], [1], [2], [3], [4], [0]])
+    config = TrainConfig(loss="softmax", label_smoothing=0.1)
+    expected = F.cross_entropy(logits, labels[:, 0], reduction="none", label_smoothing=0.1)
+    assert torch.equal(classification_loss(logits, labels, config), expected)
+
+
+def test_softmax_of_several_labels_shares_the_probability() -> None:
+    logits, labels = torch.randn(1, 4), torch.tensor([[1, 3, -1]])
+    halves = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
+    expected = -(halves * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(classification_loss(logits, labels, TrainConfig()), expected)
+
+
+def test_sigmoid_sums_binary_cross_entropies_over_classes() -> None:
+    logits, labels = torch.randn(3, 4), torch.tensor([[1, -1], [0, 2], [-1, -1]])
+    targets = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    assert torch.equal(multi_hot(labels, 4), targets)
+    expected = sum(
+        F.binary_cross_entropy(logits[:, k].sigmoid(), targets[:, k], reduction="none")
+        for k in range(4)
+    )
+    loss = classification_loss(logits, labels, TrainConfig(loss="sigmoid"))
+    torch.testing.assert_close(loss, expected)
+
+
+def test_an_image_without_a_label_costs_nothing_with_softmax() -> None:
+    loss = classification_loss(torch.randn(2, 3), torch.tensor([[-1], [1]]), TrainConfig())
+    assert loss[0] == 0
+    assert loss[1] > 0

@@ -1,0 +1,42 @@
+"""The optimizer's groups, and one step against the formula's library."""
+
+import torch
+
+from tests.train.engine_runs import small_model
+from vit_ray.config import OptimConfig
+from vit_ray.train.optim import build_optimizer, state_names
+
+
+def test_only_matrices_and_kernels_decay() -> None:
+    model = small_model()
+    config = OptimConfig(weight_decay=0.1)
+    decayed, rest = build_optimizer(model, config, fused=False).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert rest["weight_decay"] == 0.0
+    names = {id(p): name for name, p in model.named_parameters()}
+    kept = {names[id(p)] for p in rest["params"]}
+    assert all("bias" in n or "norm" in n or "token" in n or "position" in n for n in kept)
+    assert len(decayed["params"]) + len(rest["params"]) == len(names)
+
+
+def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), fused=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_state_names_are_what_torch_keeps() -> None:
+    for name in ("adamw", "sgd"):
+        config = OptimConfig(name=name)
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        model = torch.nn.Module()
+        model.weight = parameter
+        optimizer = build_optimizer(model, config, fused=False)
+        parameter.grad = torch.ones(2, 2)
+        optimizer.step()
+        kept = {k for k, v in optimizer.state[parameter].items() if getattr(v, "ndim", 0) > 0}
+        assert kept == set(state_names(config))

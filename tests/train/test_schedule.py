@@ -1,0 +1,60 @@
+"""Learning rates against torch's own schedulers."""
+
+import pytest
+import torch
+
+from vit_ray.config import OptimConfig
+from vit_ray.train.schedule import lr_at
+
+TOTAL, WARMUP, PEAK = 50, 10, 0.3
+
+
+def torch_rates(
+    decay: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.SGD
+) -> list[float]:
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / WARMUP)
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], [WARMUP])
+    rates = []
+    for _ in range(TOTAL):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        both.step()
+    return rates
+
+
+def optimizer() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+
+
+def test_cosine_equals_torch() -> None:
+    sgd = optimizer()
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, TOTAL - WARMUP, eta_min=0.01)
+    config = OptimConfig(
+        learning_rate=PEAK, schedule="cosine", warmup_steps=WARMUP, end_learning_rate=0.01
+    )
+    ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
+    assert ours == pytest.approx(torch_rates(decay, sgd), rel=1e-9)
+
+
+def test_linear_equals_torch() -> None:
+    sgd = optimizer()
+    end = 1e-5
+    decay = torch.optim.lr_scheduler.LinearLR(
+        sgd, start_factor=1.0, end_factor=end / PEAK, total_iters=TOTAL - WARMUP
+    )
+    config = OptimConfig(
+        learning_rate=PEAK, schedule="linear", warmup_steps=WARMUP, end_learning_rate=end
+    )
+    ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
+    assert ours == pytest.approx(torch_rates(decay, sgd), rel=1e-9)
+
+
+def test_steps_fall_to_a_tenth_at_30_60_and_90_percent() -> None:
+    config = OptimConfig(learning_rate=1.0, schedule="steps")
+    ours = [lr_at(step, config, 100) for step in (0, 29, 30, 59, 60, 89, 90, 99)]
+    assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
+    config = OptimConfig(learning_rate=2.0, schedule="constant", warmup_steps=4)
+    assert [lr_at(step, config, 10) for step in (0, 2, 4, 9)] == [0.0, 1.0, 2.0, 2.0]

@@ -199,7 +199,7 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
     client = MlflowClient(uri)
     experiment = client.create_experiment("sweeps")
     parent = _run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
-    trials = [("sweep_trial", 0.001, 0, 0.8), ("sweep_trial", 0.003, 0, 0.9)]
+    trials = [("sweep_trial", 0.001, 0, 0.8), ("sweep_trial", 0.003, 0, 0.99)]
     trials += [("finetune", 0.003, seed, top1) for seed, top1 in enumerate((0.94, 0.95, 0.96))]
     for stage, rate, seed, top1 in trials:
         tags = {"vit_ray.kind": stage, "vit_ray.sweep_stage": stage}
@@ -208,8 +208,9 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
         name = f"{stage}-{rate}-{seed}"
         _run(client, experiment, name, params=params, tags=tags, metrics={"eval/top1": top1})
     text = Page(build_report(uri, parent, tmp_path / "r.html").read_text()).text
-    assert "Test top-1 95.00 +- 1.00 % over 3 seeds." in text
-    assert text.index("0.003 0 dev split 90.00") < text.index("0.001 0 dev split 80.00")
+    assert "Test top-1 95.00 +- 1.00 % over 3 seeds, learning rate 0.003." in text
+    assert "96.00 % best top-1 accuracy" in text  # not the dev split's 99
+    assert text.index("0.003 0 dev split 99.00") < text.index("0.001 0 dev split 80.00")
 
 
 def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):

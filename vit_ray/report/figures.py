@@ -127,6 +127,10 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
             for n in (1, 5, 10, 25)
         ),
         (Column("top-1 %", percent), _metric("eval/top1")),
+        (
+            Column("measured on"),
+            lambda run: _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", "")),
+        ),
         (Column("top-1 % averaged", percent), _metric("eval/averaged_top1")),
         (Column("top-5 %", percent), _metric("eval/top5")),
         (Column("eval loss", number), _metric("eval/loss")),
@@ -173,17 +177,30 @@ def sweep_table(runs: Sequence[RecordedRun]) -> Table:
     return Table("Trials of the learning-rate sweep", columns, rows).used()
 
 
-def sweep_summary(runs: Sequence[RecordedRun]) -> str:
-    """Mean and deviation over seeds of the runs with the chosen rate; empty if there are none."""
-    values = [
-        run.metrics["eval/top1"]
+def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
+    """For each sweep: mean and deviation over seeds of the runs with the chosen rate."""
+    finals = [
+        run
         for run in runs
         if run.tags.get("vit_ray.sweep_stage") == "finetune" and "eval/top1" in run.metrics
     ]
-    if not values:
-        return ""
-    spread = f" +- {percent(statistics.stdev(values))}" if len(values) > 1 else ""
-    return f"Test top-1 {percent(statistics.mean(values))}{spread} % over {len(values)} seeds."
+    sentences = []
+    for parent_id in dict.fromkeys(run.parent_id for run in finals):
+        chosen = [run for run in finals if run.parent_id == parent_id]
+        values = [run.metrics["eval/top1"] for run in chosen]
+        spread = f" +- {percent(statistics.stdev(values))}" if len(values) > 1 else ""
+        seeds = f"{len(values)} seeds" if len(values) > 1 else "one seed"
+        rates = sorted({chosen_run.params.get("optim.learning_rate", "?") for chosen_run in chosen})
+        sentences.append(
+            f"Test top-1 {percent(statistics.mean(values))}{spread} % over {seeds}, learning rate "
+            f"{', '.join(rates)}."
+        )
+    return sentences
+
+
+def is_tested(run: RecordedRun) -> bool:
+    """Whether its accuracy is of the evaluation set, not of a dev split that chose a rate."""
+    return run.tags.get("vit_ray.sweep_stage") != "sweep_trial"
 
 
 def paper_figure() -> str:

@@ -79,8 +79,8 @@ def _origin(archive: Archive) -> str:
 
 
 def _proxy_notice(runs: Sequence[RecordedRun]) -> str:
-    data = sorted({run.params["data.train"] for run in runs if "data.train" in run.params})
-    names = ", ".join(escape(_short_path(path)) for path in data) or "other data"
+    data = {_short_path(run.params["data.train"]) for run in runs if "data.train" in run.params}
+    names = ", ".join(escape(path) for path in sorted(data)) or "other data"
     return (
         '<p class="notice"><strong>These results are a proxy.</strong> The paper pre-trains on '
         f"JFT-300M, which is private. The runs here were trained on {names}, so their accuracies "
@@ -96,8 +96,9 @@ def _short_path(path: str) -> str:
 def _tiles(runs: Sequence[RecordedRun]) -> str:
     finished = sum(run.status == "FINISHED" for run in runs)
     tiles = {"trainings": str(len(runs)), "finished": str(finished)}
-    for key in figures.accuracies_of(runs):
-        best = max((run for run in runs if key in run.metrics), key=lambda run: run.metrics[key])
+    tested = [run for run in runs if figures.is_tested(run)]
+    for key in figures.accuracies_of(tested):
+        best = max((run for run in tested if key in run.metrics), key=lambda run: run.metrics[key])
         tiles[f"best {figures.ACCURACIES[key]}: {best.label}"] = f"{percent(best.metrics[key])} %"
     for key, name in (
         ("study/exaflops", "exaFLOPs in all"),
@@ -134,8 +135,9 @@ def _figure(svg: str, key: str, against: str) -> str:
 
 
 def _sweep(runs: Sequence[RecordedRun]) -> str:
-    table, summary = figures.sweep_table(runs), figures.sweep_summary(runs)
-    return f"<p>{summary}</p>{table.html()}" if table.rows else ""
+    table = figures.sweep_table(runs)
+    summary = "".join(f"<p>{sentence}</p>" for sentence in figures.sweep_summary(runs))
+    return summary + table.html() if table.rows else ""
 
 
 def _facts(run: RecordedRun) -> str:

@@ -81,7 +81,7 @@ class Table:
         for i, (column, value) in enumerate(zip(self.columns, row, strict=True)):
             text = escape(_text(column, value))
             if i == 0:
-                cells.append(f'<th scope="row">{text}</th>')
+                cells.append(f'<th scope="row"{_number_class(column)}>{text}</th>')
             else:
                 cells.append(f"<td{_number_class(column)}>{text}</td>")
         return "".join(cells)

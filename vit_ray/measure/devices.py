@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -20,17 +21,22 @@ class Device:
     sheet's figure, which adds both ways. NVLink, or PCIe where there is none."""
 
 
-# A part of the name that the driver reports -> figures. NVIDIA data sheets, SXM variants; the
-# first part that occurs in a name is its entry. B200: per GPU of the HGX B200.
+# Words of the name that the driver reports -> figures, from NVIDIA's data sheets; SXM variants
+# unless said. The first entry whose words occur in a name is taken. B200: per GPU of the HGX B200.
 _DEVICES = {
     "B200": Device(2250e12, 75e12, 180, 900),
     "H200": Device(989e12, 67e12, 141e9 / 2**30, 450),
     "H100 PCIe": Device(756e12, 51e12, 80, 64),
+    "H100 NVL": Device(835e12, 60e12, 94, 300),
     "H100": Device(989e12, 67e12, 80, 450),
+    "A100-SXM4-40GB": Device(312e12, 19.5e12, 40, 300),
+    "A100-PCIE-40GB": Device(312e12, 19.5e12, 40, 32),
+    "A100 80GB PCIe": Device(312e12, 19.5e12, 80, 32),
     "A100": Device(312e12, 19.5e12, 80, 300),
     "L40S": Device(362e12, 91.6e12, 48, 32),
     "L4": Device(121e12, 30.3e12, 24, 32),
     "A10": Device(125e12, 31.2e12, 24, 32),
+    "V100-SXM2-16GB": Device(15.7e12, 15.7e12, 16, 150),
     "V100": Device(15.7e12, 15.7e12, 32, 150),
     "T4": Device(8.1e12, 8.1e12, 16, 16),
 }
@@ -42,8 +48,13 @@ def device_names() -> list[str]:
 
 
 def find_device(name: str) -> Device | None:
-    """Figures for a device name such as "NVIDIA H200", or None if it is not listed."""
-    return next((device for part, device in _DEVICES.items() if part in name), None)
+    """Figures for a device name such as "NVIDIA H200", or None if it is not listed.
+
+    Only whole words count: a GH200 is no H200, and an A1000 no A100.
+    """
+    return next(
+        (device for words, device in _DEVICES.items() if re.search(rf"\b{words}\b", name)), None
+    )
 
 
 def peak_flops(name: str, precision: str) -> float | None:

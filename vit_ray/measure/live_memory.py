@@ -128,7 +128,7 @@ def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:
         for weight in weights
         if weight.requires_grad
     ]
-    with gpu_kernels(), LiveMemory(weights) as memory:
+    with LiveMemory(weights) as memory:
         forward().backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()

@@ -15,9 +15,11 @@ GIB = 1024**3
 BUCKET_ELEMENTS = 200_000_000
 # Elements that DeepSpeed's `engine.buffered_allreduce_fallback` copies at a time.
 FALLBACK_BUCKET_ELEMENTS = 500_000_000
-# Gathered weights that stage 3 holds at most: half of its reuse distance of 1e9, because a weight
-# is passed over twice between its forward and its backward use, and what it fetches ahead.
-STAGE3_LIVE_ELEMENTS = 500_000_000 + 50_000_000
+# Weights that stage 3 leaves gathered from the forward to the backward pass: those within its
+# reuse distance of 1e9 elements (`stage3_max_reuse_distance`), counted there and back.
+STAGE3_REUSED_ELEMENTS = 500_000_000
+# Weights that it gathers ahead (`stage3_prefetch_bucket_size`).
+STAGE3_PREFETCH_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,10 @@ def _backward_buffers(shape: StateShape) -> float:
     reduced = min(shape.num_parameters, BUCKET_ELEMENTS) * shape.weight_bytes
     if shape.stage < 3:
         return bucket * (2 if shape.overlaps else 1) + reduced
-    gathered = 0 if shape.world_size == 1 else min(shape.num_parameters, STAGE3_LIVE_ELEMENTS)
-    return bucket + reduced + gathered * shape.weight_bytes
+    everything = shape.num_parameters + shape.num_frozen
+    gathered = min(everything, STAGE3_REUSED_ELEMENTS + STAGE3_PREFETCH_ELEMENTS)
+    # A lone worker computes with its shard as it lies.
+    return bucket + reduced + (gathered * shape.weight_bytes if shape.world_size > 1 else 0)
 
 
 def _step_buffers(shape: StateShape) -> float:

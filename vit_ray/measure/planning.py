@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vit_ray.measure.memory import StateShape
+from vit_ray.measure.memory import STAGE3_REUSED_ELEMENTS, StateShape
 
 DAY_S = 86_400.0
 
@@ -36,22 +36,21 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     0.19.8 reduces its buckets by all-reduce and keeps a part
     (`stage_1_and_2.py: allreduce_and_copy_with_multiple_ranks`), although a reduce-scatter, half
     of that, is all it needs. Stages 1 and 2 then all-gather the new weights. Stage 3
-    reduce-scatters gradients and gathers weights twice in every pass: for the forward and for the
-    backward pass; weights that stay gathered in between (`STAGE3_LIVE_ELEMENTS`) are saved from
-    the second, which is not deducted here.
+    reduce-scatters gradients and gathers weights in every pass; weights that do not stay gathered
+    from the forward to the backward pass are gathered again.
 
     Args:
         accumulation_steps: passes per step.
     """
     ring = (shape.world_size - 1) / shape.world_size
-    trained = shape.num_parameters * shape.weight_bytes
+    trained = ring * shape.num_parameters * shape.weight_bytes
     if shape.stage == 3:
-        everything = (shape.num_parameters + shape.num_frozen) * shape.weight_bytes
-        return Traffic(
-            ring * trained * accumulation_steps, 2 * ring * everything * accumulation_steps
-        )
+        count = shape.num_parameters + shape.num_frozen
+        gathered = count + max(0, count - STAGE3_REUSED_ELEMENTS)
+        weights = ring * gathered * shape.weight_bytes
+        return Traffic(trained * accumulation_steps, weights * accumulation_steps)
     passes = accumulation_steps if shape.stage == 2 else 1
-    return Traffic(2 * ring * trained * passes, ring * trained if shape.stage else 0.0)
+    return Traffic(2 * trained * passes, trained if shape.stage else 0.0)
 
 
 @dataclass(frozen=True)

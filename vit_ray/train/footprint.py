@@ -37,7 +37,8 @@ def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
 def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
     """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment."""
     model = _prepared_model(recipe, num_classes)
-    peak = peak_bytes(_forward(model, recipe, batch_size), list(model.parameters()))
+    with gpu_kernels():
+        peak = peak_bytes(_forward(model, recipe, batch_size), list(model.parameters()))
     return Activations(kept=activation_bytes(recipe, num_classes, batch_size), peak=peak)
 
 

@@ -1,0 +1,64 @@
+"""Device figures against data sheets and torch's own table."""
+
+import pytest
+import torch
+from torch._inductor.analysis.device_info import lookup_device_info
+
+from vit_ray.measure.devices import device_names, find_device, peak_flops
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA A100"])
+def test_figures_agree_with_the_table_that_torch_keeps(name: str) -> None:
+    theirs, ours = lookup_device_info(name), find_device(name)
+    assert theirs is not None
+    assert ours is not None
+    dense = theirs.tops[torch.bfloat16] / theirs.tops_sparsity_factor * 1e12
+    assert ours.bf16_flops == pytest.approx(dense, rel=0.002)  # 312 and 312.5 are both printed
+    assert ours.fp32_flops == theirs.tops[torch.float32] * 1e12
+    assert ours.memory_gib == theirs.dram_gb
+
+
+@pytest.mark.parametrize(
+    ("name", "sparse_bf16_tflops", "memory_gb", "nvlink_both_ways_gb_per_s"),
+    # NVIDIA data sheets: H200 (2024), H100 SXM and NVL (2023).
+    [("H200", 1979, 141, 900), ("H100", 1979, 80, 900), ("H100 NVL", 1671, 94, 600)],
+)
+def test_figures_are_the_data_sheets(
+    name: str, sparse_bf16_tflops: float, memory_gb: float, nvlink_both_ways_gb_per_s: float
+) -> None:
+    device = find_device(f"NVIDIA {name}")
+    assert device is not None
+    assert device.bf16_flops / 1e12 == pytest.approx(sparse_bf16_tflops / 2, abs=0.6)
+    assert 0.93 <= device.memory_gib / memory_gb <= 1.0  # GB and GiB are both sold as GB
+    assert device.link_gb_per_s * 2 == nvlink_both_ways_gb_per_s
+
+
+@pytest.mark.parametrize(
+    ("reported", "entry"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_names_as_drivers_report_them_find_their_entry(reported: str, entry: str) -> None:
+    assert entry in device_names()
+    assert find_device(reported) is not None
+    assert find_device(reported) is find_device(entry)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA RTX A1000", "NVIDIA A10G", "cpu"])
+def test_a_name_that_only_contains_a_known_one_is_unknown(name: str) -> None:
+    assert find_device(name) is None
+    assert peak_flops(name, "bf16") is None
+
+
+def test_the_peak_is_that_of_the_precision() -> None:
+    assert peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops("NVIDIA H200", "fp32") == 67e12

@@ -1,0 +1,73 @@
+"""Memory of the training state against the ZeRO paper's worked example and by hand."""
+
+import dataclasses
+
+import pytest
+
+from vit_ray.measure.memory import GIB, Activations, StateShape, state_memory
+
+NOTHING = Activations(kept=0, peak=0)
+# Rajbhandari et al., Figure 1: 7.5 billion parameters on 64 devices, mixed precision, Adam.
+PAPER = StateShape(7_500_000_000, 0, 64, "bf16", moments=2, has_average=False, offload=False)
+
+
+def state_gb(shape: StateShape) -> float:
+    memory = state_memory(shape, NOTHING)
+    return (memory.weights + memory.gradients + memory.optimizer) * GIB / 1e9
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_state_is_that_of_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    shape = dataclasses.replace(PAPER, stage=stage)
+    # DeepSpeed's stage 1 sums gradients in fp32 beside the bf16 ones, which the paper's does not.
+    extra_gb = 4 * 7.5 if stage == 1 else 0.0
+    assert state_gb(shape) - extra_gb == pytest.approx(gigabytes, abs=0.06)
+
+
+def test_fp32_without_zero_needs_no_second_copy_of_the_weights() -> None:
+    shape = dataclasses.replace(PAPER, precision="fp32")
+    assert state_gb(shape) == pytest.approx(7.5 * (4 + 4 + 8))
+
+
+def test_momentum_alone_is_a_third_less_optimizer_state() -> None:
+    adam = state_memory(PAPER, NOTHING).optimizer
+    sgd = state_memory(dataclasses.replace(PAPER, moments=1), NOTHING).optimizer
+    assert sgd == pytest.approx(adam * 2 / 3)
+
+
+def test_averages_are_sharded_under_every_stage() -> None:
+    for stage in range(4):
+        shape = dataclasses.replace(PAPER, stage=stage, has_average=True)
+        assert state_memory(shape, NOTHING).averages * GIB == pytest.approx(4 * 7.5e9 / 64)
+
+
+def test_offloading_leaves_only_weights_and_gradients_on_the_device() -> None:
+    shape = dataclasses.replace(PAPER, stage=2, offload=True, has_average=True)
+    memory = state_memory(shape, NOTHING)
+    assert memory.optimizer == memory.averages == 0.0
+    assert memory.weights * GIB == 2 * 7.5e9
+
+
+def test_frozen_weights_cost_their_weights_only() -> None:
+    frozen = state_memory(dataclasses.replace(PAPER, num_frozen=10**9), NOTHING)
+    plain = state_memory(PAPER, NOTHING)
+    assert (frozen.total - plain.total) * GIB == pytest.approx(2e9)
+
+
+def test_buffers_of_the_step_reuse_the_room_of_the_activations() -> None:
+    small = StateShape(10_000_000, 0, 8, "bf16", moments=2, has_average=False, offload=False)
+    # fp32 gradients for the step: 40 MB. They need room of their own only beyond the activations.
+    assert state_memory(small, NOTHING).buffers * GIB == pytest.approx(40e6)
+    many = Activations(kept=100_000_000, peak=103_000_000)
+    assert state_memory(small, many).buffers * GIB == pytest.approx(3e6)
+    some = Activations(kept=30_000_000, peak=31_000_000)
+    assert state_memory(small, some).buffers * GIB == pytest.approx(10e6)
+
+
+def test_the_total_is_the_sum_of_the_parts_and_the_text_shows_them() -> None:
+    memory = state_memory(dataclasses.replace(PAPER, stage=2), Activations(2 * GIB, 3 * GIB))
+    parts = dataclasses.asdict(memory)
+    assert memory.total == pytest.approx(sum(parts.values()))
+    assert f"{memory.total:.2f} GiB" in str(memory)
+    assert "activations 2.00" in str(memory)
+    assert "averages" not in str(memory)

@@ -88,6 +88,23 @@ def convert_until_commit(
             convert(str(source), str(destination), **settings)
 
 
+def test_a_restart_makes_only_the_shards_that_were_not_finished(
+    ray_cluster: Any, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+    convert_until_commit(monkeypatch, image_folder, target, **settings)
+    shards = sorted(target.glob("part-*.parquet"))
+    content = shards[1].read_bytes()
+    (target / "_staging" / "shard-000001.json").unlink()
+    shards[1].write_bytes(b"half written")
+    made = {file: file.stat().st_mtime_ns for file in shards}
+    convert(str(image_folder), str(target), **settings)
+    again = {file: file.stat().st_mtime_ns for file in shards}
+    assert {file for file in shards if made[file] != again[file]} == {shards[1]}
+    assert shards[1].read_bytes() == content
+
+
 def test_a_restart_with_other_settings_is_refused(
     ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

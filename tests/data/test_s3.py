@@ -143,14 +143,14 @@ def test_convert_to_s3_and_stream_from_it_under_faults(
     """A driver of its own, whose workers get the credentials from their environment."""
     (buckets / "converted").mkdir(exist_ok=True)
     proxy.faults.set("503", remaining=12, every=7)
-    variables = environment(proxy)
+    variables = {**environment(proxy), "VIT_RAY_S3_TIMEOUT_S": "20"}
     command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]
     done = subprocess.run(
         [*command, str(image_folder)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -36,7 +36,12 @@ from vit_ray.data.schema import (
 )
 from vit_ray.data.selection import KeyedPermutation
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter
-from vit_ray.data.source_index import SourceIndex, build_index, table_entries
+from vit_ray.data.source_index import (
+    SourceIndex,
+    build_index,
+    read_row_groups,
+    table_entries,
+)
 from vit_ray.data.sources import INDEX_SCHEMA, Format, IndexEntry, SourceUnit, list_units
 from vit_ray.data.storage import Location, locate
 
@@ -171,7 +176,7 @@ def _plan(settings: _Settings, units: list[SourceUnit], folder: Location, num_cp
         plan = _Plan(
             settings, index.digest, index.classes, index.num_images, _num_shards(settings, index)
         )
-        _write_shard_lists(plan, index, staging)
+        with_retries(lambda: _write_shard_lists(plan, index, staging), "writing the shard lists")
     file.write(json.dumps(asdict(plan)).encode())
     return plan
 
@@ -263,9 +268,8 @@ class _ShardMaker:
 
 
 def _list_of(staging: Location, shard: int) -> list[IndexEntry]:
-    lists = staging.child(_LISTS)
-    with lists.filesystem.open_input_file(lists.path) as source:
-        return list(table_entries(pq.ParquetFile(source).read_row_group(shard)))
+    (table,) = read_row_groups(staging.child(_LISTS), only=shard)
+    return list(table_entries(table))
 
 
 def _read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:

@@ -4,6 +4,7 @@ Each unit's index is a parquet file in the staging folder, so that a restart doe
 driver joins them into one Arrow file on its local disk and maps it into memory.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -182,10 +183,29 @@ def _class_names(
 
 
 def _join(staging: Location, count: int, file: Path) -> None:
-    """All parts as one Arrow file, a batch at a time."""
+    """All parts as one Arrow file, a row group at a time."""
     with pa.ipc.new_file(str(file), INDEX_SCHEMA) as output:
         for index in range(count):
-            part = staging.child(_part_name(index))
-            with part.filesystem.open_input_file(part.path) as source:
-                for batch in pq.ParquetFile(source).iter_batches(_ENTRIES_AT_A_TIME):
-                    output.write(batch.cast(INDEX_SCHEMA))
+            for table in read_row_groups(staging.child(_part_name(index))):
+                output.write_table(table.cast(INDEX_SCHEMA))
+
+
+def read_row_groups(location: Location, only: int | None = None) -> Iterator[pa.Table]:
+    """The row groups of a parquet file, or one of them, each read with retries."""
+
+    def read_one(number: int) -> tuple[pa.Table, int]:
+        with location.filesystem.open_input_file(location.path) as source:
+            file = pq.ParquetFile(source)
+            count = file.metadata.num_row_groups
+            table = (
+                file.read_row_group(number) if number < count else file.schema_arrow.empty_table()
+            )
+            return table, count
+
+    number, count = only or 0, 1 if only is None else only + 1
+    while number < count:
+        what = f"reading {location.path}"
+        table, total = with_retries(functools.partial(read_one, number), what)
+        count = total if only is None else count
+        yield table
+        number += 1

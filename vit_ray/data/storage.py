@@ -83,7 +83,7 @@ class Location:
 
     def delete_folder(self) -> None:
         """Delete this folder and all below it."""
-        self.filesystem.delete_dir(self.path)
+        with_retries(lambda: self.filesystem.delete_dir(self.path), f"deleting {self.path}")
 
     @property
     def uri(self) -> str:
@@ -157,4 +157,5 @@ def _s3() -> fs.S3FileSystem:
         connect_timeout=_CONNECT_TIMEOUT_S,
         request_timeout=float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S)),
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+        allow_delayed_open=True,
     )

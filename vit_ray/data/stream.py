@@ -33,6 +33,7 @@ __all__ = [
     "training_stream",
 ]
 
+_WARM_WORKERS: Final = 64
 _FIRST_LEG_TASKS: Final = 512
 _LATER_LEG_TASKS: Final = 8192
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a leg."""
@@ -150,6 +151,7 @@ def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
         override_num_blocks=1,
     )
     _shape_blocks_as_given(dataset.context, job)
+    _warm_up(spec)
     dataset._vit_ray_legs = len(bounds)
     return dataset
 
@@ -169,6 +171,20 @@ def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
+    context._execution_idx = 0
+
+
+@ray.remote
+def _import_what_tasks_need() -> None:
+    """Unpickling this function imports this module, and with it all that a reading task uses."""
+
+
+def _warm_up(spec: StreamSpec) -> None:
+    """Let idle workers import while the stream's coordinator starts; nobody waits for it."""
+    cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    tasks = min(int(cpus / spec.num_cpus), spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
+    for _ in range(tasks):
+        _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
 
 
 class _BlockSource(Datasource):
@@ -192,7 +208,7 @@ class _BlockSource(Datasource):
     ) -> list[ReadTask]:
         """The tasks of the leg that the given execution is; of the first where none is given."""
         leg = 0 if data_context is None else data_context._execution_idx
-        first, last = self._bounds[min(leg, len(self._bounds) - 1)]
+        first, last = self._bounds[leg % len(self._bounds)]
         tasks = read_tasks(
             self._world, first, last, block_rows=self._block_rows, task_rows=self._task_rows
         )

@@ -11,7 +11,9 @@ from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.manifest import Manifest, open_dataset
 from vit_ray.data.reader import RowGroupReader
+from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.storage import Location
 
 _SAMPLE: Final = 6
 
@@ -113,6 +115,11 @@ class _FileChecker:
         return len(encoded.keys), decoded, found
 
 
+def _metadata(location: Location) -> pq.FileMetaData:
+    with location.filesystem.open_input_file(location.path) as source:
+        return pq.ParquetFile(source).metadata
+
+
 def _footer_problems(manifest: Manifest, groups: Any) -> list[Problem]:
     """Whether the file is there, has the size and row groups that the manifest says."""
     location = manifest.shard_location(int(groups[0]))
@@ -123,8 +130,7 @@ def _footer_problems(manifest: Manifest, groups: Any) -> list[Problem]:
     if size != entry.bytes:
         return [Problem(entry.path, f"the file has {size} bytes, expected {entry.bytes}")]
     try:
-        with location.filesystem.open_input_file(location.path) as source:
-            metadata = pq.ParquetFile(source).metadata
+        metadata = with_retries(lambda: _metadata(location), f"reading {location.path}")
     except (pa.ArrowException, OSError) as error:
         return [Problem(entry.path, f"the footer cannot be read ({error})")]
     for group in groups:

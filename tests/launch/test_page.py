@@ -5,7 +5,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray.config import recipe_from_dict
 from vit_ray.launch.mlflow_store import experiment_id, open_client
-from vit_ray.launch.page import print_page, report
+from vit_ray.launch.page import page_of, print_page, report
 
 
 @pytest.fixture
@@ -43,3 +43,12 @@ def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
     with pytest.raises(ValueError, match=r"tracking.uri=.*no such file"):
         report(recipe)
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog):
+    away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
+    open_client(away.tracking.uri)  # as the job has done: calls fail fast
+    assert page_of(away, "0" * 32) is None
+    assert "jobs/report.py makes it" in caplog.text
+    assert "hunter2" not in caplog.text
+    assert page_of(away, None) is None

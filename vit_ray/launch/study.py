@@ -17,7 +17,7 @@ from mlflow.entities import Run
 
 from vit_ray.config import Recipe, StudyModel
 from vit_ray.launch.cluster import connect
-from vit_ray.launch.page import write_page
+from vit_ray.launch.page import page_of
 from vit_ray.launch.past_runs import finished_children, newest_run
 from vit_ray.launch.preflight import RunPlan, check_cluster, plan_run, spool_path
 from vit_ray.launch.progress import shown_progress
@@ -154,7 +154,7 @@ def run_study(recipe: Recipe) -> StudyResult:
         with shown_progress(recorder, recipe.name, sum(plan.total_steps for plan in plans)):
             results = _run_cells(recipe, cells, plans, finished, recorder, parent_id)
         ray.get(recorder.metrics.remote(len(results), _totals(results)))
-        page = write_page(recipe, parent_id) if parent_id else None
+        page = page_of(recipe, parent_id)
         if page is not None:
             ray.get(recorder.artifact.remote(str(page)))
             ray.get(recorder.artifact.remote(str(page.with_suffix(".csv"))))

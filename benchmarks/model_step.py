@@ -1,7 +1,7 @@
 """Training steps per second of ViT-S/16 and ViT-B/16: this project's model and its peers.
 
     python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
-        [--rounds 7] [--modes eager compiled] [--out FILE.md]
+        [--rounds 7] [--threads 1] [--modes eager compiled] [--out FILE.md]
 
 A step is forward, softmax cross-entropy, backward and AdamW on one random batch that stays on the
 device; all models have the same size, batch, dtype, activation (tanh GELU) and optimiser. One
@@ -201,8 +201,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of torch; CPU time is even only with one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     rows: list[Row] = []
     for mode in arguments.modes or ["eager", "compiled"]:
         for name in arguments.models:

@@ -41,7 +41,7 @@ def _recipe(folder, models, train="data/train", test="data/test", **study):
         "train": {"global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32"}
         | {"log_every_steps": 1},
         "evaluate": {"few_shot_train": train, "few_shot_test": test, "shots": [1, 5]},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 10},
         "workers": {"use_gpu": False, "max_failures": 0},
         "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
         "study": {"models": models, "data_fractions": [1.0], "epochs": [1.0], **study},
@@ -141,7 +141,7 @@ def _kill_in_second_cell(folder, tree, address):
             start_new_session=True,
         )
         for _ in range(1200):
-            if len(_spooled_metrics(folder, "grid-two-data1-epochs4")) >= 5:
+            if len(_spooled_metrics(folder, "grid-two-data1-epochs4")) >= 25:
                 break
             assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
             time.sleep(0.1)

@@ -120,7 +120,7 @@ def main() -> None:
     augmentation = Augmentation("inception_crop", SIZE)
     lines = [
         f"# data_decode: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
-        f"`python benchmarks/data_decode.py {args.folder}`: {len(images)} images, "
+        f"`python benchmarks/data_decode.py {args.folder.name}`: {len(images)} images, "
         f"{DRAWS} crops each.",
         "\nPSNR in dB against Pillow's full decode and antialiased bilinear resize:\n",
         "| crop side / 224 | crops | vit_ray mean | vit_ray 5th percentile | plain OpenCV mean | "

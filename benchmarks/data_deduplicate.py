@@ -84,7 +84,7 @@ def main() -> None:
     index = HashIndex(np.concatenate(crops))
     lines = [
         f"# data_deduplicate: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
-        f"`python benchmarks/data_deduplicate.py {args.folder} --limit {args.limit}`: "
+        f"`python benchmarks/data_deduplicate.py {args.folder.name} --limit {args.limit}`: "
         f"{len(known)} evaluation images, {len(others)} others, threshold {THRESHOLD} of 256 "
         "bits.\n",
         "| transform | recall | found as another image |",

@@ -4,10 +4,12 @@
 
 All rows decode the same images with the same crop distribution, each in its own process tree on all
 cores, from local files in the page cache; the rate is over the seconds after the warm-up, and the
-time to the first batch is stated apart. Peers that cannot be imported are listed as such.
+time to the first batch is stated apart. Where other work shares the machine, the CPU time an image
+is the fairer figure: all rows are bound by it. Peers that cannot be imported are listed as such.
 """
 
 import argparse
+import contextlib
 import importlib.machinery
 import io
 import json
@@ -274,14 +276,25 @@ def measure(name: str, data: Path, seconds: float) -> None:
     first_s = time.perf_counter() - started
     while time.perf_counter() - started < first_s + WARM_UP_S:
         next(iter(batches))
-    count, begin = 0, time.perf_counter()
+    count, begin, cpu_s = 0, time.perf_counter(), tree_cpu_s()
     while time.perf_counter() - begin < seconds:
         count += len(next(iter(batches)))
     rate = count / (time.perf_counter() - begin)
-    print(json.dumps({"rate": rate, "first_s": first_s, "started": started}), flush=True)
+    cpu_ms = (tree_cpu_s() - cpu_s) / count * 1000
+    figures = {"rate": rate, "cpu_ms": cpu_ms, "first_s": first_s, "started": started}
+    print(json.dumps(figures), flush=True)
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(0)
+
+
+def tree_cpu_s() -> float:
+    """CPU seconds of this process and its descendants."""
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def run_apart(name: str, data: Path, seconds: float) -> dict[str, Any]:
@@ -357,17 +370,19 @@ def convert_set(data: Path) -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown with the rate of each contender and our ratio to it."""
-    ours = results["vit_ray stream"]["rate"]
+    ours, our_cpu_ms = (results["vit_ray stream"][name] for name in ("rate", "cpu_ms"))
     lines = [
-        "| contender | images/s | ours / it | first batch, s | private RSS, MiB | shared, MiB |",
-        "|---|---|---|---|---|---|",
+        "| contender | images/s | ours / it | CPU ms an image | its / ours | first batch, s | "
+        "private RSS, MiB | shared, MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
         if "error" in row:
-            lines.append(f"| {name} | not run: `{row['error']}` | | | | |")
+            lines.append(f"| {name} | not run: `{row['error']}` | | | | | | |")
             continue
         lines.append(
-            f"| {name} | {row['rate']:.0f} | {ours / row['rate']:.2f} | {row['first_s']:.1f} | "
+            f"| {name} | {row['rate']:.0f} | {ours / row['rate']:.2f} | {row['cpu_ms']:.3f} | "
+            f"{row['cpu_ms'] / our_cpu_ms:.2f} | {row['first_s']:.1f} | "
             f"{row['rss'] >> 20} | {row['shared'] >> 20} |"
         )
     return "\n".join(lines)
@@ -400,7 +415,7 @@ def main() -> None:
     command = f"--rows {args.rows} --seconds {args.seconds:g} --rounds {args.rounds}"
     report = (
         f"# data_stream: {time.strftime('%Y-%m-%d')}, {platform.machine()}, {CORES} cores\n\n"
-        f"`python benchmarks/data_stream.py {args.folder} {command}`; best of the rounds.\n\n"
+        f"`python benchmarks/data_stream.py {args.folder.name} {command}`; best of the rounds.\n\n"
         f"{table(results)}\n"
     )
     print(report)

@@ -36,7 +36,7 @@ def serve_s3(folder: Path) -> Iterator[int]:
     port = free_port()
     command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off"]
-    command += ["--dir-cache-time", "0s", "-q"]
+    command.append("-q")
     environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
     server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:

@@ -23,13 +23,14 @@ from vit_ray.data.storage import locate
 
 @pytest.fixture(scope="module")
 def buckets(tmp_path_factory: pytest.TempPathFactory, dataset: Manifest) -> Path:
-    """Buckets as folders; `sets/small` holds the data set, `empty` nothing."""
+    """Buckets as folders: `sets/small` holds the data set, `sets/holed` lacks a shard of it."""
     folder = tmp_path_factory.mktemp("buckets")
-    (folder / "empty").mkdir()
-    target = folder / "sets" / "small"
-    target.mkdir(parents=True)
+    for name in ("empty", "converted", "sets/small", "sets/holed"):
+        (folder / name).mkdir(parents=True)
     for file in Path(dataset.root).iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+        (folder / "sets" / "small" / file.name).write_bytes(file.read_bytes())
+        if file.name != dataset.files[0].path:
+            (folder / "sets" / "holed" / file.name).write_bytes(file.read_bytes())
     return folder
 
 
@@ -94,18 +95,12 @@ def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path) -> None:
     assert len(s3.faults.injected) == 3
 
 
-def test_what_is_truly_gone_is_named(s3: FaultProxy, buckets: Path, dataset: Manifest) -> None:
+def test_what_is_truly_gone_is_named(s3: FaultProxy) -> None:
     with pytest.raises(ValueError, match="no data set at 's3://empty/nothing'"):
         open_dataset("s3://empty/nothing")
-    remote = open_dataset("s3://sets/small")
-    hidden = buckets / "sets" / "small" / remote.files[0].path
-    content = hidden.read_bytes()
-    hidden.unlink()
-    try:
-        with pytest.raises(ValueError, match=rf"{remote.files[0].path}' is missing"):
-            RowGroupReader(remote).read(0)
-    finally:
-        hidden.write_bytes(content)
+    remote = open_dataset("s3://sets/holed")
+    with pytest.raises(ValueError, match=rf"{remote.files[0].path}' is missing"):
+        RowGroupReader(remote).read(0)
 
 
 def test_a_wrong_key_fails_soon_and_clearly(
@@ -141,7 +136,6 @@ def test_convert_to_s3_and_stream_from_it_under_faults(
     ray_cluster: Any, proxy: FaultProxy, buckets: Path, image_folder: Path, dataset: Manifest
 ) -> None:
     """A driver of its own, whose workers get the credentials from their environment."""
-    (buckets / "converted").mkdir(exist_ok=True)
     proxy.faults.set("503", remaining=12, every=7)
     variables = {**environment(proxy), "VIT_RAY_S3_TIMEOUT_S": "20"}
     command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]

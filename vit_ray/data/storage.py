@@ -1,7 +1,9 @@
 """Where data sets lie: a local folder or an `s3://` address, behind one pyarrow file system."""
 
+import contextlib
 import os
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -9,6 +11,8 @@ from typing import Final
 from pyarrow import fs
 
 from vit_ray.data.retry import with_retries
+
+_DELETING_THREADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,23 @@ class Location:
         return with_retries(list_once, f"listing {self.path}")
 
     def delete_folder(self) -> None:
-        """Delete this folder and all below it."""
-        with_retries(lambda: self.filesystem.delete_dir(self.path), f"deleting {self.path}")
+        """Delete this folder and all below it.
+
+        File by file on S3, which has no folders: deleting one there makes and deletes marker keys,
+        after which some servers no longer find its neighbours (rclone 1.75).
+        """
+        if self.is_local:
+            self.filesystem.delete_dir(self.path)
+            return
+        with ThreadPoolExecutor(_DELETING_THREADS) as pool:
+            list(pool.map(self._delete_file, [info.path for info in self.list_files()]))
+
+    def _delete_file(self, path: str) -> None:
+        def delete_once() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(path)
+
+        with_retries(delete_once, f"deleting {path}")
 
     @property
     def uri(self) -> str:

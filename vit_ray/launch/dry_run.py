@@ -14,7 +14,7 @@ from vit_ray.launch.preflight import check_batch
 from vit_ray.launch.sweep import sweep_of, trial_recipe
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.train.footprint import estimate_memory, largest_micro_batch
-from vit_ray.train.worker import micro_batch_size
+from vit_ray.train.micro_batch import micro_batch_size
 
 
 def describe_training(recipe: Recipe) -> str:

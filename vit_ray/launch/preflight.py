@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from vit_ray.data.selection import RowSelection, split_rows
 from vit_ray.data.storage import locate
 from vit_ray.data.stream import StreamSpec
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.train.checkpoint import Checkpoint, newest_verified_checkpoint
-from vit_ray.train.worker import micro_batch_size
+from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
+from vit_ray.train.micro_batch import micro_batch_size
+from vit_ray.train.start import WEIGHT_FILES
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,21 @@ def find_resume_point(recipe: Recipe) -> Checkpoint | None:
     return checkpoint
 
 
+def check_weights(recipe: Recipe) -> None:
+    """What `init_from` names is there; its tensors are checked when they are loaded.
+
+    Raises:
+        ValueError: there is nothing, or no checkpoint in it is good.
+    """
+    path = recipe.init_from
+    if path is None:
+        return
+    if not path.endswith(WEIGHT_FILES):
+        find_weights(path)
+    elif not locate(path).exists():
+        raise ValueError(f"init_from={path!r}: no such file")
+
+
 def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> None:
     """What fixes the meaning of a checkpoint's position must be as it was.
 
@@ -142,7 +159,7 @@ def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> 
         ValueError: naming each difference.
     """
     position = checkpoint.position
-    before = Recipe.model_validate_json(_json(position.recipe))
+    before = Recipe.model_validate_json(json.dumps(position.recipe))
     changed = [
         f"{key} was {old!r} and is {new!r}"
         for key, old, new in (
@@ -216,12 +233,6 @@ def _default_resize(recipe: Recipe) -> int:
     size = recipe.model.image_size
     longest = size if isinstance(size, int) else max(size)
     return round(longest * 8 / 7)
-
-
-def _json(tree: dict[str, object]) -> str:
-    import json
-
-    return json.dumps(tree)
 
 
 def spool_path(recipe: Recipe) -> Path:

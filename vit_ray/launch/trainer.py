@@ -25,6 +25,7 @@ from vit_ray.launch.preflight import (
     RunPlan,
     check_cluster,
     check_same_run,
+    check_weights,
     find_resume_point,
     plan_run,
     spool_path,
@@ -98,6 +99,8 @@ def train(
         check_same_run(recipe, resume_from, plan.manifest.fingerprint)
         if resume_from.position.step >= plan.total_steps:
             return _finished_before(recipe, resume_from, plan.total_steps)
+    else:
+        check_weights(recipe)
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     return _run(recipe, plan, kind, tags or {}, cluster, use_gpu, resume_from, family)
@@ -124,6 +127,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         raise ValueError("init_from is not set; give the run, checkpoint or file to evaluate")
     recipe = recipe.with_absolute_paths()
     plan = plan_run(recipe, needs_train=False)
+    check_weights(recipe)
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     return _run(recipe, plan, "evaluate", {}, cluster, use_gpu, None).metrics
@@ -324,14 +328,18 @@ def run_facts(kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]
 
 
 def git_commit() -> str:
-    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout."""
+    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
+
+    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
+    """
+    if told := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return told
     here = os.path.dirname(os.path.abspath(__file__))
     try:
         commit = _git("rev-parse", "HEAD", cwd=here)
         return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
     except (OSError, subprocess.CalledProcessError):
-        # A job's working directory travels without .git; the submitter may say it.
-        return os.environ.get("VIT_RAY_GIT_COMMIT", "unknown")
+        return "unknown"
 
 
 def _git(*arguments: str, cwd: str) -> str:

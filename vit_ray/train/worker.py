@@ -30,6 +30,7 @@ from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs
+from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.train.checkpoint import (
     Checkpoint,
     Position,
@@ -44,7 +45,9 @@ from vit_ray.train.checkpoint import (
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
+from vit_ray.train.footprint import largest_micro_batch
 from vit_ray.train.loop import Length, Progress, run_training
+from vit_ray.train.micro_batch import CPU_MOST, halve_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.start import initialize_weights
 
@@ -73,19 +76,10 @@ class HopelessError(RuntimeError):
     """Every worker fails alike and would again: the run must end, and not be restarted."""
 
 
-def micro_batch_size(recipe: Recipe, world_size: int) -> int:
-    """Images per worker and pass for this many workers.
-
-    A recipe's own number holds for a fixed group. In an elastic group it is the most, and the
-    largest divisor of the worker's share is taken.
-    """
-    share = recipe.train.global_batch_size // world_size
-    wanted = recipe.train.micro_batch_size
-    if isinstance(wanted, int) and isinstance(recipe.workers.num_workers, int):
-        accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
-        return wanted
-    most = share if wanted == "auto" else min(wanted, share)
-    return next(size for size in range(most, 0, -1) if share % size == 0)
+def has_accuracy(recipe: Recipe) -> bool:
+    """Whether there are images to measure accuracy on, and a head that was trained."""
+    has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
+    return has_images and recipe.train.loss != "masked_patch"
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -125,10 +119,10 @@ class WorkerServices:
         self._run_folder = locate(job.run_folder)
         self._stop: str | None = None
         self._noticed_deadline: float | None = None
-        self._first_step_at: float | None = None
+        self._is_started = job.kind == "evaluate"
         self._progress = Progress()
         self._failed_saves = 0
-        micro = micro_batch_size(self._recipe, world_size)
+        micro = self._first_micro_batch(world_size)
         self._length = Length(job.total_steps, rank, world_size, micro)
         self._batches = self._start_stream() if job.kind == "train" else iter(())
         self._engine = self._build_engine(micro, world_size)
@@ -146,6 +140,9 @@ class WorkerServices:
             # All ranks read one stream, and all are told when it fails.
             if isinstance(error.cause, ValueError):
                 raise HopelessError(str(error.cause)) from None
+            raise
+        except torch.OutOfMemoryError:
+            self._take_smaller_micro_batch()
             raise
 
     def _run(self) -> None:
@@ -172,14 +169,8 @@ class WorkerServices:
     # What the loop asks for
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum over ranks; also where the first step of an attempt is noticed."""
-        result = all_sum(values, self._engine.device)
-        if self._first_step_at is None and len(values) == 3:
-            self._first_step_at = time.time()
-            since_ray = self._first_step_at - self._job.ray_ready_s
-            self.log(self._progress.step + 1, {"startup/first_step_s": since_ray})
-            self._tell("first step", f"{since_ray:.1f} s after Ray was up")
-        return result
+        """Sum over ranks."""
+        return all_sum(values, self._engine.device)
 
     def max(self, values: list[float]) -> list[float]:
         """Maximum over ranks."""
@@ -187,8 +178,14 @@ class WorkerServices:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Send metrics to the one writer; nothing waits for it."""
-        if self._length.rank == 0 and metrics:
-            self._job.recorder.metrics.remote(step, metrics)
+        if self._length.rank > 0 or not metrics:
+            return
+        if not self._is_started:  # the loop logs the first step of every attempt
+            self._is_started = True
+            since_ray_s = time.time() - self._job.ray_ready_s
+            metrics = {**metrics, "startup/first_step_s": since_ray_s}
+            self._tell("first step", f"{since_ray_s:.1f} s after Ray was up")
+        self._job.recorder.metrics.remote(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights."""
@@ -261,6 +258,25 @@ class WorkerServices:
 
     # Inside
 
+    def _first_micro_batch(self, world_size: int) -> int:
+        """As the recipe says, within what fits by estimate and what has turned out to fit."""
+        recipe, limit = self._recipe, read_limit(self._run_folder)
+        if recipe.train.micro_batch_size == "auto" and limit is None:
+            limit = CPU_MOST
+            if torch.cuda.is_available():
+                memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+                limit = largest_micro_batch(recipe, self._job.num_classes, world_size, memory_gib)
+        return micro_batch_size(recipe, world_size, limit)
+
+    def _take_smaller_micro_batch(self) -> None:
+        """The group is restarted, and reads the new limit."""
+        failed = self._length.micro_batch_size
+        try:
+            limit = halve_limit(self._run_folder, failed)
+        except ValueError as error:
+            raise HopelessError(str(error)) from None
+        self._tell("out of memory", f"{failed} images per pass do not fit; trying {limit}")
+
     def _start_stream(self) -> Iterator[dict[str, np.ndarray]]:
         """The training batches; the first is being read while the engine is built."""
         shard = ray.train.get_dataset_shard("train")
@@ -285,9 +301,11 @@ class WorkerServices:
     def _build_engine(self, micro: int, world_size: int) -> DeepSpeedEngine:
         recipe, job = self._recipe, self._job
         torch.manual_seed(recipe.seed)
-        model = build_model(
+        model: nn.Module = build_model(
             recipe.model.name, job.num_classes, recipe.model.image_size, **recipe.model.options()
         )
+        if recipe.train.loss == "masked_patch":
+            model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
         checkpoint = newest_checkpoint(self._run_folder) if job.kind == "train" else None
         if checkpoint is None and recipe.init_from is not None:
             try:
@@ -304,11 +322,29 @@ class WorkerServices:
             accumulation_steps=accumulation_steps(
                 recipe.train.global_batch_size, micro, world_size
             ),
-            loss_function=make_loss(recipe),
+            loss_function=self._make_loss(),
         )
         if checkpoint is not None:
             self._restore(engine, checkpoint)
         return engine
+
+    def _make_loss(self) -> LossFunction:
+        """The recipe's loss as the engine calls it."""
+        train = self._recipe.train
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+
+        def classify(module: nn.Module, images: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+            return classification_loss(module(normalize(images, dtype)), labels, train).mean()
+
+        def predict_patches(
+            module: nn.Module, images: Tensor, _: Tensor, samples: Tensor
+        ) -> Tensor:
+            # The epoch of the batch's first image: other patches are corrupted in each epoch.
+            epoch = self._progress.step * train.global_batch_size // self._job.num_images
+            loss: Tensor = module(normalize(images, dtype), samples, epoch)
+            return loss
+
+        return predict_patches if train.loss == "masked_patch" else classify
 
     def _restore(self, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> None:
         engine.restore(checkpoint)
@@ -334,7 +370,7 @@ class WorkerServices:
     def _measure(self, prefix: str) -> dict[str, float]:
         config, recipe = self._recipe.evaluate, self._recipe
         metrics: dict[str, float] = {}
-        if recipe.data.eval is not None or recipe.data.held_out_fraction > 0:
+        if has_accuracy(recipe):
             accuracy = measure_accuracy(self._engine, self._eval_batches("eval"), recipe.train)
             metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
         if config.few_shot_train is not None:
@@ -416,7 +452,7 @@ class WorkerServices:
         self._stop = reason
 
     def _tell(self, kind: str, text: str) -> None:
-        if self._length.rank == 0 or kind in ("checkpoint failed", "preemption"):
+        if self._length.rank == 0 or kind in ("checkpoint failed", "preemption", "out of memory"):
             self._job.recorder.event.remote(kind, text, self._progress.step)
 
 
@@ -440,17 +476,6 @@ def write_with_retries(
                 raise
             sleep(2.0**attempt)
     raise AssertionError("unreachable")
-
-
-def make_loss(recipe: Recipe) -> LossFunction:
-    """The recipe's loss as the engine calls it."""
-    dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
-
-    def classify(module: nn.Module, images: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-        logits = module(normalize(images, dtype))
-        return classification_loss(logits, labels, recipe.train).mean()
-
-    return classify
 
 
 class Heart(threading.Thread):

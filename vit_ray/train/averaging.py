@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_ray.train.fragments import Fragment, exchange_weights
+from vit_ray.train.fragments import Fragment, exchange_weights, weights_by_name
 
 
 class PolyakAverage:
@@ -32,24 +32,15 @@ class PolyakAverage:
 
     def by_name(self) -> dict[str, list[tuple[int, Tensor]]]:
         """Parameter name -> list of (start, averaged values (n,)) on this rank."""
-        return _by_name(self.fragments, self.values)
+        return weights_by_name(self.fragments, self.values)
 
     @contextmanager
     def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
         """The module computes with the averaged weights inside this block; all ranks enter it."""
-        # Without ZERO and in fp32 the module's weights are the masters: keep them aside.
+        # Without ZeRO and in fp32 the module's weights are the masters: keep them aside.
         masters = [f.weight.detach().clone() for f in self.fragments]
         exchange_weights(engine, names, self.by_name())
         try:
             yield
         finally:
-            exchange_weights(engine, names, _by_name(self.fragments, masters))
-
-
-def _by_name(
-    fragments: list[Fragment], values: list[Tensor]
-) -> dict[str, list[tuple[int, Tensor]]]:
-    grouped: dict[str, list[tuple[int, Tensor]]] = {}
-    for fragment, value in zip(fragments, values, strict=True):
-        grouped.setdefault(fragment.name, []).append((fragment.start, value))
-    return grouped
+            exchange_weights(engine, names, weights_by_name(self.fragments, masters))

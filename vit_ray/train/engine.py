@@ -25,10 +25,12 @@ from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snap
 from vit_ray.train.fragments import (
     Fragment,
     create_state,
+    exchange_weights,
     held_fragments,
     innermost,
     optimizer_state,
     owned_fragments,
+    weights_by_name,
 )
 from vit_ray.train.optim import build_optimizer, state_names
 
@@ -130,10 +132,12 @@ class DeepSpeedEngine:
         """Head inputs (B, D) and logits (B, K) in fp32, in evaluation mode; all ranks call it."""
         self._engine.eval()
         module: Any = self._engine.module
+        # An objective around a model (masked patches) is not what predicts; its model is.
+        predicts = getattr(module, "model", self._engine)
         captured: list[Tensor] = []
         hook = module.head.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         try:
-            logits = self._engine(images)
+            logits = predicts(images)
         finally:
             hook.remove()
             self._engine.train()
@@ -167,7 +171,7 @@ class DeepSpeedEngine:
         return counts[0] if counts else int(self._engine.global_steps - self._engine.skipped_steps)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint, exactly; the module must have been built with its weights."""
+        """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
         state = optimizer_state(self._engine)
         kinds = {WEIGHT: [(f, f.weight) for f in self._held]}
         for key in self._state_keys:
@@ -175,6 +179,8 @@ class DeepSpeedEngine:
         if self.average is not None and checkpoint.has_average():
             kinds[AVERAGE] = list(zip(self._owned, self.average.values, strict=True))
         checkpoint.fill(kinds)
+        masters = weights_by_name(self._owned, [f.weight for f in self._owned])
+        exchange_weights(self._engine, self._names, masters)
         for entry in state.values():
             if "step" in entry:
                 entry["step"].fill_(checkpoint.position.applied_steps)

@@ -151,13 +151,25 @@ def create_state(engine: Any, fragments: list[Fragment], keys: tuple[str, ...]) 
             entry["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
 
-def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: dict[str, Any]) -> None:
+Parts = dict[str, list[tuple[int, Tensor]]]
+"""Parameter name -> list of (start, values (n,))."""
+
+
+def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
+    """Values of fragments, grouped by the parameter that they are part of."""
+    grouped: Parts = {}
+    for fragment, value in zip(fragments, values, strict=True):
+        grouped.setdefault(fragment.name, []).append((fragment.start, value))
+    return grouped
+
+
+def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) -> None:
     """Give the module's own (possibly bf16) weights the values held as fragments.
 
     Every rank calls this. Masters are not touched where they are kept apart from the module.
 
     Args:
-        new: for each fragment that this rank owns, parameter name -> list of (start, fp32 (n,)).
+        new: fp32 values of the fragments that this rank owns.
     """
     if engine.zero_optimization_stage() == 3:
         for parameter, name in names.items():

@@ -20,8 +20,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> to
     """
     decayed, rest = decayed_parameters(model)
     groups = [
-        {"params": [p for _, p in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in rest], "weight_decay": 0.0},
+        {
+            "params": [p for _, p in parameters if p.requires_grad],
+            "weight_decay": decay,
+        }
+        for parameters, decay in ((decayed, config.weight_decay), (rest, 0.0))
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":

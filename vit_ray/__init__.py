@@ -2,7 +2,7 @@
 
 import os
 
-# Must be said before mlflow is imported anywhere: training tells nobody but its own tracking server.
+# Said before mlflow is imported anywhere: nobody but one's own server is told of a training.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 __version__ = "0.1.0"

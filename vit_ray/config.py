@@ -446,7 +446,7 @@ class InspectConfig(Section):
     path: str = "inspection"
     """Folder that the figures are written to."""
     num_images: Positive = 128
-    """Images that attention distance is averaged over (the paper's number), spread over the folder."""
+    """Images that attention distance is averaged over (the paper's number), over the folder."""
     averaged: bool | None = None
     """Averaged weights of a checkpoint; unset = if it has any."""
 

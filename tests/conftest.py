@@ -19,6 +19,8 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["RAY_DEDUP_LOGS"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
+# Submitted jobs say `python`, as a person in an active environment does.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 import pytest
 import ray

@@ -1,0 +1,102 @@
+"""What is wrong is said before anything starts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Digits
+from tests.end_to_end.runs import small_recipe
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster import ClusterShape, local_cpus
+from vit_ray.launch.preflight import check_cluster, find_resume_point, plan_run
+from vit_ray.launch.trainer import evaluate, finetune, train
+
+LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
+
+
+@pytest.fixture
+def recipe(digits: Digits, tmp_path: Path) -> Recipe:
+    return small_recipe("checked", digits, tmp_path)
+
+
+def test_a_plan_counts_images_and_steps(recipe: Recipe) -> None:
+    plan = plan_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
+    assert plan.num_images == 1497
+    assert plan.total_steps == round(1497 * 2 / 64)
+    assert plan.streams["eval"].num_images == 300
+
+
+def test_a_held_out_part_is_taken_from_the_training_set(recipe: Recipe) -> None:
+    plan = plan_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
+    assert (plan.num_images, plan.streams["eval"].num_images) == (1347, 150)
+
+
+def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
+    changes = {"eval": None, "held_out_fraction": 0.1, "fraction": 0.5}
+    assert plan_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"train": "/no/such/set"}}, "no data set at '/no/such/set'"),
+        ({"data": {"train": None}}, "data.train is not set"),
+        ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
+        ({"train": {"global_batch_size": 65}}, "does not divide among 2 workers"),
+        ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
+        ({"optim": {"steps": None}}, "the run has no length"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(
+    recipe: Recipe, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_run(recipe.with_changes(**changes))
+
+
+def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:
+    greedy = recipe.with_changes(workers={"num_workers": 2, "use_gpu": True})
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; the cluster has 0"):
+        check_cluster(greedy, LAPTOP)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; the cluster has 0"):
+        train(greedy)
+
+
+def test_workers_that_leave_no_cpu_for_data_are_refused(recipe: Recipe) -> None:
+    crowded = recipe.with_changes(workers={"num_workers": 4, "cpus_per_worker": 1.0})
+    with pytest.raises(ValueError, match="use at most 3 workers"):
+        check_cluster(crowded, LAPTOP)
+
+
+def test_gpus_are_used_if_there_are_any(recipe: Recipe) -> None:
+    assert check_cluster(recipe, LAPTOP) is False
+    assert check_cluster(recipe, ClusterShape(1, 16, 2, 0)) is True
+    stays = recipe.with_changes(workers={"use_gpu": False})
+    assert check_cluster(stays, ClusterShape(1, 16, 2, 0)) is False
+
+
+def test_a_local_cluster_has_room_for_workers_and_data(recipe: Recipe) -> None:
+    wide = recipe.with_changes(
+        workers={"num_workers": 3, "cpus_per_worker": 2.0}, data={"cpus_per_task": 1.0}
+    )
+    assert local_cpus(wide) == 8
+
+
+def test_resume_true_needs_a_run(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="resume=true, but"):
+        find_resume_point(recipe.with_changes(resume=True))
+    assert find_resume_point(recipe) is None
+
+
+def test_fine_tuning_and_evaluation_need_weights(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="init_from is not set"):
+        finetune(recipe)
+    with pytest.raises(ValueError, match="init_from is not set"):
+        evaluate(recipe)
+
+
+def test_weights_that_are_not_there_are_refused_before_anything_starts(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        finetune(recipe.with_changes(init_from="/no/such/run"))

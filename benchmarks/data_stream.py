@@ -118,7 +118,7 @@ def webdataset_loader(data: Path, decoder: str) -> Iterator[Any]:
     def crop(sample: dict[str, Any]) -> np.ndarray:
         return CROPS[decoder](sample["jpg"], np.random.default_rng())
 
-    stages = webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False)
+    stages = webdataset.WebDataset(shards, resampled=True, empty_check=False)
     dataset = stages.shuffle(500).map(crop).batched(BATCH)
     loader = webdataset.WebLoader(
         dataset, batch_size=None, num_workers=CORES, worker_init_fn=one_thread, prefetch_factor=4

@@ -103,6 +103,15 @@ def test_what_is_truly_gone_is_named(s3: FaultProxy) -> None:
         RowGroupReader(remote).read(0)
 
 
+def test_a_folder_is_deleted_and_its_neighbour_is_not(s3: FaultProxy) -> None:
+    folder = locate("s3://empty/work")
+    for name in ("a/1", "a/2", "a/b/3", "kept"):
+        folder.child(name).write(b"x")
+    s3.faults.set("503", remaining=2, path="work", every=2)
+    folder.child("a").delete_folder()
+    assert [info.base_name for info in folder.list_files()] == ["kept"]
+
+
 def test_a_wrong_key_fails_soon_and_clearly(
     s3: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

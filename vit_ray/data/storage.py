@@ -3,7 +3,6 @@
 import contextlib
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -11,8 +10,6 @@ from typing import Final
 from pyarrow import fs
 
 from vit_ray.data.retry import with_retries
-
-_DELETING_THREADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -88,21 +85,21 @@ class Location:
     def delete_folder(self) -> None:
         """Delete this folder and all below it.
 
-        File by file on S3, which has no folders: deleting one there makes and deletes marker keys,
-        after which some servers no longer find its neighbours (rclone 1.75).
+        By s3fs on S3, in batches of keys and nothing else: pyarrow writes and deletes folder
+        markers besides, which some servers take for files (rclone 1.75).
         """
+        with_retries(self._delete_once, f"deleting {self.path}")
+
+    def _delete_once(self) -> None:
         if self.is_local:
             self.filesystem.delete_dir(self.path)
             return
-        with ThreadPoolExecutor(_DELETING_THREADS) as pool:
-            list(pool.map(self._delete_file, [info.path for info in self.list_files()]))
+        # Here and not above: it takes half a second, and reading tasks never delete.
+        from s3fs import S3FileSystem
 
-    def _delete_file(self, path: str) -> None:
-        def delete_once() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.delete_file(path)
-
-        with_retries(delete_once, f"deleting {path}")
+        store = S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+        with contextlib.suppress(FileNotFoundError):
+            store.rm(self.path, recursive=True)
 
     @property
     def uri(self) -> str:

@@ -69,8 +69,10 @@ class Recorder:
         self._stop: str | None = None
         self._failure: str | None = None
         self._system: SystemMetrics | None = None
-        if config.system_metrics and self._tracker.run_id:
-            self._system = SystemMetrics(self._tracker.run_id, config.uri, "node-0").start()
+        self._samplers: list[Any] = []
+        if config.system_metrics and (run := self._tracker.run_id):
+            self._system = SystemMetrics(run, config.uri, "node-0").start()
+            self._samplers = sample_other_nodes(run, config.uri)
 
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
@@ -131,12 +133,35 @@ class Recorder:
         """Write the history and end the run; False if MLflow has not taken all of it."""
         if self._system is not None:
             self._system.stop()
+        for sampler in self._samplers:
+            ray.kill(sampler)
         if self._standing.events:
             self._tracker.artifact_text("history.json", _history(self._standing.events))
             counts = collections.Counter(event.kind for event in self._standing.events)
             for kind, count in counts.items():
                 self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
         return self._tracker.finish(status)
+
+
+class NodeSampler:
+    """Runs as an actor on each node: its system metrics go straight into the run."""
+
+    def __init__(self, run_id: str, uri: str, node_id: str) -> None:
+        self._metrics = SystemMetrics(run_id, uri, node_id).start()
+
+
+def sample_other_nodes(run_id: str, uri: str) -> list[Any]:
+    """A sampler on every other node; none for a SQLite file, which only this node has."""
+    if not uri.startswith(("http://", "https://")):
+        return []
+    here = ray.get_runtime_context().get_node_id()
+    alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    return [
+        ray.remote(NodeSampler)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(run_id, uri, f"node-{index}")
+        for index, node in enumerate(sorted(set(alive) - {here}), start=1)
+    ]
 
 
 def start_recorder(

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.data.pictures import write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import convert
 from vit_ray.data.manifest import Manifest
+
+# A busy machine may take any time; no test here is about time.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from vit_ray.models.encoder import Block
 def masked_block(block: Block, x_BND: Tensor, may_meet: Tensor) -> Tensor:
     """An ordinary block whose tokens attend only where `may_meet` (N, N) is true."""
     normed = block.attention_norm(x_BND)
-    q, k, v = block.attention.qkv(normed).reshape(*x_BND.shape[:2], 3, 4, 8).unbind(2)
+    q, k, v = (part.reshape(*x_BND.shape[:2], 4, 8) for part in block.attention.qkv(normed))
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
     weights = logits.masked_fill(~may_meet, -torch.inf).softmax(-1)
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)

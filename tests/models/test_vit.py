@@ -110,17 +110,29 @@ def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
     positions: str, positions_at: str
 ) -> None:
     model = small_model("ViT", positions=positions, positions_at=positions_at).eval()
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, ...]] = []
     attention = model.blocks[1].attention
-    attention.qkv.register_forward_hook(lambda m, i, o: seen.append((o, o)))
+    attention.qkv.register_forward_hook(lambda m, i, o: seen.append(o))
     outputs: list[Tensor] = []
     attention.out.register_forward_pre_hook(lambda m, i: outputs.append(i[0]))
     with torch.no_grad():
         weights = model.attention_weights(some_images())[1]
-    values = seen[0][0][..., 64:].reshape(2, 17, 4, 8).transpose(1, 2)
+    values = seen[0][2].reshape(2, 17, 4, 8).transpose(1, 2)
     mixed = (weights @ values).transpose(1, 2).flatten(2)
     torch.testing.assert_close(outputs[0], mixed, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 17))
+
+
+@pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
+def test_leaving_out_what_no_output_depends_on_changes_no_output(
+    positions: str, positions_at: str
+) -> None:
+    model = small_model(
+        "ViT", positions=positions, positions_at=positions_at, representation=True
+    ).eval()
+    whole = model.pool(model.encode(model.embed(some_images())))
+    # Other shapes of the same products round another way.
+    torch.testing.assert_close(model.features(some_images()), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_relative_attention_is_the_sum_over_offsets_of_the_paper() -> None:
@@ -193,14 +205,15 @@ def test_dropout_is_where_the_paper_has_it_and_nowhere_else() -> None:
     model(some_images())
     blocks = [
         [
-            (f"blocks.{index}.dropout", (2, 17, 32)),
-            (f"blocks.{index}.mlp.dropout", (2, 17, 64)),
-            (f"blocks.{index}.mlp.dropout", (2, 17, 32)),
+            (f"blocks.{index}.dropout", torch.Size((2, 17, 32))),
+            (f"blocks.{index}.mlp.dropout", torch.Size((2, 17, 64))),
+            (f"blocks.{index}.mlp.dropout", torch.Size((2, 17, 32))),
         ]
         for index in (0, 1)
     ]
-    # After positions; then after the attention's output and after both layers of each MLP. None on
-    # attention weights, whose kernel is called without it, none in the head.
+    # After positions; then after the attention's output and after both layers of each MLP, of which
+    # the last is only for the class token. None on attention weights, none in the head.
+    blocks[1] = [(name, torch.Size((2, 1, shape[2]))) for name, shape in blocks[1]]
     assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
 
 

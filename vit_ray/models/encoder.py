@@ -36,17 +36,24 @@ class Attention(nn.Module):
         self.relative = relative
         self.out = XavierLinear(width, width)
 
-    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
-        """(B, N, D) to (B, N, D).
+    def forward(
+        self,
+        x_BND: Tensor,
+        weights_out: list[Tensor] | None = None,
+        num_queries: int | None = None,
+    ) -> Tensor:
+        """(B, N, D) to (B, N, D), or to (B, num_queries, D).
 
         Args:
             x_BND: normalised tokens.
             weights_out: where given, the attention weights (B, H, N, N) in float32 are appended;
                 the output still comes from the fused kernel.
+            num_queries: how many tokens, from the first on, are wanted; None for all.
         """
-        qkv: Tensor = self.qkv(x_BND)
-        parts = qkv.view(*x_BND.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q_BHNK, k_BHNK, v_BHNK = parts.unbind(0)
+        q_BHNK, k_BHNK, v_BHNK = (
+            part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for part in self.qkv(x_BND, num_queries)
+        )
         bias: Tensor | None = None if self.relative is None else self.relative(q_BHNK)
         if weights_out is not None:
             weights_out.append(attention_weights(q_BHNK, k_BHNK, bias))
@@ -98,9 +105,14 @@ class Block(nn.Module):
         self.mlp_norm = layer_norm(width)
         self.mlp = Mlp(width, mlp_dim, dropout)
 
-    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
-        """(B, N, D) to (B, N, D); `weights_out` as in `Attention.forward`."""
-        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_out)
-        x_BND = x_BND + self.dropout(mixed)
+    def forward(
+        self,
+        x_BND: Tensor,
+        weights_out: list[Tensor] | None = None,
+        num_queries: int | None = None,
+    ) -> Tensor:
+        """(B, N, D) to (B, N, D), or to (B, num_queries, D); arguments as `Attention.forward`."""
+        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_out, num_queries)
+        x_BND = x_BND[:, :num_queries] + self.dropout(mixed)
         out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND))
         return out

@@ -3,7 +3,8 @@
 Convention (the one that reproduces Table 6): a multiply-add is two operations, the backward pass
 costs twice the forward, recomputation and the optimiser are not counted. A convolution counts
 its kernel only where it lies on the image, as XLA's cost analysis does. Norms, activations,
-softmax and pooling are not counted.
+softmax and pooling are not counted. The last block of a ViT is counted whole, as in Table 6, though
+`VisionTransformer.features` works out only the class token of it.
 """
 
 from collections.abc import Callable

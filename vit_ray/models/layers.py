@@ -47,6 +47,23 @@ class QkvLinear(nn.Linear):
             nn.init.xavier_uniform_(kernel)
         nn.init.zeros_(self.bias)
 
+    def forward(  # type: ignore[override]  # three tensors, and fewer queries than keys
+        self, x: Tensor, num_queries: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, N, D) of (B, N, D); queries of the first tokens only.
+
+        Args:
+            x: tokens.
+            num_queries: how many of them ask, from the first on; None for all.
+        """
+        if num_queries is None:
+            q, k, v = F.linear(x, self.weight, self.bias).chunk(3, dim=-1)
+            return q, k, v
+        width = self.in_features
+        q = F.linear(x[:, :num_queries], self.weight[:width], self.bias[:width])
+        k, v = F.linear(x, self.weight[width:], self.bias[width:]).chunk(2, dim=-1)
+        return q, k, v
+
 
 class MlpLinear(nn.Linear):
     """Xavier-uniform kernel and a bias of standard deviation 1e-6: both layers of an MLP."""

@@ -90,24 +90,31 @@ class RelativePositions(nn.Module):
         nn.init.normal_(self.table, std=POSITION_STD)
 
     def forward(self, q_BHNK: Tensor) -> Tensor:
-        """Attention bias (B, H, N, N), scaled as the content logits are."""
-        num_tokens, head_width = q_BHNK.shape[-2:]
+        """Attention bias (B, H, N, N), scaled as the content logits are.
+
+        With the queries of the first M tokens only, (B, H, M, N).
+        """
+        head_width = q_BHNK.shape[-1]
+        num_tokens = (len(self.table) + 1) // 2
         # Offset q - k runs down the table; the flip makes column d stand for k - q + N - 1.
         scores = (q_BHNK * head_width**-0.5) @ self.table.flip(0).T
         return _align_offsets(scores, num_tokens)
 
 
 def _align_offsets(scores: Tensor, num_tokens: int) -> Tensor:
-    """(..., N, 2N - 1) by offset to (..., N, N) by key, with views instead of a gather.
+    """(..., M, 2N - 1) by offset to (..., M, N) by key, with views instead of a gather.
 
     Entry (q, k) is at column k - q + N - 1; in rows padded to 2N its flat place is
     q (2N - 1) + k + N - 1, which is a row length of 2N - 1 after N - 1 skipped entries.
     """
     flat = F.pad(scores, (0, 1)).flatten(-2)
     start = num_tokens - 1
-    row = 2 * num_tokens - 1
-    rows = flat[..., start : start + num_tokens * row]
-    return rows.reshape(*rows.shape[:-1], num_tokens, row)[..., :num_tokens]
+    row, num_queries = 2 * num_tokens - 1, scores.shape[-2]
+    missing = start + num_queries * row - flat.shape[-1]
+    if missing > 0:  # fewer queries than keys
+        flat = F.pad(flat, (0, missing))
+    rows = flat[..., start : start + num_queries * row]
+    return rows.reshape(*rows.shape[:-1], num_queries, row)[..., :num_tokens]
 
 
 def resize_table(

@@ -4,15 +4,15 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def run_block(block: nn.Module, x: Tensor, recomputes: bool) -> Tensor:
-    """`block(x)`; where `recomputes`, its activations are dropped and made again for the backward.
+def run_block(block: nn.Module, x: Tensor, recomputes: bool, *rest: object) -> Tensor:
+    """`block(x, *rest)`; where `recomputes`, its activations are made again for the backward.
 
     The random state is kept, so dropout drops the same units both times.
     """
     if not (recomputes and is_grad_enabled()):
-        output: Tensor = block(x)
+        output: Tensor = block(x, *rest)
         return output
-    recomputed: Tensor = checkpoint(block, x, use_reentrant=False, preserve_rng_state=True)
+    recomputed: Tensor = checkpoint(block, x, *rest, use_reentrant=False, preserve_rng_state=True)
     return recomputed
 
 

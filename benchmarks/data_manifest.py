@@ -27,7 +27,7 @@ WORLD_SIZE = 512
 def write(folder: Path) -> None:
     """A manifest with the sizes of JFT-300M and no shards behind it."""
     from vit_ray.data.manifest import RowGroupColumns, ShardFile, write_manifest
-    from vit_ray.data.storage import locate
+    from vit_ray.storage import locate
 
     rows = np.full(ROW_GROUPS, ROWS // ROW_GROUPS)
     rows[: ROWS % ROW_GROUPS] += 1

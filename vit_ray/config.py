@@ -114,9 +114,7 @@ class DataConfig(Section):
     max_tasks: Positive | None = None
     """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
     prefetch_batches: NotNegative = 2
-    """Micro-batches that a worker fetches ahead."""
-    device_decode: bool = False
-    """Send images encoded and decode them on the GPU (nvImageCodec)."""
+    """Steps' worth of images that a worker fetches ahead."""
 
 
 class OptimConfig(Section):
@@ -219,8 +217,6 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a better validation loss."""
     step_timeout_s: PositiveFloat = 600.0
     """A step that takes longer counts as hung: the attempt is ended and restarted."""
-    profile_steps: tuple[NotNegative, NotNegative] | None = None
-    """First and last step of a torch profiler trace, kept as an artifact."""
 
     @model_validator(mode="after")
     def _known_combinations(self) -> TrainConfig:

@@ -9,7 +9,7 @@ import pytest
 from vit_ray.data import open_dataset
 from vit_ray.data.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.reader import RowGroupReader
-from vit_ray.data.storage import locate
+from vit_ray.storage import locate
 
 
 def write_small(folder: Path, rows: list[int], **origin: int) -> str:

@@ -18,7 +18,7 @@ from vit_ray.data.images import Augmentation
 from vit_ray.data.layout import World
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.reader import RowGroupReader
-from vit_ray.data.storage import locate
+from vit_ray.storage import locate
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from transformers import ViTForImageClassification
 
 from tests.models.small import TINY_VIT, small_model, some_images
 from vit_ray.config import Recipe, recipe_from_dict
-from vit_ray.data.storage import locate
 from vit_ray.launch.exporting import export
 from vit_ray.launch.inspecting import inspect, read_images
 from vit_ray.launch.trained_model import load_trained_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.weights import save_weights
+from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import traceback
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty
 from typing import Any
 
 import torch
@@ -16,12 +21,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_main, args=(world_size, port, queue, function, args), nprocs=world_size, join=False)
-    results = dict(queue.get() for _ in range(world_size))
-    failures = [r for r in results.values() if isinstance(r, _Failure)]
-    if failures:
-        raise AssertionError(failures[0].trace)
+    queue = mp.get_context("spawn").Queue()
+    ranks = mp.spawn(_main, (world_size, port, queue, function, args), world_size, join=False)
+    # Plain pickles: torch would share tensors through processes that are gone by then.
+    results: dict[int, Any] = {}
+    while len(results) < world_size:
+        try:
+            rank, result = pickle.loads(queue.get(timeout=1.0))
+        except Empty:
+            dead = [p.exitcode for p in ranks.processes if p.exitcode]
+            assert not dead, f"a rank died with exit code {dead[0]}"
+            continue
+        assert not isinstance(result, _Failure), result.trace
+        results[rank] = result
+    while not ranks.join():
+        pass
     return [results[rank] for rank in range(world_size)]
 
 
@@ -33,8 +47,6 @@ class _Failure:
 def _main(
     rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], args: Any
 ) -> None:
-    import traceback
-
     os.environ.update(
         DS_ACCELERATOR="cpu",
         MASTER_ADDR="127.0.0.1",
@@ -44,10 +56,13 @@ def _main(
         WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    warnings.filterwarnings("ignore")
+    torch.distributed.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+    )
     try:
-        queue.put((rank, function(rank, *args)))
+        queue.put(pickle.dumps((rank, function(rank, *args))))
     except BaseException:
-        queue.put((rank, _Failure(traceback.format_exc())))
+        queue.put(pickle.dumps((rank, _Failure(traceback.format_exc()))))
     finally:
         torch.distributed.destroy_process_group()

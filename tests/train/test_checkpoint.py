@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit_ray.data.storage import Location, locate
+from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import (
     DamagedCheckpointError,
     Position,

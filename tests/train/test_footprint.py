@@ -66,7 +66,8 @@ def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: 
 def test_vit_h_keeps_32_bytes_per_token_and_width_in_each_block() -> None:
     recipe = recipe_of({"name": "ViT-H/14"}, precision="bf16")
     kept = activation_bytes(recipe, 1000, 4)
-    assert kept / (4 * 257 * 1280 * 32) == pytest.approx(32, rel=0.02)
+    # 31 whole blocks; the last, of which only the class token is wanted, keeps a third of one.
+    assert kept / (4 * 257 * 1280 * 31) == pytest.approx(32, rel=0.02)
 
 
 def test_activations_grow_with_tokens_and_not_with_their_square() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vit_ray.config import Recipe, recipe_from_dict
-from vit_ray.data.storage import locate
+from vit_ray.storage import locate
 from vit_ray.train.micro_batch import halve_limit, micro_batch_size, read_limit
 
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from vit_ray.data.images import decode
 from vit_ray.data.manifest import RowGroupColumns, ShardFile, write_manifest
-from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.schema import (
     MANIFEST_FILE,
@@ -43,7 +42,8 @@ from vit_ray.data.source_index import (
     table_entries,
 )
 from vit_ray.data.sources import INDEX_SCHEMA, Format, IndexEntry, SourceUnit, list_units
-from vit_ray.data.storage import Location, locate
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location, locate
 
 _SHUFFLE: Final = 5
 _MIB: Final = 1 << 20

@@ -21,8 +21,8 @@ from vit_ray.data.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.perceptual_hash import HashIndex, hashes_under_crops, perceptual_hash
 from vit_ray.data.reader import RowGroupReader
 from vit_ray.data.run_tasks import run_tasks
-from vit_ray.data.storage import locate
 from vit_ray.data.subset import derive
+from vit_ray.storage import locate
 
 DUPLICATES_FILE: Final = "duplicates.parquet"
 _HASHED: Final = Augmentation("resize", size=64, flip=False)

@@ -23,7 +23,7 @@ from vit_ray.data.schema import (
     ROW_GROUP_SCHEMA,
     STAGING_FOLDER,
 )
-from vit_ray.data.storage import Location, locate
+from vit_ray.storage import Location, locate
 
 _METADATA_KEY = b"vit_ray"
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from vit_ray.data.manifest import Manifest
-from vit_ray.data.retry import with_retries
 from vit_ray.data.schema import SHARD_SCHEMA, checksum
-from vit_ray.data.storage import Location
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location
 
 _COLUMNS: Final = ["image", "labels", "key", "crc32"]
 _OPEN_FILES: Final = 16

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.schema import SHARD_SCHEMA, checksum
-from vit_ray.data.storage import Location
+from vit_ray.storage import Location
 
 
 @dataclass(frozen=True)

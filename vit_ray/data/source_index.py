@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.sources import (
     INDEX_SCHEMA,
@@ -26,7 +25,8 @@ from vit_ray.data.sources import (
     class_names_in_file,
     index_unit,
 )
-from vit_ray.data.storage import Location, locate
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location, locate
 
 _ENTRIES_AT_A_TIME: Final = 1 << 14
 

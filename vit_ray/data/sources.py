@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from vit_ray.data.storage import Location, locate
+from vit_ray.storage import Location, locate
 
 Format = Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl"]
 

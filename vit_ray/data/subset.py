@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.data.manifest import Manifest, RowGroupColumns, open_dataset, write_manifest
 from vit_ray.data.schema import MANIFEST_FILE
-from vit_ray.data.storage import locate
+from vit_ray.storage import locate
 
 _SUBSET: Final = 7
 

@@ -11,9 +11,9 @@ from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.manifest import Manifest, open_dataset
 from vit_ray.data.reader import RowGroupReader
-from vit_ray.data.retry import with_retries
 from vit_ray.data.run_tasks import run_tasks
-from vit_ray.data.storage import Location
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location
 
 _SAMPLE: Final = 6
 

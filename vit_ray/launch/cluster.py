@@ -39,7 +39,7 @@ class ClusterShape:
 def connect(recipe: Recipe) -> ClusterShape:
     """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
 
-    A local cluster gets as many logical CPUs as the workers and one data task need, however few
+    A local cluster gets as many logical CPUs as the workers and two data tasks need, however few
     cores there are. It keeps Ray's token authentication, since its ports are open to the network.
     """
     _quiet()

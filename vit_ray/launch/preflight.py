@@ -11,9 +11,9 @@ from vit_ray.data import open_dataset
 from vit_ray.data.images import Augmentation
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.selection import RowSelection, split_rows
-from vit_ray.data.storage import locate
 from vit_ray.data.stream import StreamSpec
 from vit_ray.launch.cluster import ClusterShape
+from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.start import WEIGHT_FILES
@@ -27,6 +27,12 @@ class RunPlan:
     streams: dict[str, StreamSpec]
     """`train`, and those of `eval`, `few_shot_train`, `few_shot_test` that the recipe has."""
     total_steps: int
+
+    @property
+    def few_shot_classes(self) -> int:
+        """Classes of the few-shot sets; 0 without them."""
+        streams = self.streams
+        return streams["few_shot_train"].manifest.num_classes if "few_shot_train" in streams else 0
 
     @property
     def num_images(self) -> int:
@@ -122,6 +128,12 @@ def find_resume_point(recipe: Recipe) -> Checkpoint | None:
     """
     folder = locate(recipe.output).child(recipe.name)
     checkpoint = newest_verified_checkpoint(folder)
+    if recipe.resume is False and folder.list_files(recursive=False):
+        raise ValueError(
+            f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
+            f"{checkpoint.position.step if checkpoint else 0}); choose another name, or set "
+            "resume=auto to continue it"
+        )
     if checkpoint is None:
         if recipe.resume is True:
             raise ValueError(
@@ -129,11 +141,6 @@ def find_resume_point(recipe: Recipe) -> Checkpoint | None:
                 "and output, or set resume=auto"
             )
         return None
-    if recipe.resume is False:
-        raise ValueError(
-            f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
-            f"{checkpoint.position.step}); choose another name, or set resume=auto to continue it"
-        )
     return checkpoint
 
 
@@ -168,7 +175,13 @@ def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> 
             ("train.global_batch_size", position.global_batch_size, recipe.train.global_batch_size),
             ("train.loss", before.train.loss, recipe.train.loss),
             ("optim.name", before.optim.name, recipe.optim.name),
+            ("train.masked_target", before.train.masked_target, recipe.train.masked_target),
             ("data.fraction", before.data.fraction, recipe.data.fraction),
+            (
+                "data.held_out_fraction",
+                before.data.held_out_fraction,
+                recipe.data.held_out_fraction,
+            ),
             ("data.augment", before.data.augment, recipe.data.augment),
             ("the data set's fingerprint", position.data_fingerprint, fingerprint),
         )
@@ -197,6 +210,9 @@ def _add_evaluation(
         path = getattr(recipe.evaluate, key)
         if path is not None:
             streams[key] = _spec(recipe, open_dataset(path), augment, None)
+    if "few_shot_test" in streams:
+        train, test = (streams[f"few_shot_{part}"].manifest for part in ("train", "test"))
+        _check_classes("evaluate.few_shot_test", test, train)
 
 
 def _check_classes(key: str, one: Manifest, other: Manifest) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 from vit_ray.config import ConvertConfig, Recipe, load_recipe
+from vit_ray.data import open_dataset
 from vit_ray.data.digits import write_digits
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.conversion import convert_from
@@ -20,7 +20,12 @@ SWEEP_RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits_sweep.ya
 def run_quickstart(recipe: Recipe) -> int:
     """Convert, pre-train, sweep, and print a table; finished parts are not done again."""
     start_s = time.monotonic()
-    sweep = load_recipe(SWEEP_RECIPE)
+    sweep = load_recipe(SWEEP_RECIPE).with_changes(
+        output=recipe.output,
+        init_from=f"{recipe.output}/{recipe.name}",
+        data={"train": recipe.data.train, "eval": recipe.data.eval},
+        tracking=recipe.tracking.model_dump(mode="json"),
+    )
     connect(recipe)
     _convert_digits(recipe)
     pretrained = train(recipe)
@@ -31,14 +36,21 @@ def run_quickstart(recipe: Recipe) -> int:
     return 0
 
 
+def _is_converted(path: str) -> bool:
+    try:
+        open_dataset(path)
+    except ValueError:
+        return False
+    return True
+
+
 def _convert_digits(recipe: Recipe) -> None:
     images = Path(recipe.output).parent / "images"
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
         assert destination is not None
-        if os.path.isdir(destination):
+        if _is_converted(destination):
             continue
-        if not images.is_dir():
-            write_digits(images)
+        write_digits(images)  # again, if it was interrupted: the files are the same
         config = ConvertConfig(source=str(images / split), destination=destination)
         report = convert_from(config, recipe.seed)
         print(f"{destination}: {report.num_images} digits in {report.num_shards} shard(s)")

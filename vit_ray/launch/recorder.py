@@ -68,6 +68,7 @@ class Recorder:
         self._standing = Standing()
         self._stop: str | None = None
         self._failure: str | None = None
+        self._start_step: int | None = None
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
         if config.system_metrics and (run := self._tracker.run_id):
@@ -83,7 +84,9 @@ class Recorder:
         return self._tracker.hint
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Metrics of a step."""
+        """Metrics of a step; only the first attempt tells how long starting took."""
+        if "startup/first_step_s" in self._standing.metrics:
+            values = {k: v for k, v in values.items() if k != "startup/first_step_s"}
         self._standing.metrics.update(values)
         self._standing.step = max(self._standing.step, step)
         self._tracker.metrics(step, values)
@@ -112,6 +115,14 @@ class Recorder:
     def failure(self) -> str | None:
         """What `fail` was told."""
         return self._failure
+
+    def start_from(self, step: int | None) -> None:
+        """The controller's choice of checkpoint for the workers that start next."""
+        self._start_step = step
+
+    def start_point(self) -> tuple[int | None, str | None]:
+        """For a worker that starts: step of its checkpoint, and why it must not go on."""
+        return self._start_step, self._failure
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to checkpoint and end."""

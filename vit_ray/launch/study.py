@@ -47,7 +47,6 @@ _HARMLESS = (
     "evaluate.few_shot_train",
     "train.log_every_steps",
     "train.micro_batch_size",
-    "train.profile_steps",
     "train.step_timeout_s",
     "train.zero_stage",
 )

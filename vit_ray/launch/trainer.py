@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from vit_ray.config import Recipe
-from vit_ray.data.storage import locate
 from vit_ray.data.stream import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
@@ -32,10 +33,17 @@ from vit_ray.launch.preflight import (
 )
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorder import start_recorder
-from vit_ray.train.checkpoint import Checkpoint, newest_checkpoint, newest_verified_checkpoint
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import (
+    Checkpoint,
+    discard_newer,
+    newest_checkpoint,
+    newest_verified_checkpoint,
+)
 from vit_ray.train.worker import TrainJob, train_worker
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+_HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,13 @@ class RunResult:
     events: list[str] = field(default_factory=list)
     """What happened on the way: restarts, refused steps, failed saves."""
 
+    ended: str = ""
+    """Why it was over before its last step (early stopping); empty if it was not."""
+
     @property
     def is_complete(self) -> bool:
         """Whether it reached its end (and was not stopped on request)."""
-        return self.steps >= self.total_steps
+        return self.steps >= self.total_steps or bool(self.ended)
 
 
 class RunFailedError(RuntimeError):
@@ -97,7 +108,7 @@ def train(
     resume_from = find_resume_point(recipe)
     if resume_from is not None:
         check_same_run(recipe, resume_from, plan.manifest.fingerprint)
-        if resume_from.position.step >= plan.total_steps:
+        if resume_from.position.step >= plan.total_steps or resume_from.position.ended:
             return _finished_before(recipe, resume_from, plan.total_steps)
     else:
         check_weights(recipe)
@@ -126,6 +137,8 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     if recipe.init_from is None:
         raise ValueError("init_from is not set; give the run, checkpoint or file to evaluate")
     recipe = recipe.with_absolute_paths()
+    # A run of its own: the training of this name keeps its record as it is.
+    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     plan = plan_run(recipe, needs_train=False)
     check_weights(recipe)
     cluster = connect(recipe)
@@ -162,7 +175,8 @@ def _run(
         total_steps=plan.total_steps,
         data_fingerprint=plan.manifest.fingerprint,
         run_folder=f"{recipe.output.rstrip('/')}/{recipe.name}",
-        is_new_head=kind in ("finetune", "sweep_trial"),
+        new_head=_HEADS.get(kind, "auto"),
+        few_shot_classes=plan.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
     )
@@ -172,23 +186,36 @@ def _run(
             shown_progress(recorder, recipe.name, plan.total_steps, is_shown=family is None),
             _stopping_on_sigterm(recorder),
         ):
-            _fit(job, plan, use_gpu)
-        if failure := ray.get(recorder.failure.remote()):
-            raise RunFailedError(failure)
+            _fit_or_say_why(job, plan, use_gpu, cluster)
         result = _result(job, recorder)
         status = finished_status(result.is_complete or kind == "evaluate")
         return result
     finally:
-        ray.get(recorder.finish.remote(status))
-        ray.kill(recorder)
+        with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
+            ray.get(recorder.finish.remote(status))
+            ray.kill(recorder)
 
 
-def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool) -> None:
+def _fit_or_say_why(job: TrainJob, plan: RunPlan, use_gpu: bool, cluster: ClusterShape) -> None:
+    error: BaseException | None = None
+    try:
+        _fit(job, plan, use_gpu, hides_gpus=cluster.num_gpus > 0 and not use_gpu)
+    except ray.train.TrainingFailedError as failed:
+        error = failed
+    # A worker's own reason says more than the time-outs of those that waited for it.
+    reason = ray.get(job.recorder.failure.remote()) or (_cause(error) if error else None)
+    if reason:
+        raise RunFailedError(reason) from error
+
+
+def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> None:
     recipe, workers = job.recipe, job.recipe.workers
     # Reports carry checkpoints only; at Ray's own 2 s each would wait for the controller.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     _set_aside_ray_snapshot(job)
+    # The file system that checkpoints are written with: Ray compares the two.
+    storage = locate(recipe.output)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"job": job},
@@ -205,7 +232,10 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool) -> None:
         ),
         run_config=RunConfig(
             name=recipe.name,
-            storage_path=recipe.output.rstrip("/"),
+            storage_path=storage.path,
+            storage_filesystem=storage.filesystem,
+            # Ray leaves a machine's GPUs visible to workers that did not ask for one.
+            worker_runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if hides_gpus else None,
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=workers.max_failures, controller_failure_limit=20
             ),
@@ -215,10 +245,7 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool) -> None:
         datasets=_datasets(job, plan),
         dataset_config=StreamConfig(),
     )
-    try:
-        trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        raise RunFailedError(_cause(error)) from error
+    trainer.fit()
 
 
 def _datasets(job: TrainJob, plan: RunPlan) -> dict[str, Any]:
@@ -269,6 +296,9 @@ class _Remaining:
     def __call__(self) -> PendingStream:
         folder = locate(self.job.run_folder)
         checkpoint = newest_verified_checkpoint(folder, self._tell)
+        step = checkpoint.position.step if checkpoint else None
+        discard_newer(folder, -1 if step is None else step)
+        ray.get(self.job.recorder.start_from.remote(step))
         batch = self.job.recipe.train.global_batch_size
         start = checkpoint.position.samples_seen if checkpoint else 0
         return PendingStream(
@@ -285,11 +315,21 @@ class _Remaining:
 def _result(job: TrainJob, recorder: Any) -> RunResult:
     standing = ray.get(recorder.standing.remote())
     checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
+    steps = checkpoint.position.step if checkpoint else 0
+    ended = checkpoint.position.ended if checkpoint else ""
+    was_stopped = any(event.kind == "stopped" for event in standing.events)
+    if job.kind == "train" and not (steps >= job.total_steps or ended or was_stopped):
+        raise RunFailedError(
+            f"training ended, but its newest whole checkpoint is of step {steps} of "
+            f"{job.total_steps}: the last one could not be written to {job.run_folder}; see the "
+            "events, make room there and run the same command again"
+        )
     return RunResult(
         run_id=ray.get(recorder.run_id.remote()),
         name=job.recipe.name,
-        steps=checkpoint.position.step if checkpoint else 0,
+        steps=steps,
         total_steps=job.total_steps,
+        ended=ended,
         metrics=dict(standing.metrics),
         checkpoint=checkpoint.folder.path if checkpoint else "",
         hint=ray.get(recorder.hint.remote()),
@@ -307,6 +347,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, total_steps: int) -
         metrics=dict(position.metrics),
         checkpoint=checkpoint.folder.path,
         already_complete=True,
+        ended=position.ended,
     )
 
 

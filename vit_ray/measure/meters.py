@@ -19,8 +19,6 @@ class StepTimes:
     """Whole steps, waiting for data included."""
     waits: list[float] = field(default_factory=list)
     """The part of each step spent waiting for its batch."""
-    other: float = 0.0
-    """Evaluation, checkpoints: time between steps that no step is charged for."""
 
     def record(self, step_s: float, wait_s: float) -> None:
         """One finished step."""
@@ -46,7 +44,6 @@ class StepTimes:
         """Start a new window."""
         self.steps.clear()
         self.waits.clear()
-        self.other = 0.0
 
 
 @dataclass(frozen=True)

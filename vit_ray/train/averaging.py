@@ -24,6 +24,11 @@ class PolyakAverage:
         self.factor = factor
         self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
 
+    def restart(self) -> None:
+        """Begin again at the weights as they are now."""
+        for value, fragment in zip(self.values, self.fragments, strict=True):
+            value.copy_(fragment.weight)
+
     @torch.no_grad()
     def update(self) -> None:
         """After an applied optimizer step: average = factor x average + (1 - factor) x weight."""

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from vit_ray.data.storage import Location, locate
+from vit_ray.storage import Location, locate
 from vit_ray.train.fragments import Fragment, State
 
 FORMAT_VERSION = 1
@@ -50,6 +50,10 @@ class Position:
     tracking_run_id: str | None = None
     best_eval_loss: float | None = None
     evals_without_best: int = 0
+    eval_step: int = -1
+    """Step of the last evaluation."""
+    ended: str = ""
+    """Why the run is over before its last step; empty if it is not."""
     train_seconds: float = 0.0
     """Time spent training so far, over all attempts."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -281,7 +285,8 @@ def newest_verified_checkpoint(
     while (checkpoint := newest_checkpoint(run_folder)) is not None:
         try:
             checkpoint.verify()
-        except (DamagedCheckpointError, OSError) as error:
+        except (DamagedCheckpointError, FileNotFoundError) as error:
+            # Other errors of the storage may pass; they end the start, and mark nothing.
             tell(f"damaged checkpoint passed over: {error}")
             checkpoint.mark_damaged(str(error))
         else:
@@ -293,6 +298,18 @@ def newest_verified_checkpoint(
             "or start a run of another name"
         )
     return None
+
+
+def discard_newer(run_folder: Location, step: int) -> list[int]:
+    """Delete every checkpoint folder after `step`; returns their steps.
+
+    What lies there is not whole or damaged, and training is about to write the same folders
+    again: shards of two attempts must never stand together.
+    """
+    newer = [(s, folder) for s, folder in list_checkpoints(run_folder) if s > step]
+    for _, folder in newer:
+        folder.delete_folder()
+    return [s for s, _ in newer]
 
 
 def prune(run_folder: Location, keep_last: int, keep: set[int]) -> list[int]:

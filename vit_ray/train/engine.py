@@ -48,13 +48,6 @@ class StepResult:
     """Global norm before clipping; not finite if the step was not applied."""
 
 
-def device_of(local_rank: int) -> torch.device:
-    """This worker's device."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
 class DeepSpeedEngine:
     """One worker's part of a DeepSpeed run, with its state as fragments."""
 
@@ -179,6 +172,8 @@ class DeepSpeedEngine:
         if self.average is not None and checkpoint.has_average():
             kinds[AVERAGE] = list(zip(self._owned, self.average.values, strict=True))
         checkpoint.fill(kinds)
+        if self.average is not None and not checkpoint.has_average():
+            self.average.restart()
         masters = weights_by_name(self._owned, [f.weight for f in self._owned])
         exchange_weights(self._engine, self._names, masters)
         for entry in state.values():

@@ -172,6 +172,8 @@ def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) ->
         new: fp32 values of the fragments that this rank owns.
     """
     if engine.zero_optimization_stage() == 3:
+        # A forward pass leaves parameters gathered, and the next would not see the change.
+        engine.empty_partition_cache()
         for parameter, name in names.items():
             shard = parameter.ds_tensor.data  # type: ignore[attr-defined]
             base = engine.global_rank * shard.numel()

@@ -80,6 +80,10 @@ class Progress:
     """Steps completed."""
     best_eval_loss: float | None = None
     evals_without_best: int = 0
+    eval_step: int = -1
+    """Step of the last evaluation; -1 before the first."""
+    ended: str = ""
+    """Why the run is over before its last step (early stopping); empty if it is not."""
     train_seconds: float = 0.0
     """Time spent training, all attempts together."""
     nonfinite_steps: int = 0
@@ -112,13 +116,12 @@ def run_training(
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Train from `progress.step` to the end; returns why it ended: "finished" or a stop reason.
+    """Train from `progress.step` to the end; returns why it ended: "finished" or the reason.
 
     Every rank runs this with its share of the same global batches. `progress` is moved in place.
     """
     times = StepTimes(clock)
     last_save_s = clock()
-    saved_at = progress.step
     first_step = progress.step
     while progress.step < length.total_steps:
         start_s = clock()
@@ -154,17 +157,16 @@ def run_training(
             progress.history |= metrics
             services.log(progress.step, metrics)
             times.reset()
-        stop = _evaluate_if_due(recipe, progress, services, is_last)
-        if agreed[2] and stop is None:
+        is_best = _evaluate_if_due(recipe, progress, services, is_last)
+        stop = progress.ended
+        if agreed[2] and not stop:
             stop = services.stop_reason() or "another worker was told to stop"
         due = agreed[1] > 0 or progress.step % (recipe.checkpoint.every_steps or 2**62) == 0
-        if due or is_last or stop:
+        if due or is_last or stop or (is_best and recipe.checkpoint.keep_best):
             services.save(progress)
-            saved_at, last_save_s = progress.step, clock()
+            last_save_s = clock()
         if stop:
             return stop
-    if saved_at != progress.step:
-        services.save(progress)
     return "finished"
 
 
@@ -227,25 +229,25 @@ def _window_metrics(
     }
 
 
-def _evaluate_if_due(
-    recipe: Recipe, progress: Progress, services: Services, is_last: bool
-) -> str | None:
-    """Evaluate by cadence and at the end; a reason to stop early, or None."""
+def _evaluate_if_due(recipe: Recipe, progress: Progress, services: Services, is_last: bool) -> bool:
+    """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
     if not is_last and progress.step % (recipe.evaluate.every_steps or 2**62) != 0:
-        return None
+        return False
     metrics: dict[str, Any] = services.evaluate(progress.step)
     if not metrics:
-        return None
+        return False
     progress.history |= metrics
     services.log(progress.step, metrics)
     loss = metrics.get("eval/loss")
     if loss is None:
-        return None
+        return False
+    progress.eval_step = progress.step
     if progress.best_eval_loss is None or loss < progress.best_eval_loss:
         progress.best_eval_loss, progress.evals_without_best = loss, 0
-        return None
+        return True
     progress.evals_without_best += 1
     patience = recipe.train.early_stopping
-    if patience is not None and progress.evals_without_best >= patience and not is_last:
-        return f"no better validation loss in {progress.evals_without_best} evaluations"
-    return None
+    if patience is not None and progress.evals_without_best >= patience:
+        count = progress.evals_without_best
+        progress.ended = f"no better validation loss in {count} evaluations"
+    return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from vit_ray.config import Recipe, accumulation_steps
-from vit_ray.data.storage import Location
+from vit_ray.storage import Location
 
 LIMIT_FILE = "micro_batch_limit.json"
 CPU_MOST = 64  # images; larger passes are no faster on a CPU and only take memory

@@ -25,12 +25,13 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor, nn
 
 from vit_ray.config import Recipe, accumulation_steps
-from vit_ray.data.storage import Location, locate
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.weights import NewHead
+from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import (
     Checkpoint,
     Position,
@@ -65,15 +66,22 @@ class TrainJob:
     total_steps: int
     data_fingerprint: str
     run_folder: str
-    is_new_head: bool
+    new_head: NewHead
+    """What `init_from` does about the head: as in `initialize_weights`."""
+    few_shot_classes: int
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
     recorder: Any
-    """Actor handle: `metrics`, `event`, `poll`, `fail`, `run_id`."""
+    """Actor handle: `metrics`, `event`, `poll`, `start_point`, `fail`, `run_id`."""
 
 
 class HopelessError(RuntimeError):
-    """Every worker fails alike and would again: the run must end, and not be restarted."""
+    """A restart would meet the same error: the run must end."""
+
+    def __init__(self, text: str, *, is_agreed: bool = True) -> None:
+        """`is_agreed`: all workers raise it at the same place, so that all may simply return."""
+        super().__init__(text)
+        self.is_agreed = is_agreed
 
 
 def has_accuracy(recipe: Recipe) -> bool:
@@ -89,12 +97,16 @@ def train_worker(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     services: WorkerServices | None = None
+    start_step, failure = ray.get(job.recorder.start_point.remote())
+    if failure or start_step == job.total_steps:
+        return  # an earlier attempt ended the run, and was restarted all the same
     try:
-        services = WorkerServices(job, rank, world_size)
+        services = WorkerServices(job, rank, world_size, start_step)
         services.run()
     except HopelessError as error:
-        # An exception would make Ray Train restart the group; all workers return instead.
         ray.get(job.recorder.fail.remote(str(error)))
+        if not error.is_agreed:
+            raise  # the other workers may wait for this one: let Ray end them
     finally:
         if services is not None:
             services.close()
@@ -113,19 +125,22 @@ def quiet_libraries() -> None:
 class WorkerServices:
     """The loop's world on a Ray Train worker."""
 
-    def __init__(self, job: TrainJob, rank: int, world_size: int) -> None:
+    def __init__(self, job: TrainJob, rank: int, world_size: int, start_step: int | None) -> None:
+        """`start_step`: the checkpoint that the controller chose; None = there is none."""
         self._job = job
         self._recipe = job.recipe
         self._run_folder = locate(job.run_folder)
         self._stop: str | None = None
-        self._noticed_deadline: float | None = None
+        self._noticed = ""
+        self._written = threading.Event()
+        self._written.set()
         self._is_started = job.kind == "evaluate"
         self._progress = Progress()
         self._failed_saves = 0
         micro = self._first_micro_batch(world_size)
         self._length = Length(job.total_steps, rank, world_size, micro)
         self._batches = self._start_stream() if job.kind == "train" else iter(())
-        self._engine = self._build_engine(micro, world_size)
+        self._engine = self._build_engine(micro, world_size, start_step)
         self._heart = Heart(job, rank, self._progress, self._hear_stop)
 
     def run(self) -> None:
@@ -137,12 +152,13 @@ class WorkerServices:
         try:
             self._run()
         except ray.exceptions.RayTaskError as error:
-            # All ranks read one stream, and all are told when it fails.
+            # What the stream refuses (too many bad images, say) it would refuse again.
             if isinstance(error.cause, ValueError):
-                raise HopelessError(str(error.cause)) from None
+                raise HopelessError(str(error.cause), is_agreed=False) from None
             raise
         except torch.OutOfMemoryError:
-            self._take_smaller_micro_batch()
+            if not self._heart.is_paused:  # in evaluation the micro-batch is not to blame
+                self._take_smaller_micro_batch()
             raise
 
     def _run(self) -> None:
@@ -195,6 +211,12 @@ class WorkerServices:
             if self._engine.average is not None and metrics:
                 with self._engine.averaged():
                     metrics |= self._measure("averaged_")
+        except ValueError as error:
+            # All ranks have the same figures and so the same error; training is not at fault.
+            if self._job.kind == "evaluate":
+                raise HopelessError(str(error)) from None
+            self._tell("evaluation failed", str(error))
+            return {}
         finally:
             self._heart.resume()
         return metrics
@@ -202,11 +224,18 @@ class WorkerServices:
     def save(self, progress: Progress) -> None:
         """Snapshot now, write in Ray Train's upload thread while training goes on."""
         start_s = time.perf_counter()
+        self._heart.pause()
+        self._written.wait()  # storage slower than the cadence must not pile up copies
+        self._heart.resume()
+        self._written.clear()
         snapshot = self._engine.snapshot(self._position(progress))
         name = folder_name(progress.step)
 
         def upload(_: Any, __: str) -> ray.train.Checkpoint:
-            self._write(snapshot, name)
+            try:
+                self._write(snapshot, name)
+            finally:
+                self._written.set()
             return ray.train.Checkpoint(
                 self._run_folder.child(name).path, self._run_folder.filesystem
             )
@@ -226,9 +255,9 @@ class WorkerServices:
     def save_is_wanted(self) -> bool:
         """Once for each notice that a node of this run goes away."""
         notice = _preemption_notice()
-        if notice is None or notice.deadline_ms == self._noticed_deadline:
+        if notice is None or repr(notice) == self._noticed:
             return False
-        self._noticed_deadline = notice.deadline_ms
+        self._noticed = repr(notice)
         self._tell("preemption", "a node goes away: checkpoint at once")
         return True
 
@@ -248,7 +277,7 @@ class WorkerServices:
         )
         self._tell("not finite", text)
         policy, train = self._recipe.train.nonfinite, self._recipe.train
-        if policy == "stop" or progress.nonfinite_steps > train.max_nonfinite_steps:
+        if policy == "stop" or progress.nonfinite_steps >= train.max_nonfinite_steps:
             raise HopelessError(
                 f"{text}. train.nonfinite={policy} with {progress.nonfinite_steps} such steps in a "
                 "row; lower optim.learning_rate, or set train.nonfinite to skip or rollback"
@@ -261,11 +290,14 @@ class WorkerServices:
     def _first_micro_batch(self, world_size: int) -> int:
         """As the recipe says, within what fits by estimate and what has turned out to fit."""
         recipe, limit = self._recipe, read_limit(self._run_folder)
+        if self._job.kind == "evaluate":
+            return 1  # nothing is accumulated; evaluate.batch_size decides
         if recipe.train.micro_batch_size == "auto" and limit is None:
             limit = CPU_MOST
             if torch.cuda.is_available():
                 memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-                limit = largest_micro_batch(recipe, self._job.num_classes, world_size, memory_gib)
+                classes = self._job.num_classes
+                limit = largest_micro_batch(recipe, classes, world_size, memory_gib) or 1
         return micro_batch_size(recipe, world_size, limit)
 
     def _take_smaller_micro_batch(self) -> None:
@@ -274,7 +306,7 @@ class WorkerServices:
         try:
             limit = halve_limit(self._run_folder, failed)
         except ValueError as error:
-            raise HopelessError(str(error)) from None
+            raise HopelessError(str(error), is_agreed=False) from None
         self._tell("out of memory", f"{failed} images per pass do not fit; trying {limit}")
 
     def _start_stream(self) -> Iterator[dict[str, np.ndarray]]:
@@ -298,7 +330,7 @@ class WorkerServices:
 
         return joined()
 
-    def _build_engine(self, micro: int, world_size: int) -> DeepSpeedEngine:
+    def _build_engine(self, micro: int, world_size: int, start_step: int | None) -> DeepSpeedEngine:
         recipe, job = self._recipe, self._job
         torch.manual_seed(recipe.seed)
         model: nn.Module = build_model(
@@ -306,10 +338,10 @@ class WorkerServices:
         )
         if recipe.train.loss == "masked_patch":
             model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
-        checkpoint = newest_checkpoint(self._run_folder) if job.kind == "train" else None
+        checkpoint = self._chosen_checkpoint(start_step)
         if checkpoint is None and recipe.init_from is not None:
             try:
-                report = initialize_weights(model, recipe.init_from, is_new_head=job.is_new_head)
+                report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
             except ValueError as error:
                 raise HopelessError(f"init_from: {error}") from None
             if self._length.rank == 0:
@@ -319,14 +351,28 @@ class WorkerServices:
             recipe.train,
             recipe.optim,
             micro_batch_size=micro,
-            accumulation_steps=accumulation_steps(
-                recipe.train.global_batch_size, micro, world_size
-            ),
+            accumulation_steps=self._accumulation_steps(),
             loss_function=self._make_loss(),
         )
         if checkpoint is not None:
             self._restore(engine, checkpoint)
         return engine
+
+    def _accumulation_steps(self) -> int:
+        if self._job.kind == "evaluate":
+            return 1
+        length = self._length
+        batch = self._recipe.train.global_batch_size
+        return accumulation_steps(batch, length.micro_batch_size, length.world_size)
+
+    def _chosen_checkpoint(self, start_step: int | None) -> Checkpoint | None:
+        """The one that the stream was built for, whatever has come to storage since."""
+        if start_step is None:
+            return None
+        checkpoint = open_checkpoint(self._run_folder.child(folder_name(start_step)))
+        if checkpoint is None:
+            raise RuntimeError(f"checkpoint {start_step} of {self._run_folder.path} has gone")
+        return checkpoint
 
     def _make_loss(self) -> LossFunction:
         """The recipe's loss as the engine calls it."""
@@ -352,6 +398,7 @@ class WorkerServices:
         self._progress.step = position.step
         self._progress.best_eval_loss = position.best_eval_loss
         self._progress.evals_without_best = position.evals_without_best
+        self._progress.eval_step = position.eval_step
         self._progress.train_seconds = position.train_seconds
         self._progress.history = dict(position.metrics)
         self._tell("resumed", f"from step {position.step} ({position.samples_seen} samples seen)")
@@ -379,7 +426,7 @@ class WorkerServices:
                 self._eval_batches("few_shot_train"),
                 self._eval_batches("few_shot_test"),
                 config,
-                self._job.num_classes,
+                self._job.few_shot_classes,
             )
             metrics |= {k.replace("/", f"/{prefix}"): v for k, v in few_shot.items()}
         return metrics
@@ -415,6 +462,8 @@ class WorkerServices:
             tracking_run_id=self._tracking_run_id(),
             best_eval_loss=progress.best_eval_loss,
             evals_without_best=progress.evals_without_best,
+            eval_step=progress.eval_step,
+            ended=progress.ended,
             train_seconds=progress.train_seconds,
             metrics=dict(progress.history),
             versions={"ray": ray.__version__, "torch": torch.__version__},
@@ -426,8 +475,8 @@ class WorkerServices:
             return None  # only rank 0's position is kept
         try:
             return ray.get(self._job.recorder.run_id.remote(), timeout=20)
-        except ray.exceptions.GetTimeoutError:
-            return None
+        except ray.exceptions.RayError:
+            return None  # training goes on without its tracking
 
     def _write(self, snapshot: Snapshot, name: str) -> None:
         """In the upload thread. A failed save is told, and training goes on: the next may work."""
@@ -488,7 +537,7 @@ class Heart(threading.Thread):
         self._job, self._rank, self._progress = job, rank, progress
         self._hear_stop = hear_stop
         self._ended = threading.Event()
-        self._paused = False
+        self.is_paused = False
         self._last_step = -1
         self._moved_s = time.monotonic()
         self.start()
@@ -507,19 +556,19 @@ class Heart(threading.Thread):
 
     def pause(self) -> None:
         """Between steps (evaluation) no step can hang."""
-        self._paused = True
+        self.is_paused = True
 
     def resume(self) -> None:
         """Watch steps again, from now."""
         self._moved_s = time.monotonic()
-        self._paused = False
+        self.is_paused = False
 
     def stop(self) -> None:
         """End the thread."""
         self._ended.set()
 
     def _watch_step(self) -> None:
-        if self._progress.step != self._last_step or self._paused:
+        if self._progress.step != self._last_step or self.is_paused:
             self._last_step, self._moved_s = self._progress.step, time.monotonic()
         elif self._last_step > 0 and (
             time.monotonic() - self._moved_s > self._job.recipe.train.step_timeout_s
@@ -553,7 +602,7 @@ def _best_step(run_folder: Location, keep_best: bool) -> set[int]:
     losses = {
         c.position.step: c.position.metrics["eval/loss"]
         for c in opened
-        if c is not None and "eval/loss" in c.position.metrics
+        if c is not None and c.position.eval_step == c.position.step
     }
     return {min(losses, key=lambda step: losses[step])} if losses else set()
 

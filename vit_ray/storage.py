@@ -9,7 +9,7 @@ from typing import Final
 
 from pyarrow import fs
 
-from vit_ray.data.retry import with_retries
+from vit_ray.retry import with_retries
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from vit_ray.data.retry import RetryPolicy, with_retries
+from vit_ray.retry import RetryPolicy, with_retries
 
 
 class Flaky:

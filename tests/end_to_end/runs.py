@@ -1,0 +1,122 @@
+"""Small recipes on the digits, drivers as processes, and what a run left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mlflow import MlflowClient
+
+from tests.conftest import ROOT, Digits, Head
+from vit_ray.config import Recipe, recipe_from_dict
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import list_checkpoints, newest_checkpoint, open_checkpoint
+
+STEPS = 24
+
+
+def small_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
+    """Two workers, ZeRO 2, a tiny ViT, 24 steps with a checkpoint after each 8."""
+    tree: dict[str, Any] = {
+        "name": name,
+        "output": str(folder / "runs"),
+        "model": {
+            "name": "ViT", "image_size": 16, "depth": 1, "width": 32, "mlp_dim": 64,
+            "num_heads": 2, "patch_size": 4, "representation": True, "dropout": 0.05,
+        },
+        "data": {
+            "train": digits.train, "eval": digits.test, "cpus_per_task": 0.5,
+            "augment": {"flip": False, "min_area": 0.5},
+            "eval_augment": {"kind": "resize", "flip": False},
+        },
+        "optim": {"steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2},
+        "train": {
+            "global_batch_size": 64, "micro_batch_size": 16, "zero_stage": 2,
+            "precision": "fp32", "averaging": 0.9, "log_every_steps": 4,
+        },
+        "checkpoint": {"every_steps": 8, "keep_last": 10},
+        "evaluate": {"batch_size": 50},
+        "workers": {"num_workers": 2, "cpus_per_worker": 0.5},
+        "tracking": {
+            "uri": f"sqlite:///{folder / 'mlflow.db'}", "experiment": "tests",
+            "system_metrics": False,
+        },
+    }  # fmt: skip
+    return recipe_from_dict(tree, name).with_changes(**sections)
+
+
+def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Weights of a run's newest checkpoint."""
+    checkpoint = newest_checkpoint(locate(recipe.output).child(recipe.name))
+    assert checkpoint is not None
+    return checkpoint.weights()
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit-equal, tensor by tensor."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def checkpoint_steps(recipe: Recipe) -> list[int]:
+    """Steps of the whole checkpoints, oldest first."""
+    folder = locate(recipe.output).child(recipe.name)
+    return sorted(s for s, place in list_checkpoints(folder) if open_checkpoint(place))
+
+
+def curve(recipe: Recipe, run_id: str, key: str = "train/loss") -> list[tuple[int, float]]:
+    """(step, value) of every point that MLflow holds, in the order of the steps."""
+    client = MlflowClient(recipe.tracking.uri)
+    points = client.get_metric_history(run_id, key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def runs_of(recipe: Recipe) -> list[Any]:
+    """All MLflow runs of the recipe's experiment, newest first."""
+    client = MlflowClient(recipe.tracking.uri)
+    experiment = client.get_experiment_by_name(recipe.tracking.experiment)
+    return client.search_runs([experiment.experiment_id]) if experiment else []
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> Path:
+    """The recipe as a YAML file (JSON is YAML)."""
+    path = folder / f"{recipe.name}.yaml"
+    path.write_text(recipe.model_dump_json())
+    return path
+
+
+class Driver:
+    """`python jobs/NAME.py ...` as a process against the session's cluster."""
+
+    def __init__(self, head: Head, job: str, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "RAY_ADDRESS": head.address, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self, timeout_s: float = 300) -> tuple[int, str]:
+        """Exit code and all output."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+
+def wait_until(condition: Callable[[], bool], driver: Driver, timeout_s: float = 180) -> None:
+    """Poll until the condition holds; fails if the driver ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if driver.process.poll() is not None:
+            raise AssertionError(f"the driver ended: {driver.wait()}")
+        if time.monotonic() > deadline:
+            driver.process.kill()
+            raise AssertionError(f"not in {timeout_s} s: {driver.wait()}")
+        time.sleep(0.05)

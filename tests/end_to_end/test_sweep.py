@@ -1,0 +1,72 @@
+"""A sweep: trials on a dev split, the best rate retrained, all children of one MLflow run."""
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from mlflow import MlflowClient
+
+from tests.conftest import Digits
+from tests.end_to_end.runs import runs_of, small_recipe
+from vit_ray.launch.sweep import final_recipe, run_sweep, trial_recipe
+from vit_ray.launch.trainer import train
+
+
+def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
+    digits: Digits, tmp_path: Path
+) -> None:
+    pretrained = small_recipe("pretrained", digits, tmp_path, workers={"num_workers": 1})
+    train(pretrained)
+    recipe = small_recipe(
+        "sweep",
+        digits,
+        tmp_path,
+        init_from=f"{pretrained.output}/pretrained",
+        model={"image_size": 24, "representation": False},
+        optim={"name": "sgd", "steps": 12, "warmup_steps": 0, "weight_decay": 0.0},
+        train={"averaging": 0.0},
+        workers={"num_workers": 1},
+        sweep={"learning_rates": [1e-6, 0.1], "dev_fraction": 0.1, "seeds": 1},
+    )
+    result = run_sweep(recipe)
+    assert result.learning_rate == 0.1  # a rate of 1e-6 leaves the new zero head where it is
+    accuracies = [row.dev_top1 or 0.0 for row in result.rows]
+    assert accuracies[1] > accuracies[0]
+    assert len(result.test_top1) == 1
+
+    kinds = {run.data.tags["vit_ray.kind"] for run in runs_of(recipe)}
+    assert {"sweep", "sweep_trial", "finetune"} <= kinds
+    client = MlflowClient(recipe.tracking.uri)
+    children = [
+        run
+        for run in runs_of(recipe)
+        if run.data.tags.get("mlflow.parentRunId") == result.parent_run_id
+    ]
+    assert len(children) == 3
+    parent = client.get_run(result.parent_run_id or "")
+    assert parent.data.metrics["eval/top1"] == pytest.approx(result.mean)
+    _nothing_is_held()
+    again = run_sweep(recipe)
+    assert [row.run_id for row in again.rows] == [row.run_id for row in result.rows]
+
+
+def _nothing_is_held() -> None:
+    """The trials' reservations are given back, if not at once."""
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 4:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.5)
+
+
+def test_trials_hold_out_the_dev_split_and_the_final_run_does_not(
+    digits: Digits, tmp_path: Path
+) -> None:
+    recipe = small_recipe("sweep", digits, tmp_path, init_from="x", sweep={"learning_rates": [0.1]})
+    trial, final = trial_recipe(recipe, 0.1), final_recipe(recipe, 0.1, seed=7)
+    assert trial.data.held_out_fraction == 0.02
+    assert trial.data.eval is None
+    assert final.data.held_out_fraction == 0.0
+    assert final.data.eval == digits.test
+    assert (trial.seed, final.seed) == (0, 7)
+    assert trial.name != final.name

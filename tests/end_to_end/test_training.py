@@ -1,0 +1,175 @@
+"""The main job on two workers: what it reaches, what it leaves, and how it goes on."""
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.conftest import Digits
+from tests.end_to_end.runs import (
+    STEPS,
+    checkpoint_steps,
+    curve,
+    runs_of,
+    same_weights,
+    small_recipe,
+    weights_of,
+)
+from vit_ray.config import Recipe
+from vit_ray.launch.trainer import RunResult, evaluate, finetune, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("end_to_end")
+
+
+@pytest.fixture(scope="module")
+def straight(digits: Digits, folder: Path) -> tuple[Recipe, RunResult]:
+    """A run of 24 steps without a stop."""
+    recipe = small_recipe("straight", digits, folder)
+    return recipe, train(recipe)
+
+
+def test_it_learns_and_says_where_its_checkpoint_is(straight: tuple[Recipe, RunResult]) -> None:
+    recipe, result = straight
+    assert result.is_complete
+    assert result.metrics["train/loss"] < 2.25  # ln 10 = 2.303 is chance
+    assert result.metrics["eval/top1"] > 0.15  # 0.1 is chance
+    assert Path(result.checkpoint).name == f"step-{STEPS:08d}"
+    assert checkpoint_steps(recipe) == [8, 16, 24]
+
+
+def test_its_mlflow_run_holds_figures_recipe_code_and_data(
+    straight: tuple[Recipe, RunResult],
+) -> None:
+    recipe, result = straight
+    assert result.run_id is not None
+    run = MlflowClient(recipe.tracking.uri).get_run(result.run_id)
+    assert run.info.status == "FINISHED"
+    wanted = {
+        "train/loss", "train/lr", "train/grad_norm", "train/images_per_s", "data/wait_fraction",
+        "eval/top1", "eval/top5", "eval/loss", "eval/averaged_top1", "startup/first_step_s",
+        "checkpoint/stall_s", "perf/model_tflops_per_gpu", "perf/step_ms_max",
+    }  # fmt: skip
+    assert wanted <= set(run.data.metrics)
+    assert run.data.params["train.zero_stage"] == "2"
+    assert run.data.params["optim.learning_rate"] == "0.01"
+    for tag in ("git_commit", "data_fingerprint", "cluster", "kind"):
+        assert run.data.tags[f"vit_ray.{tag}"]
+    assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
+
+
+def test_a_run_that_is_complete_is_not_trained_again(straight: tuple[Recipe, RunResult]) -> None:
+    recipe, result = straight
+    again = train(recipe)
+    assert again.already_complete
+    assert again.run_id == result.run_id
+    assert again.metrics["eval/top1"] == result.metrics["eval/top1"]
+
+
+def test_an_existing_run_is_refused_where_the_recipe_says_so(
+    straight: tuple[Recipe, RunResult],
+) -> None:
+    recipe, _ = straight
+    with pytest.raises(ValueError, match="resume=false, but a run 'straight' exists"):
+        train(recipe.with_changes(resume=False))
+
+
+def test_a_run_of_another_batch_is_not_continued(straight: tuple[Recipe, RunResult]) -> None:
+    recipe, _ = straight
+    other = recipe.with_changes(train={"global_batch_size": 128})
+    with pytest.raises(ValueError, match="global_batch_size was 64 and is 128"):
+        train(other)
+
+
+def test_a_longer_run_goes_on_where_the_shorter_ended(digits: Digits, folder: Path) -> None:
+    """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
+    steps = {"optim": {"steps": 8, "schedule": "constant"}}
+    first = small_recipe("two-parts", digits, folder, **steps)
+    train(first)
+    second = first.with_changes(optim={"steps": 16})
+    result = train(second)
+    assert result.is_complete
+    assert any("resumed: from step 8" in event for event in result.events)
+    whole = small_recipe("one-part", digits, folder, optim={"steps": 16, "schedule": "constant"})
+    train(whole)
+    assert same_weights(weights_of(second), weights_of(whole))
+    assert result.run_id is not None
+    assert len([r for r in runs_of(second) if r.info.run_name == "two-parts"]) == 1
+    assert [step for step, _ in curve(second, result.run_id)] == [1, 4, 8, 9, 12, 16]
+
+
+def test_one_worker_under_another_stage_goes_on_with_the_same_batches(
+    straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
+) -> None:
+    """2 workers under ZeRO 2, then 1 worker under ZeRO 3; no dropout, so losses can be compared."""
+    steps = {"model": {"dropout": 0.0}, "optim": {"steps": 8, "schedule": "constant"}}
+    first = small_recipe("resized", digits, folder, **steps)
+    train(first)
+    second = first.with_changes(
+        optim={"steps": 16}, workers={"num_workers": 1}, train={"zero_stage": 3}
+    )
+    resized = train(second)
+    whole = small_recipe(
+        "not-resized",
+        digits,
+        folder,
+        model={"dropout": 0.0},
+        optim={"steps": 16, "schedule": "constant"},
+    )
+    straight_through = train(whole)
+    assert resized.run_id is not None
+    assert straight_through.run_id is not None
+    one = dict(curve(second, resized.run_id))
+    other = dict(curve(whole, straight_through.run_id))
+    for step in (12, 16):
+        assert one[step] == pytest.approx(other[step], rel=1e-4)
+
+
+def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(
+    straight: tuple[Recipe, RunResult],
+) -> None:
+    recipe, result = straight
+    again = recipe.with_changes(
+        name="evaluation", init_from=f"{recipe.output}/{recipe.name}", train={"averaging": 0.0}
+    )
+    metrics = evaluate(again)
+    # init_from takes the averaged weights where there are any.
+    assert metrics["eval/top1"] == pytest.approx(result.metrics["eval/averaged_top1"])
+
+
+def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
+    digits: Digits, folder: Path
+) -> None:
+    masked = small_recipe(
+        "masked",
+        digits,
+        folder,
+        train={"loss": "masked_patch"},
+        data={"eval": None},
+        optim={"steps": 12},
+        evaluate={
+            "few_shot_train": digits.train,
+            "few_shot_test": digits.test,
+            "shots": [5],
+            "few_shot_seeds": 1,
+        },
+    )
+    result = train(masked)
+    assert result.is_complete
+    assert result.run_id is not None
+    losses = [loss for _, loss in curve(masked, result.run_id)]
+    assert losses[-1] < losses[0]
+    assert 0.1 < result.metrics["few_shot/5_shot_top1"] <= 1.0
+    tuned = small_recipe(
+        "masked-tuned",
+        digits,
+        folder,
+        init_from=f"{masked.output}/masked",
+        model={"image_size": 24, "representation": False},
+        optim={"steps": 4, "warmup_steps": 0},
+    )
+    outcome = finetune(tuned)
+    assert outcome.is_complete
+    assert any("resized" in event for event in outcome.events)

@@ -1,0 +1,155 @@
+"""What goes wrong in the middle of a run, and that the run ends as if it had not."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from ray.util.state import list_actors
+
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import (
+    Driver,
+    checkpoint_steps,
+    curve,
+    runs_of,
+    same_weights,
+    small_recipe,
+    wait_until,
+    weights_of,
+    write_recipe,
+)
+from vit_ray.config import Recipe
+from vit_ray.launch.trainer import train
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import folder_name
+
+# Long enough that there is time to interfere after the first checkpoint.
+STEPS = 160
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def long_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
+    return small_recipe(
+        name,
+        digits,
+        folder,
+        optim={"steps": STEPS},
+        checkpoint={"every_steps": 20},
+        train={"log_every_steps": 10},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Digits, folder: Path) -> Recipe:
+    recipe = long_recipe("undisturbed", digits, folder)
+    assert train(recipe).is_complete
+    return recipe
+
+
+def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
+    """A driver whose run has its first checkpoint."""
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    return driver
+
+
+def worker_pids() -> list[int]:
+    filters = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    return [actor.pid for actor in list_actors(filters=filters, detail=True)]
+
+
+def points_are_counted_once(recipe: Recipe) -> bool:
+    """One MLflow run whose loss curve has each logged step once at each attempt's own value."""
+    (run,) = [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
+    steps = [step for step, _ in curve(recipe, run.info.run_id)]
+    return len(steps) == len(set(steps)) and steps[-1] == STEPS
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("worker-killed", digits, folder)
+    driver = start(recipe, ray_cluster, folder)
+    os.kill(worker_pids()[-1], signal.SIGKILL)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert "worker failed" in output
+    assert "resumed: from step" in output
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
+def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("driver-killed", digits, folder)
+    driver = start(recipe, ray_cluster, folder)
+    driver.process.kill()
+    driver.wait()
+    code, output = Driver(ray_cluster, "pretrain", str(write_recipe(recipe, folder))).wait()
+    assert code == 0, output
+    assert "resumed: from step" in output
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
+def test_sigterm_makes_a_checkpoint_and_ends_clean(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("told-to-stop", digits, folder)
+    driver = start(recipe, ray_cluster, folder)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    assert "stopped: SIGTERM; checkpoint at step" in output
+    stopped_at = checkpoint_steps(recipe)[-1]
+    assert stopped_at < STEPS
+    assert train(recipe).is_complete
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("damaged", digits, folder)
+    half = recipe.with_changes(optim={"steps": STEPS // 2, "schedule": "constant"})
+    whole = recipe.with_changes(optim={"schedule": "constant"})
+    train(half)
+    newest = locate(recipe.output).child(recipe.name).child(folder_name(STEPS // 2))
+    file = next(i for i in newest.list_files() if i.path.endswith("00001-of-00002.safetensors"))
+    content = bytearray(Path(file.path).read_bytes())
+    content[len(content) // 2] ^= 1
+    Path(file.path).write_bytes(content)
+    result = train(whole)
+    assert result.is_complete
+    assert any(f"resumed: from step {STEPS // 2 - 20}" in event for event in result.events)
+
+
+def test_a_stopped_worker_is_taken_for_hung_and_replaced(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("hung", digits, folder)
+    recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
+    driver = start(recipe, ray_cluster, folder)
+    frozen = worker_pids()[0]
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        code, output = driver.wait(240)
+    finally:
+        _continue(frozen)
+    assert code == 0, output
+    assert "no step since 8 s" in output
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+
+
+def _continue(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        time.sleep(0)

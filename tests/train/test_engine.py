@@ -1,0 +1,240 @@
+"""Every ZeRO stage against plain torch, and every checkpoint read by every stage and world."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.engine_runs import (
+    OPTIM,
+    batch,
+    build_engine,
+    loss_of,
+    resumed,
+    run_steps,
+    small_model,
+    straight_and_saved,
+)
+from tests.train.ranks import run_ranks
+from vit_ray.config import TrainConfig
+from vit_ray.train.optim import build_optimizer
+
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 4)
+# fp32 sums are taken in another order by each stage and world; bf16 rounds weights to 8 bits.
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
+
+Losses = dict[str, list[float]]
+
+
+def config(precision: str, stage: int, micro: int = 2) -> dict[str, Any]:
+    train = {"zero_stage": stage, "precision": precision, "averaging": 0.9}
+    return {"name": f"{precision}-{stage}", "micro": micro, "train": train}
+
+
+CONFIGS = [config(precision, stage) for precision in ("fp32", "bf16") for stage in STAGES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def straight(folder: str) -> dict[int, Losses]:
+    """Losses of 5 steps by world size and config; checkpoints after 2 steps lie in the folder."""
+    return {
+        world: run_ranks(world, straight_and_saved, CONFIGS, f"{folder}/{world}")[0]
+        for world in WORLDS
+    }
+
+
+def plain_torch_losses() -> list[float]:
+    model = small_model()
+    optimizer = build_optimizer(model, OPTIM, fused=False)
+    train = TrainConfig(precision="fp32")
+    losses = []
+    for step in range(5):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        images, labels = batch(step)
+        loss = loss_of(train)(model, images, labels, None)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_and_world_trains_as_plain_torch(
+    straight: dict[int, Losses], world: int, stage: int
+) -> None:
+    assert straight[world][f"fp32-{stage}"] == pytest.approx(plain_torch_losses(), rel=2e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_follows_fp32(straight: dict[int, Losses], stage: int) -> None:
+    assert straight[2][f"bf16-{stage}"] == pytest.approx(straight[2]["fp32-0"], rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def resumed_losses(straight: dict[int, Losses], folder: str) -> dict[int, dict[Any, list[float]]]:
+    """Losses of steps 2 to 4 after resuming: every pair of stages into every world.
+
+    The worlds that the checkpoints come from take turns over the pairs, so that every pair of
+    worlds occurs with several pairs of stages; bf16 is read from its own stage and one other.
+    """
+
+    def pairs(world: int) -> list[dict[str, Any]]:
+        chosen = []
+        for saved, stage in itertools.product(STAGES, STAGES):
+            source = WORLDS[(saved + stage + world) % len(WORLDS)]
+            chosen.append({**config("fp32", stage), "from": f"{source}/fp32-{saved}"})
+        for stage in STAGES:
+            source, other = WORLDS[(stage + world) % len(WORLDS)], (stage + 1) % len(STAGES)
+            chosen.append({**config("bf16", stage), "from": f"{source}/bf16-{other}"})
+            for precision in ("fp32", "bf16"):
+                own = {**config(precision, stage), "from": f"{world}/{precision}-{stage}"}
+                chosen.append(own)
+        return chosen
+
+    return {world: run_ranks(world, resumed, pairs(world), folder)[0] for world in WORLDS}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_stage_and_world_resumes_from_any_other(
+    straight: dict[int, Losses],
+    resumed_losses: dict[int, dict[Any, list[float]]],
+    precision: str,
+    world: int,
+) -> None:
+    for (name, source), losses in resumed_losses[world].items():
+        if not name.startswith(precision):
+            continue
+        saved_world, saved_name = source.split("/")
+        expected = straight[int(saved_world)][saved_name][2:]
+        assert losses == pytest.approx(expected, rel=TOLERANCE[precision]), (name, source)
+
+
+def test_the_same_stage_and_world_resumes_bit_for_bit(
+    straight: dict[int, Losses], resumed_losses: dict[int, dict[Any, list[float]]]
+) -> None:
+    for world, losses in straight.items():
+        for name, expected in losses.items():
+            assert resumed_losses[world][name, f"{world}/{name}"] == expected[2:], (world, name)
+
+
+def accumulation_and_guard(rank: int) -> dict[str, Any]:
+    """In one process group: other micro-batches, averaged weights, and a poisoned step."""
+    found: dict[str, Any] = {}
+    for stage in STAGES:
+        train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5)
+        for micro in (1, 4):
+            engine = build_engine(train, torch.distributed.get_world_size(), micro)
+            found[f"losses-{stage}-{micro}"] = run_steps(engine, 0, 3, micro)
+            if micro == 4:
+                found[f"poison-{stage}"] = _poisoned_step(engine)
+                found[f"average-{stage}"] = _averaged_logits(engine)
+                found[f"norms-{stage}"] = engine.weight_norms()
+            engine.close()
+    return found
+
+
+def _poisoned_step(engine: Any) -> tuple[bool, bool]:
+    """(applied, weights moved) of a step whose loss is nan on rank 0 alone."""
+    before = [f.weight.clone() for f in engine.fragments()]
+    images, labels = batch(9)
+    plain = engine._loss_function
+    if engine.rank == 0:
+        engine._loss_function = lambda *a: plain(*a) * float("nan")
+    engine.backward(images[:4], labels[:4], labels[:4, 0])
+    applied = engine.step(1e-2).applied
+    engine._loss_function = plain
+    moved = any(
+        not torch.equal(a, f.weight) for a, f in zip(before, engine.fragments(), strict=True)
+    )
+    return applied, moved
+
+
+def _averaged_logits(engine: Any) -> list[torch.Tensor]:
+    """Logits before, with and after the averaged weights."""
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    before = engine.predict(images)[1]
+    with engine.averaged():
+        inside = engine.predict(images)[1]
+    return [before, inside, engine.predict(images)[1]]
+
+
+@pytest.fixture(scope="module")
+def behaviour() -> dict[str, Any]:
+    return run_ranks(2, accumulation_and_guard)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_does_not_change_the_losses(behaviour: dict[str, Any], stage: int) -> None:
+    assert behaviour[f"losses-{stage}-1"] == pytest.approx(behaviour[f"losses-{stage}-4"], rel=2e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(
+    behaviour: dict[str, Any], stage: int
+) -> None:
+    assert behaviour[f"poison-{stage}"] == (False, False)
+
+
+def reference_average() -> torch.nn.Module:
+    """Plain torch: the same three steps, averaged with factor 0.5."""
+    model, average = small_model(), small_model()
+    optimizer = build_optimizer(model, OPTIM, fused=False)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        images, labels = batch(step)
+        loss = loss_of(TrainConfig(precision="fp32"))(model, images, labels, None)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        optimizer.step()
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.mul_(0.5).add_(p, alpha=0.5)
+    return average
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_averaged_weights_are_polyaks_and_leave_no_trace(
+    behaviour: dict[str, Any], stage: int
+) -> None:
+    before, inside, after = behaviour[f"average-{stage}"]
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    expected = reference_average().eval()(images).detach()
+    torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(before, after)
+    assert not torch.allclose(before, inside)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weight_norms_are_those_of_the_whole_tensors(behaviour: dict[str, Any], stage: int) -> None:
+    norms = behaviour[f"norms-{stage}"]
+    assert set(norms) == {name for name, _ in small_model().named_parameters()}
+    assert norms == pytest.approx(behaviour["norms-0"], rel=1e-5, abs=1e-7)
+
+
+def one_poisoned_alone(rank: int) -> float:
+    engine = build_engine(TrainConfig(zero_stage=0, precision="fp32"), 1, 8)
+    images, labels = batch(0)
+    engine.backward(images, labels, labels[:, 0])
+    return engine.step(1e-2).grad_norm
+
+
+def test_the_gradient_norm_is_torchs() -> None:
+    model = small_model()
+    images, labels = batch(0)
+    loss_of(TrainConfig(precision="fp32"))(model, images, labels, None).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert run_ranks(1, one_poisoned_alone)[0] == pytest.approx(float(expected), rel=1e-5)

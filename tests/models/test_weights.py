@@ -446,6 +446,36 @@ def test_the_model_inside_a_masked_patch_objective_is_found() -> None:
     assert len(report.loaded) == len(objective.model.state_dict()) - 2
 
 
+@pytest.mark.parametrize(("target", "is_whole"), [("mean_color", True), ("full_patch", False)])
+def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(
+    target: Any, is_whole: bool
+) -> None:
+    source = MaskedPatchObjective(small_model("ViT"))
+    nn.init.normal_(source.prediction.weight)
+    objective = MaskedPatchObjective(other_model("ViT"), target)
+    report = fit_state_dict(objective, source.state_dict())
+    assert torch.equal(
+        objective.model.blocks[1].mlp.expand.bias, source.model.blocks[1].mlp.expand.bias
+    )
+    assert torch.equal(objective.mask.token, source.mask.token) == is_whole
+    names = {"mask.token", "prediction.weight", "prediction.bias"}
+    assert names <= set(report.loaded if is_whole else report.new)
+    assert bool(names & set(report.ignored)) != is_whole
+
+
+def test_an_objective_starts_from_a_published_file_and_from_a_plain_model(tmp_path: Path) -> None:
+    source = small_model("ViT")
+    save_weights(source, tmp_path / "model.npz", "jax")
+    for start in (
+        lambda objective: load_weights(objective, tmp_path / "model.npz"),
+        lambda objective: fit_state_dict(objective, source.state_dict()),
+    ):
+        objective = MaskedPatchObjective(other_model("ViT"))
+        start(objective)
+        for name, tensor in source.state_dict().items():
+            assert torch.equal(objective.model.state_dict()[name], tensor)
+
+
 def test_zeroed_heads_of_published_files_are_loaded_as_they_are(tmp_path: Path) -> None:
     source = small_model("ViT")
     nn.init.zeros_(source.head.weight)

@@ -20,6 +20,7 @@ from vit_ray.models.layouts import (
     to_own,
     to_published,
 )
+from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import Grid, ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weight_files import read_tensors, write_tensors
@@ -79,6 +80,8 @@ def load_weights(
         ValueError: if the file is not whole, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
+    if isinstance(model, MaskedPatchObjective):
+        model = model.model
     tensors, recorded_grid = read_tensors(Path(path))
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     own, left_over, missing = _to_own_names(model, layout, canonical_names(tensors, layout))
@@ -146,7 +149,8 @@ def fit_state_dict(
 ) -> LoadReport:
     """Load a state dict of our own names into a model of another resolution or number of classes.
 
-    The weights of a `MaskedPatchObjective` are those of the model inside it.
+    The weights of a `MaskedPatchObjective` are those of the model inside it; as `model` it gets
+    the state dict's mask token and prediction too, where these are for the same target.
 
     Args:
         model: filled in place.
@@ -160,6 +164,12 @@ def fit_state_dict(
     Raises:
         ValueError: listing tensors that are missing, unexpected or of the wrong shape.
     """
+    if isinstance(model, MaskedPatchObjective):
+        report = fit_state_dict(
+            model.model, state_dict, new_head, resize=resize, source_grid=source_grid
+        )
+        _fill_objective(model, state_dict, report)
+        return report
     state = _inner_model(state_dict)
     wanted = model.state_dict()
     fresh = _fresh_names(wanted, state, new_head)
@@ -185,6 +195,18 @@ def fit_state_dict(
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)
     return report
+
+
+def _fill_objective(model: MaskedPatchObjective, state_dict: Tensors, report: LoadReport) -> None:
+    """Mask token and prediction of an objective, where the state dict has those of this target."""
+    outer = {n: t for n, t in model.state_dict().items() if n.startswith(_OBJECTIVE_PREFIXES)}
+    fits = all(n in state_dict and state_dict[n].shape == t.shape for n, t in outer.items())
+    (report.loaded if fits else report.new).extend(outer)
+    if fits:
+        report.ignored = [name for name in report.ignored if name not in outer]
+        with torch.no_grad():
+            for name, tensor in outer.items():
+                tensor.copy_(state_dict[name])
 
 
 def _inner_model(state_dict: Tensors) -> Tensors:

@@ -11,9 +11,10 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import ray
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from vit_ray.config import Recipe
@@ -53,9 +54,6 @@ def connect(recipe: Recipe) -> ClusterShape:
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,
             )
-    if not _shows_logs():
-        # Hints of the scheduler about many small actors, which is what a sweep is made of.
-        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
     return shape(time.time())
 
 
@@ -70,6 +68,18 @@ def local_cpus(recipe: Recipe) -> int:
     """Logical CPUs for the largest worker group and two data tasks."""
     workers, data = recipe.workers, recipe.data
     return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
+
+
+_print_to_stdstream = ray_worker.print_to_stdstream
+
+
+def _print_but_hints(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Ray 2.60 prints the scheduler's messages whatever `log_to_driver` says.
+
+    Those about many small actors, which is what a sweep is made of, are of no use to anybody.
+    """
+    if not any("worker processes have been started" in str(line) for line in data["lines"]):
+        _print_to_stdstream(data, ignore_prefix)
 
 
 def _use_token_if_there_is_one() -> None:
@@ -93,6 +103,8 @@ def _shows_logs() -> bool:
 def _quiet() -> None:
     if _shows_logs():
         return
+    if ray_worker.print_to_stdstream is not _print_but_hints:
+        ray_worker.print_to_stdstream = _print_but_hints
     for name in ("ray.train", "ray.data", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")

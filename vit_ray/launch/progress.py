@@ -103,7 +103,7 @@ def _show_lines(
                 last_line_s = time.monotonic()
                 eta = _eta(standing.step, start_step or 0, total, last_line_s - start_s)
                 line = f"{name}: step {standing.step}/{total}, ETA {eta}, {describe(standing)}"
-                console.print(line, highlight=False, soft_wrap=True)
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
         if is_last:
             return
 
@@ -118,5 +118,7 @@ def _eta(step: int, start_step: int, total: int, elapsed_s: float) -> str:
 
 def _print_events(standing: Standing, seen: int, console: Console, name: str) -> int:
     for event in standing.events[seen:]:
-        console.print(f"{name}: {event.kind}: {event.text}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{name}: {event.kind}: {event.text}", highlight=False, markup=False, soft_wrap=True
+        )
     return len(standing.events)

@@ -175,7 +175,9 @@ class WorkerServices:
             self._compute(),
         )
         if reason != "finished":
-            self._tell("stopped", f"{reason}; checkpoint at step {self._progress.step}")
+            text = f"{reason}; checkpoint at step {self._progress.step}"
+            # Waited for: this process ends right after.
+            ray.get(self._tell("stopped", text) or [])
 
     def close(self) -> None:
         """Stop the threads and leave the process group as Ray expects it."""
@@ -500,9 +502,11 @@ class WorkerServices:
     def _hear_stop(self, reason: str) -> None:
         self._stop = reason
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _tell(self, kind: str, text: str) -> Any:
+        """Send an event for the run's history; returns what to wait for, if it was sent."""
         if self._length.rank == 0 or kind in ("checkpoint failed", "preemption", "out of memory"):
-            self._job.recorder.event.remote(kind, text, self._progress.step)
+            return self._job.recorder.event.remote(kind, text, self._progress.step)
+        return None
 
 
 MAX_FAILED_SAVES = 3

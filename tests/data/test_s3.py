@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, FaultProxy, serve_s3
-from vit_ray.data import open_dataset, storage
+from vit_ray import storage
+from vit_ray.data import open_dataset
 from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.images import Augmentation
 from vit_ray.data.layout import World

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: env quickstart test check test-gpu clean
+.PHONY: env quickstart test check clean
 
 env: $(STAMP)
 
@@ -26,9 +26,6 @@ check: env
 
 test: check
 	$(BIN)/python -m pytest
-
-test-gpu: env
-	$(BIN)/python -m pytest -m gpu
 
 clean:
 	rm -rf quickstart runs

@@ -55,6 +55,7 @@ class Recorder:
         parent: Any = None,
     ) -> None:
         self._name, self._parent = run_name, parent
+        self._started_s = time.time()
         self._children: dict[str, int] = {}
         self._tracker = Tracker.start(
             config,
@@ -147,7 +148,10 @@ class Recorder:
         for sampler in self._samplers:
             ray.kill(sampler)
         if self._standing.events:
-            self._tracker.artifact_text("history.json", _history(self._standing.events))
+            # Each attempt of a run keeps its own.
+            started = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self._started_s))
+            name = f"history/{started}.json"
+            self._tracker.artifact_text(name, _history(self._standing.events))
             counts = collections.Counter(event.kind for event in self._standing.events)
             for kind, count in counts.items():
                 self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))

@@ -60,7 +60,9 @@ class Compute:
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
         """Model TFLOP/s per worker, and MFU and HFU where the peak is known.
 
-        Training does 6 FLOPs per multiply-add: 2 forward, 4 backward (paper Table 6's count).
+        Training does 6 FLOPs per multiply-add: 2 forward, 4 backward (paper Table 6's count). That
+        count takes every block whole; a ViT with a class token leaves out what nothing depends on
+        in its last one, so its rates read higher by up to 1 / depth.
         """
         model = 6.0 * self.forward_macs * images_per_s_per_worker
         hardware = model + 2.0 * self.recomputed_share * self.forward_macs * images_per_s_per_worker

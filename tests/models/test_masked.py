@@ -138,6 +138,26 @@ def test_the_downsized_target_is_a_four_by_four_reduction_in_raster_order() -> N
     assert objective(images, samples).item() == pytest.approx(wrong / 2, rel=1e-4)
 
 
+def test_patches_of_14_are_downsized_to_cells_that_share_their_borders() -> None:
+    objective = MaskedPatchObjective(small_model("ViT", patch_size=14, image_size=28), "downsized")
+    images, samples = some_images(1, (28, 28)), torch.tensor([0])
+    classes = []
+    for patch in draw_corruption(samples, 4, seed=0).corrupted[0].tolist():
+        top, left = 14 * (patch // 2), 14 * (patch % 2)
+        pixels = images[:, :, top : top + 14, left : left + 14]
+        # From the first whole or partial pixel of each quarter to the last: 0-4, 3-7, 7-11, 10-14.
+        bounds = [(0, 4), (3, 7), (7, 11), (10, 14)]
+        cells = [pixels[0, :, a:b, c:d].mean(dim=(1, 2)) for a, b in bounds for c, d in bounds]
+        classes.append(color_class(torch.stack(cells)))
+    with torch.no_grad():
+        objective.prediction.weight.zero_()
+        objective.prediction.bias.copy_(20 * F.one_hot(classes[0], 512).flatten())
+    logits = 20 * F.one_hot(classes[0], 512).float()
+    expected = [F.cross_entropy(logits, target).item() for target in classes]
+    assert expected[0] < 1e-3
+    assert objective(images, samples).item() == pytest.approx(sum(expected) / len(expected))
+
+
 def _cross_entropy_of_other(reduced: torch.Tensor, patch: int, logits: torch.Tensor) -> float:
     top, left = 4 * (patch // 2), 4 * (patch % 2)
     cells = reduced[:, top : top + 4, left : left + 4].flatten(1).T
@@ -213,8 +233,8 @@ def test_what_cannot_be_masked_is_refused() -> None:
         MaskedPatchObjective(small_model("ViT"), "hog")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a BitResNet has none"):
         MaskedPatchObjective(small_model("ResNet"))
-    with pytest.raises(ValueError, match="patch_size=14 is not divisible by 4"):
-        MaskedPatchObjective(small_model("ViT", patch_size=14), "downsized")
+    with pytest.raises(ValueError, match="patches to 4x4, and patch_size=2 is smaller"):
+        MaskedPatchObjective(small_model("ViT", patch_size=2), "downsized")
     with pytest.raises(ValueError, match="an image of 1 patch has none to corrupt"):
         draw_corruption(SAMPLES, 1, seed=0)
     objective = MaskedPatchObjective(small_model("R+ViT", image_size=36))

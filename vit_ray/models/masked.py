@@ -157,10 +157,10 @@ class MaskedPatchObjective(nn.Module):
                 "use a ViT, a hybrid or an axial ViT."
             )
         side = model.embedding.patch_size
-        if target == "downsized" and side % DOWNSIZED_SIDE:
+        if target == "downsized" and side < DOWNSIZED_SIDE:
             raise ValueError(
-                f"target='downsized' reduces patches to 4x4, and patch_size={side} is not "
-                "divisible by 4; use target='mean_color', or a model with another patch_size."
+                f"target='downsized' reduces patches to 4x4, and patch_size={side} is "
+                "smaller; use target='mean_color', or a model with another patch_size."
             )
         self.model = model
         self.target = target
@@ -252,9 +252,11 @@ def _mean_color_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
 
 
 def _downsized_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
-    """(B, M, 16 * 512), cell by cell in raster order, against (B, M, 3, P, P)."""
-    side = pixels.shape[-1] // DOWNSIZED_SIDE
-    cells = F.avg_pool2d(pixels.flatten(0, 1), side).permute(0, 2, 3, 1)
+    """(B, M, 16 * 512), cell by cell in raster order, against (B, M, 3, P, P).
+
+    Cells share the pixels on their border where 4 does not divide P, as with the 14 of H/14.
+    """
+    cells = F.adaptive_avg_pool2d(pixels.flatten(0, 1), DOWNSIZED_SIDE).permute(0, 2, 3, 1)
     return F.cross_entropy(predictions.reshape(-1, NUM_COLORS), color_class(cells).flatten())
 
 

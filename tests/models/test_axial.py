@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -81,3 +82,10 @@ def test_axial_attention_goes_along_rows_first_and_strides_by_averaging() -> Non
         dim=2,
     )
     torch.testing.assert_close(attention(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_axial_vit_without_positions_refuses_images_of_another_grid() -> None:
+    model = small_model("Axial-ViT", positions="none")
+    with pytest.raises(ValueError, match="grid of 2x8, and the model was built for 4x4"):
+        # As many tokens, of other lines.
+        model(some_images(2, (16, 64)))

@@ -76,6 +76,10 @@ class AxialViT(VisionTransformer):
         column = Block(size.width, size.mlp_dim, size.num_heads, dropout)
         return AxialBlock(self.grid, row, column)
 
+    def _is_bound_to_grid(self) -> bool:
+        """Tokens are cut into the lines of one grid, with or without positions."""
+        return True
+
 
 @dataclass(frozen=True)
 class AxialResNetOptions(ResNetOptions):

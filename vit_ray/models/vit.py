@@ -196,7 +196,7 @@ class VisionTransformer(nn.Module):
             ValueError: if the images have another size than the model was built for.
         """
         grid_BhwD: Tensor = self.embedding(images)
-        if grid_BhwD.shape[1:3] != self.grid and self.options.positions != "none":
+        if grid_BhwD.shape[1:3] != self.grid and self._is_bound_to_grid():
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, and the model was built for "
@@ -204,6 +204,10 @@ class VisionTransformer(nn.Module):
                 f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that."
             )
         return grid_BhwD.flatten(1, 2)
+
+    def _is_bound_to_grid(self) -> bool:
+        """Without positions the encoder is a function of a set of any size."""
+        return self.options.positions != "none"
 
     def encode(
         self,

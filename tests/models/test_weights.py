@@ -319,6 +319,32 @@ def test_timm_models_that_do_not_embed_the_class_token_are_read(tmp_path: Path) 
     assert torch.equal(loaded(some_images()), model(some_images()))
 
 
+@pytest.mark.parametrize("layout", ["timm", "jax"])
+def test_a_square_number_of_rows_may_hold_a_class_row(layout: str, tmp_path: Path) -> None:
+    # 4 x 6 patches and a class token are 25 rows, as many as 5 x 5 patches.
+    source = small_model("ViT", image_size=(32, 48))
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    save_weights(source, path, layout)
+    assert_equal_after_loading(source, other_model("ViT", image_size=(32, 48)), path)
+    if layout == "timm":
+        # As timm itself writes it: no word of the grid.
+        save_file(load_file(path), path)
+        assert_equal_after_loading(source, other_model("ViT", image_size=(32, 48)), path)
+        model = other_model("ViT", image_size=32)
+        load_weights(model, path, source_grid=(4, 6))
+        assert torch.equal(model.positions[0].table[:, 0], source.positions[0].table[:, 0])
+
+
+def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(tmp_path: Path) -> None:
+    save_weights(small_model("ViT", pool="gap"), tmp_path / "model.safetensors", "timm")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for leaf in ("weight", "bias"):
+        tensors[f"fc_norm.{leaf}"] = tensors.pop(f"norm.{leaf}")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected: fc_norm.bias, fc_norm.weight"):
+        load_weights(other_model("ViT", pool="gap"), tmp_path / "model.safetensors")
+
+
 # --- another resolution, another head ------------------------------------------------------------
 
 
@@ -424,6 +450,26 @@ def test_auto_keeps_a_head_only_where_it_fits_behind_the_same_layers(
 ) -> None:
     source = small_model("ViT", **source_options)
     assert fit_state_dict(other_model("ViT", **options), source.state_dict()).new == new
+
+
+def test_a_demanded_head_comes_with_the_layer_it_was_trained_behind() -> None:
+    source = small_model("ViT", representation=True).state_dict()
+    with pytest.raises(ValueError, match=r"unexpected: representation.weight, representation.bias"):
+        fit_state_dict(other_model("ViT"), source, new_head=False)
+
+
+@pytest.mark.parametrize("new_head", ["auto", False])
+@pytest.mark.parametrize("lost", ["head.weight", "head.bias"])
+@pytest.mark.parametrize("num_classes", [5, 9])
+def test_half_a_head_is_an_error_unless_a_fresh_one_is_wanted(
+    lost: str, new_head: Any, num_classes: int
+) -> None:
+    state = small_model("ViT").state_dict()
+    del state[lost]
+    with pytest.raises(ValueError, match=f"missing: {lost}"):
+        fit_state_dict(other_model("ViT", num_classes=num_classes), state, new_head)
+    report = fit_state_dict(other_model("ViT", num_classes=num_classes), state, new_head=True)
+    assert report.new == ["head.bias", "head.weight"]
 
 
 def test_a_class_token_is_dropped_by_a_model_that_averages() -> None:
@@ -572,6 +618,16 @@ def test_a_truncated_file_is_an_error_that_names_it(name: str, tmp_path: Path) -
         load_weights(small_model("ViT"), tmp_path / name)
 
 
+def test_files_that_are_no_archive_of_arrays_are_errors_that_name_them(tmp_path: Path) -> None:
+    (tmp_path / "empty.npz").touch()
+    with pytest.raises(ValueError, match=r"empty.npz cannot be read"):
+        load_weights(small_model("ViT"), tmp_path / "empty.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    with pytest.raises(ValueError, match=r"one.npz cannot be read"):
+        load_weights(small_model("ViT"), tmp_path / "one.npz")
+
+
 def test_a_missing_file_unknown_names_and_unknown_layouts_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"do not exist; give a .npz or .safetensors"):
         load_weights(small_model("ViT"), tmp_path / "none.npz")
@@ -592,4 +648,24 @@ def test_what_a_layout_cannot_name_is_not_saved_without_it(tmp_path: Path) -> No
         save_weights(small_model("R+ViT"), tmp_path / "x.safetensors", "huggingface")
     with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
         save_weights(small_model("ViT"), tmp_path / "x.safetensors", "jax")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "lost"),
+    [
+        *(
+            (layout, {"positions_at": "every_layer_shared"}, "positions_at='every_layer_shared'")
+            for layout in ("jax", "timm", "huggingface")
+        ),
+        ("huggingface", {"pool": "gap"}, "pool='gap'"),
+        ("huggingface", {"positions": "none"}, "positions='none'"),
+    ],
+)
+def test_what_a_layout_cannot_express_is_not_saved_as_another_function(
+    layout: str, options: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    with pytest.raises(ValueError, match=f"layout='{layout}' cannot express {lost}"):
+        save_weights(small_model("ViT", **options), path, layout)
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.hybrid import ResNetEmbedding
-from vit_ray.models.positions import square_grid
+from vit_ray.models.positions import Grid, square_grid
 from vit_ray.models.resnet import BitResNet, ResNetSize
 from vit_ray.models.vit import VisionTransformer
 
@@ -314,7 +314,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"(encoderblock_\d+)/LayerNorm_1/", r"\1/LayerNorm_2/"),
     ],
     "timm": [
-        (r"^fc_norm\.", "norm."),
+        # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it.
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
     ],
     "huggingface": [
@@ -334,10 +334,14 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
 }
 
 
-def canonical_names(tensors: Tensors, layout: str) -> Tensors:
+def canonical_names(
+    tensors: Tensors, layout: str, grid: Grid | None = None, model_grid: Grid | None = None
+) -> Tensors:
     """The same tensors under the spelling of the rules.
 
-    Stacked blocks are taken apart, and positions get a row for the class token where it has none.
+    Stacked blocks are taken apart, and positions get a row for the class token where it has none:
+    as many rows as the file's `grid` has patches, where that is known. `model_grid` is that of the
+    model to fill.
     """
     renamed: Tensors = {}
     for name, tensor in _unstacked(tensors).items():
@@ -351,9 +355,18 @@ def canonical_names(tensors: Tensors, layout: str) -> Tensors:
     if layout == "timm" and {"pos_embed", "cls_token"} <= set(renamed):
         # So do the timm models that do not embed the class token; only the row count tells.
         table = renamed["pos_embed"]
-        if square_grid(table.shape[1]) and not square_grid(table.shape[1] - 1):
+        if _lacks_class_row(table.shape[1], grid, model_grid):
             renamed["pos_embed"] = _zero_row_before(table)
     return renamed
+
+
+def _lacks_class_row(num_rows: int, grid: Grid | None, model_grid: Grid | None) -> bool:
+    """A table of n x (n + 2) patches and a class token has a square number of rows, too."""
+    if grid is not None:
+        return num_rows == grid[0] * grid[1]
+    if model_grid is not None and num_rows == model_grid[0] * model_grid[1] + 1:
+        return False
+    return square_grid(num_rows) is not None and square_grid(num_rows - 1) is None
 
 
 def _zero_row_before(table: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 _GRID_KEY = "vit_ray.grid"
+# numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
+_BROKEN = (ValueError, OSError, EOFError, TypeError)
 
 
 def read_tensors(path: Path) -> tuple[Tensors, Grid | None]:
@@ -42,7 +44,7 @@ def read_tensors(path: Path) -> tuple[Tensors, Grid | None]:
         )
     try:
         return _READERS[path.suffix](path)
-    except (ValueError, OSError, SafetensorError, zipfile.BadZipFile) as error:
+    except (*_BROKEN, SafetensorError, zipfile.BadZipFile) as error:
         raise ValueError(f"weights {path} cannot be read: {error}") from error
 
 

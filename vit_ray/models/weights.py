@@ -84,14 +84,14 @@ def load_weights(
         model = model.model
     tensors, recorded_grid = read_tensors(Path(path))
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
-    own, left_over, missing = _to_own_names(model, layout, canonical_names(tensors, layout))
+    grid, model_grid = source_grid or recorded_grid, getattr(model, "grid", None)
+    renamed = canonical_names(tensors, layout, grid, model_grid)
+    own, left_over, missing = _to_own_names(model, layout, renamed)
     problems = _Problems(f"{path} (layout {layout})", model)
     problems.add("unexpected", left_over)
     problems.add("missing", missing)
     problems.raise_if_any()
-    report = fit_state_dict(
-        model, own, new_head, resize=resize, source_grid=source_grid or recorded_grid
-    )
+    report = fit_state_dict(model, own, new_head, resize=resize, source_grid=grid)
     report.source = f"{path} (layout {layout})"
     return report
 
@@ -106,10 +106,11 @@ def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> Non
         layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
 
     Raises:
-        ValueError: if the layout has no names for some tensors, or the suffix does not fit it.
+        ValueError: if the layout cannot express the model, or the suffix does not fit it.
     """
     path = Path(path)
     rules = rules_for(model, layout)
+    _check_expressible(model, layout)
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     nameless = sorted(set(state) - {rule.own for rule in rules})
     if nameless:
@@ -123,6 +124,26 @@ def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> Non
             parts = to_published(rule, state[rule.own], num_heads)
             published.update(zip(rule.published, parts, strict=True))
     write_tensors(path, published, layout, model)
+
+
+def _check_expressible(model: nn.Module, layout: str) -> None:
+    """Options that leave no trace in the tensors: a reader of the layout would run another model.
+
+    Raises:
+        ValueError: if the model has one that the layout cannot express.
+    """
+    if layout == "vit_ray" or not isinstance(model, VisionTransformer):
+        return
+    options = model.options
+    if options.positions_at == "every_layer_shared":
+        lost = "positions_at='every_layer_shared'"
+    elif layout == "huggingface" and options.pool == "gap":
+        lost = "pool='gap'"
+    elif layout == "huggingface" and options.positions == "none":
+        lost = "positions='none'"
+    else:
+        return
+    raise ValueError(f"layout={layout!r} cannot express {lost}; use layout='vit_ray'.")
 
 
 def num_classes_in(path: str | Path) -> int | None:
@@ -156,8 +177,9 @@ def fit_state_dict(
         model: filled in place.
         state_dict: names and tensors of a model of the same encoder.
         new_head: True keeps the model's fresh head, as fine-tuning does; False demands the state
-            dict's; "auto" loads it where it fits and stands behind the same layers. The
-            representation layer is loaded where both have one: a model built without it drops it.
+            dict's, behind the same layers; "auto" loads it where it fits and stands behind the
+            same layers. The representation layer is loaded where both have one: a model built
+            without it drops it, unless the head behind it is demanded.
         resize: how positions are resampled to another grid.
         source_grid: (rows, columns) of the state dict's positions where not of a square image.
 
@@ -173,9 +195,12 @@ def fit_state_dict(
     state = _inner_model(state_dict)
     wanted = model.state_dict()
     fresh = _fresh_names(wanted, state, new_head)
-    spare = {name for name in state if name not in wanted and name.startswith(_SPARE_PREFIXES)}
+    # A head that is demanded means nothing without the layer that it was trained behind.
+    prefixes = ("class_token.",) if new_head is False else _SPARE_PREFIXES
+    spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
+    torn = _torn_head(wanted, state) if new_head is not True else set()
     problems = _Problems("the state dict", model)
-    problems.add("missing", [n for n in wanted if n not in fresh and n not in state])
+    problems.add("missing", [n for n in wanted if n not in state and (n not in fresh or n in torn)])
     problems.add("unexpected", [n for n in state if n not in wanted and n not in spare])
     positions = _Positions(model, "class_token.token" in state, resize, source_grid)
     report = LoadReport("a state dict", new=sorted(fresh))
@@ -237,6 +262,12 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     if new_head is True or not fits or layers[0] != layers[1]:
         fresh |= {name for name in wanted if name.startswith("head.")}
     return fresh
+
+
+def _torn_head(wanted: Tensors, state: Tensors) -> set[str]:
+    """What a head lacks that is there only in part: kernel without bias, or the reverse."""
+    head = {name for name in wanted if name.startswith("head.")}
+    return head - set(state) if head & set(state) else set()
 
 
 class _Positions:

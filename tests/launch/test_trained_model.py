@@ -20,9 +20,11 @@ from vit_ray.launch.exporting import export
 from vit_ray.launch.inspecting import inspect, read_images
 from vit_ray.launch.trained_model import load_trained_model
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.start import initialize_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +41,12 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
     return recipe_from_dict(tree, "test")
 
 
-def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None) -> str:
+def write_run(
+    folder: Path,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    image_size: int | list[int] | None = None,
+) -> str:
     """A run whose one checkpoint was sharded over two ranks, each with half of every tensor."""
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     position = Position(
@@ -48,7 +55,7 @@ def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None) 
         samples_seen=14,
         global_batch_size=2,
         shapes={name: list(tensor.shape) for name, tensor in trained.items()},
-        recipe={},
+        recipe={} if image_size is None else {"model": {"image_size": image_size}},
         data_fingerprint="",
     )
     kinds = {"weight": trained}
@@ -133,6 +140,45 @@ def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> 
     assert report.ignored == ["mask.token", "prediction.bias", "prediction.weight"]
     expected = objective.model.encode(objective.model.embed(some_images()))
     assert torch.equal(model.encode(model.embed(some_images())), expected)
+
+
+@pytest.mark.parametrize("is_objective", [False, True])
+def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
+    is_objective: bool, tmp_path: Path
+) -> None:
+    # 2 x 8 patches are as many as 4 x 4, and another picture.
+    source = small_model("ViT", image_size=(16, 64))
+    trained = MaskedPatchObjective(source) if is_objective else source
+    run = write_run(tmp_path / "run", trained, image_size=[16, 64])
+    expected = resize_table(source.positions[0].table.detach(), (2, 8), (4, 4))
+    model, _ = load_trained_model(recipe(tmp_path, init_from=run), None)
+    assert torch.equal(model.positions[0].table, expected)
+    tuned = small_model("ViT", num_classes=9)
+    initialize_weights(tuned, run, new_head=True)
+    assert torch.equal(tuned.positions[0].table, expected)
+
+
+@pytest.mark.parametrize("family", ["ViT", "R+ViT"])
+def test_a_checkpoint_of_another_resolution_starts_as_it_did(family: str, tmp_path: Path) -> None:
+    source = small_model(family, image_size=32)
+    run = write_run(tmp_path / "run", source, image_size=32)
+    model = small_model(family, image_size=64)
+    report = initialize_weights(model, run, new_head=False)
+    assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT", representation=has_layer))
+    size = {"name": "ViT", "image_size": 32, **TINY_VIT}
+    exports = {"path": str(tmp_path / "model.npz")}
+    other = {**size, "representation": not has_layer}
+    wanted = f"set model.representation={str(has_layer).lower()} to export the trained head"
+    with pytest.raises(ValueError, match=wanted):
+        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+    assert not (tmp_path / "model.npz").exists()
+    same = {**size, "representation": has_layer}
+    assert export(recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
 
 
 def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:

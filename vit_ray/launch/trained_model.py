@@ -10,7 +10,7 @@ from vit_ray.config import Recipe
 from vit_ray.models import build_model
 from vit_ray.models.weights import LoadReport, fit_state_dict, load_weights, num_classes_in
 from vit_ray.train.checkpoint import find_weights
-from vit_ray.train.start import WEIGHT_FILES
+from vit_ray.train.start import WEIGHT_FILES, grid_of
 
 # A model that was pre-trained without labels, or published without a head, has no classes; its
 # fresh head of one class is zero.
@@ -37,7 +37,8 @@ def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module
     head = checkpoint.position.shapes.get("head.bias")
     model = _build(recipe, head[0] if head else None)
     takes_average = checkpoint.has_average() if averaged is None else averaged
-    report = fit_state_dict(model, checkpoint.weights(averaged=takes_average))
+    weights = checkpoint.weights(averaged=takes_average)
+    report = fit_state_dict(model, weights, source_grid=grid_of(checkpoint.position))
     kind = "averaged weights" if takes_average else "weights"
     report.source = f"{checkpoint.folder.path} ({kind} of step {checkpoint.position.step})"
     return model, report

@@ -7,11 +7,14 @@ from pathlib import Path, PurePosixPath
 
 from torch import nn
 
+from vit_ray.models.positions import Grid
 from vit_ray.models.weights import LoadReport, NewHead, fit_state_dict, load_weights
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import find_weights
+from vit_ray.train.checkpoint import Position, find_weights
 
 WEIGHT_FILES = (".npz", ".safetensors")
+# Channels that a projection of pixels reads; a hybrid's projects feature maps.
+_COLORS = 3
 
 
 def initialize_weights(
@@ -33,7 +36,23 @@ def initialize_weights(
     checkpoint = find_weights(path)
     takes_average = checkpoint.has_average() if averaged is None else averaged
     weights = checkpoint.weights(averaged=takes_average)
-    return fit_state_dict(model, weights, new_head=new_head)
+    grid = grid_of(checkpoint.position)
+    return fit_state_dict(model, weights, new_head=new_head, source_grid=grid)
+
+
+def grid_of(position: Position) -> Grid | None:
+    """(rows, columns) of patches that a checkpoint of a ViT was trained at; None where not told.
+
+    Two grids may have as many patches, 4 x 9 and 6 x 6, and then no shape tells them apart. A
+    hybrid's grid depends on its backbone too, and is left to the shapes.
+    """
+    image_size = position.recipe.get("model", {}).get("image_size")
+    names = (f"{prefix}embedding.projection.weight" for prefix in ("", "model."))
+    shape = next((position.shapes[name] for name in names if name in position.shapes), None)
+    if image_size is None or shape is None or shape[1] != _COLORS:
+        return None
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    return height // shape[2], width // shape[3]
 
 
 def _load_file(model: nn.Module, path: str, new_head: NewHead) -> LoadReport:

@@ -96,6 +96,16 @@ def ray_cluster(ray_head: Head) -> Iterator[Head]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a job needs, in which nothing changes while it is being packed."""
+    folder = tmp_path_factory.mktemp("working_dir")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for part in ("vit_ray", "jobs"):
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+    return folder
+
+
 @dataclass(frozen=True)
 class Digits:
     """The handwritten digits: as files, and converted."""

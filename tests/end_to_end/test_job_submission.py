@@ -22,12 +22,12 @@ def submit(head: Head, working_dir: Path, *entrypoint: str) -> subprocess.Comple
 
 
 def test_a_submitted_job_ends_well_and_records_its_run(
-    ray_head: Head, digits: Digits, tmp_path: Path
+    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
 ) -> None:
     recipe = small_recipe("submitted", digits, tmp_path, optim={"steps": 8})
     path = str(write_recipe(recipe, tmp_path))
     commit = "VIT_RAY_GIT_COMMIT=0123abc"
-    done = submit(ray_head, ROOT, "env", commit, "python", "jobs/pretrain.py", path)
+    done = submit(ray_head, working_dir, "env", commit, "python", "jobs/pretrain.py", path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "succeeded" in done.stdout
     assert "first step:" in done.stdout
@@ -39,10 +39,15 @@ def test_a_submitted_job_ends_well_and_records_its_run(
 
 
 def test_a_submitted_job_with_a_wrong_key_fails_with_the_reason(
-    ray_head: Head, tmp_path: Path
+    ray_head: Head, working_dir: Path
 ) -> None:
     done = submit(
-        ray_head, ROOT, "python", "jobs/pretrain.py", "jobs/recipes/digits.yaml", "train.zero=2"
+        ray_head,
+        working_dir,
+        "python",
+        "jobs/pretrain.py",
+        "jobs/recipes/digits.yaml",
+        "train.zero=2",
     )
     assert done.returncode != 0
     assert "unknown key train.zero; " in done.stdout + done.stderr

@@ -25,10 +25,10 @@ def environment(port: int) -> dict[str, str]:
     }
 
 
-def submit(head: Head, recipe: Recipe, folder: Path, variables: dict[str, str]) -> str:
+def submit(head: Head, recipe: Recipe, code: Path, folder: Path, variables: dict[str, str]) -> str:
     command = [
         str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", head.dashboard,
-        "--working-dir", str(ROOT), "--runtime-env-json", json.dumps({"env_vars": variables}),
+        "--working-dir", str(code), "--runtime-env-json", json.dumps({"env_vars": variables}),
         "--", "python", "jobs/pretrain.py", str(write_recipe(recipe, folder)),
     ]  # fmt: skip
     done = subprocess.run(
@@ -39,7 +39,7 @@ def submit(head: Head, recipe: Recipe, folder: Path, variables: dict[str, str]) 
 
 
 def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
-    ray_head: Head, digits: Digits, tmp_path: Path
+    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
 ) -> None:
     buckets = tmp_path / "buckets"
     shutil.copytree(digits.train, buckets / "sets" / "train")
@@ -55,9 +55,9 @@ def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
     )
     with serve_s3(buckets) as port:
         variables = {**environment(port), "HOME": str(tmp_path)}
-        submit(ray_head, first, tmp_path, variables)
+        submit(ray_head, first, working_dir, tmp_path, variables)
         second = first.with_changes(optim={"steps": 12})
-        output = submit(ray_head, second, tmp_path, variables)
+        output = submit(ray_head, second, working_dir, tmp_path, variables)
     assert "resumed: from step 8" in output
     assert sorted(p.name for p in (buckets / "runs" / "all" / "on-s3").glob("step-*")) == [
         "step-00000008",

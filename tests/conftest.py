@@ -53,12 +53,15 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Head]:
     """A head node with 4 logical CPUs and the job server."""
-    port, dashboard, client = free_ports(3)
+    # All its own: the agent of another cluster on this machine holds the usual ones.
+    port, dashboard, client, agent, agent_grpc, metrics = free_ports(6)
     # Ray's sockets have names of at most 107 bytes, so the folder's must be short.
     folder = tempfile.mkdtemp(prefix="vr", dir="/tmp")
     command = [
         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
         f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--metrics-export-port={metrics}",
         "--num-cpus=4", "--num-gpus=0", "--object-store-memory=600000000",
         f"--temp-dir={folder}", "--disable-usage-stats",
     ]  # fmt: skip
@@ -69,6 +72,7 @@ def ray_head() -> Iterator[Head]:
         try:
             _wait_for(port, process, Path(folder) / "head.log")
             _wait_for(dashboard, process, Path(folder) / "head.log")
+            _wait_for(agent, process, Path(folder) / "head.log")  # it runs submitted jobs
             yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             process.terminate()

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: env quickstart test check clean
+.PHONY: env quickstart test test-faults check clean
 
 env: $(STAMP)
 
@@ -26,6 +26,9 @@ check: env
 
 test: check
 	$(BIN)/python -m pytest
+
+test-faults: env
+	$(BIN)/python -m pytest -o addopts=-q tests/faults
 
 clean:
 	rm -rf quickstart runs

@@ -228,6 +228,7 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(ray_cluster, digits
     assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
     client = MlflowClient(result.cells[0].cell.recipe.tracking.uri)
     assert client.get_run(result.parent_run_id).info.status != "FINISHED"
-    history = client.download_artifacts(result.parent_run_id, "history.json", str(tmp_path))
-    events = json.loads(Path(history).read_text())
+    history = client.download_artifacts(result.parent_run_id, "history", str(tmp_path))
+    (attempt,) = Path(history).glob("*.json")
+    events = json.loads(attempt.read_text())
     assert [event["kind"] for event in events] == ["failed cell"]

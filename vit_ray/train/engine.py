@@ -211,6 +211,8 @@ class DeepSpeedEngine:
 
         # Importing it resets the level of its own logger.
         deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+        # DeepSpeed would compile it at start, for 25 s, and only inference calls it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         offloads = self._train.offload
         optimizer = build_optimizer(model, optim, fused=torch.cuda.is_available() and not offloads)
         if self.stage == 0 and self._train.precision == "fp32":

@@ -1,5 +1,6 @@
 """The four figures of inspection: arrays against hand-made and independent ones, and files."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from PIL import Image
 from sklearn.decomposition import PCA
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import ViTForImageClassification
 
-from tests.models.small import FAMILIES, small_model, some_images
+from tests.models.small import FAMILIES, small_model
 from vit_ray.evaluate.inspection import (
     attention_figures,
     attention_rollout,
@@ -21,6 +24,7 @@ from vit_ray.evaluate.inspection import (
     position_vectors,
 )
 from vit_ray.evaluate.inspection_figures import inspect_model, overlay
+from vit_ray.models.weights import save_weights
 
 
 def pictures(count: int = 3, size: tuple[int, int] = (32, 32)) -> Any:
@@ -104,14 +108,50 @@ def test_attention_to_the_class_token_does_not_shorten_the_distance() -> None:
         assert mean_attention_distance(weights, (2, 2), 1)[0] == pytest.approx(expected)
 
 
-def test_distances_average_over_images_and_batches() -> None:
+@pytest.mark.parametrize("budget_bytes", [0, 300_000, 2**30])
+def test_the_figures_of_any_budget_are_those_of_transformers_attention(
+    budget_bytes: int, tmp_path: Path
+) -> None:
     model = small_model("ViT").eval()
-    images = some_images(5)
-    whole, _ = attention_figures(model, images, batch_size=5)
-    parts, rollouts = attention_figures(model, images, batch_size=2)
-    assert whole.shape == (2, 4)
-    assert rollouts.shape == (5, 4, 4)
-    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    images = pictures(7)
+    save_weights(model, tmp_path, "huggingface")
+    peer = ViTForImageClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+        layers = [a.numpy() for a in peer(pixels, output_attentions=True).attentions]
+    places = [(row, column) for row in range(4) for column in range(4)]
+    apart = np.array([[8 * math.dist(a, b) for b in places] for a in places])
+    expected, paths = np.zeros((2, 4)), []
+    for index, layer in enumerate(layers):
+        paths.append((layer.mean(axis=1) + np.eye(17)) / 2)
+        for head in range(4):
+            patches = layer[:, head, 1:, 1:]
+            rows = patches / patches.sum(axis=-1, keepdims=True)
+            expected[index, head] = (rows * apart).sum(axis=-1).mean()
+    expected_rollouts = (paths[1] @ paths[0])[:, 0, 1:].reshape(7, 4, 4)
+    distances, rollouts = attention_figures(model, images, budget_bytes)
+    np.testing.assert_allclose(distances, expected, rtol=1e-5)
+    np.testing.assert_allclose(rollouts, expected_rollouts, rtol=1e-5)
+
+
+def test_attention_of_one_image_and_layer_is_held_at_a_time() -> None:
+    model = small_model("ViT", depth=12, image_size=160).eval()
+    images = pictures(6, (160, 160))
+    matrix = 4 * (4 * 401**2)  # heads x float32 over 400 patches and the class token
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        attention_figures(model, images, budget_bytes=0)
+    changes = [
+        event.nbytes()
+        for event in sorted(_events(recorded), key=lambda event: event.start_ns())
+        if event.name() == "[memory]"
+    ]
+    # Logits and their softmax, and in float64 a rollout, a layer and their product.
+    assert matrix < max(np.cumsum(changes)) < 5 * matrix
+
+
+def _events(recorded: profile) -> Any:
+    assert recorded.profiler is not None
+    return recorded.profiler.kineto_results.events()
 
 
 def test_rollout_follows_a_hand_made_path() -> None:
@@ -134,13 +174,13 @@ def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
 
 def test_an_axial_model_has_no_attention_over_the_image() -> None:
     with pytest.raises(ValueError, match="an axial ViT attends along lines"):
-        attention_figures(small_model("Axial-ViT"), some_images())
+        attention_figures(small_model("Axial-ViT"), pictures())
 
 
 def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
     model = small_model("ViT", dropout=0.5).train()
-    first, _ = attention_figures(model, some_images())
-    again, _ = attention_figures(model, some_images())
+    first, _ = attention_figures(model, pictures())
+    again, _ = attention_figures(model, pictures())
     assert model.training
     np.testing.assert_array_equal(first, again)
 
@@ -191,10 +231,9 @@ def test_every_figure_that_a_model_has_is_drawn(
 def test_the_picture_and_its_rollout_are_of_the_same_image(tmp_path: Path) -> None:
     model = small_model("ViT").eval()
     images = pictures(2)
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-    _, together = attention_figures(model, pixels)
+    _, together = attention_figures(model, images)
     for index in range(2):
-        _, alone = attention_figures(model, pixels[index : index + 1])
+        _, alone = attention_figures(model, images[index : index + 1])
         np.testing.assert_allclose(together[index], alone[0], rtol=1e-4, atol=1e-6)
 
 

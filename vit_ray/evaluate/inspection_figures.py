@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import nn
 
 from vit_ray.evaluate.inspection import (
     FloatArray,
+    UInt8Array,
     attention_figures,
     filter_components,
     first_kernel,
@@ -22,8 +21,6 @@ from vit_ray.evaluate.inspection import (
 )
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.vit import VisionTransformer
-
-UInt8Array = NDArray[np.uint8]
 
 # One colour in light and dark steps for magnitudes; Matplotlib's own, readable without colour.
 COLOR_MAP = "viridis"
@@ -50,8 +47,7 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT):
         reason = f"a {type(model).__name__} has no attention over the whole image"
         return {**results, "attention_distance": reason, "attention_rollout": reason}
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-    distances, rollouts = attention_figures(model, pixels)
+    distances, rollouts = attention_figures(model, images)
     results["attention_distance"] = draw_attention_distance(
         distances, len(images), folder / "attention_distance.png"
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit_ray.models.encoder import Block
+from vit_ray.models.encoder import Block, WeightsSink
 from vit_ray.models.hybrid import ScaledGroupNorm, Shortcut, standardized
 from vit_ray.models.layers import Head, XavierLinear, pad_same
 from vit_ray.models.positions import POSITION_STD, Grid
@@ -55,12 +55,12 @@ class AxialBlock(nn.Module):
         self.row = row
         self.column = column
 
-    def forward(self, x_BND: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x_BND: Tensor, weights_to: WeightsSink | None = None) -> Tensor:
         """(B, h * w, D) to (B, h * w, D)."""
         batch, (height, width) = x_BND.shape[0], self.grid
-        rows: Tensor = self.row(x_BND.reshape(batch * height, width, -1), weights_out)
+        rows: Tensor = self.row(x_BND.reshape(batch * height, width, -1), weights_to)
         x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
-        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_out)
+        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_to)
         return columns.reshape(batch, width, height, -1).transpose(1, 2).flatten(1, 2)
 
 

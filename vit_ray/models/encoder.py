@@ -2,12 +2,17 @@
 
 # B images, N tokens, D width, H heads, K head width
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import MlpLinear, QkvLinear, XavierLinear
 from vit_ray.models.positions import RelativePositions
+
+# Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
+WeightsSink = Callable[[Tensor], None]
 
 # The reference code's; PyTorch's default is 1e-5.
 LAYER_NORM_EPS = 1e-6
@@ -39,14 +44,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BND: Tensor,
-        weights_out: list[Tensor] | None = None,
+        weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
     ) -> Tensor:
         """(B, N, D) to (B, N, D), or to (B, num_queries, D).
 
         Args:
             x_BND: normalised tokens.
-            weights_out: where given, the attention weights (B, H, N, N) in float32 are appended;
+            weights_to: where given, is called with the attention weights (B, H, N, N) in float32;
                 the output still comes from the fused kernel.
             num_queries: how many tokens, from the first on, are wanted; None for all.
         """
@@ -55,8 +60,8 @@ class Attention(nn.Module):
             for part in self.qkv(x_BND, num_queries)
         )
         bias: Tensor | None = None if self.relative is None else self.relative(q_BHNK)
-        if weights_out is not None:
-            weights_out.append(attention_weights(q_BHNK, k_BHNK, bias))
+        if weights_to is not None:
+            weights_to(attention_weights(q_BHNK, k_BHNK, bias))
         mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -108,11 +113,11 @@ class Block(nn.Module):
     def forward(
         self,
         x_BND: Tensor,
-        weights_out: list[Tensor] | None = None,
+        weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
     ) -> Tensor:
         """(B, N, D) to (B, N, D), or to (B, num_queries, D); arguments as `Attention.forward`."""
-        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_out, num_queries)
+        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
         x_BND = x_BND[:, :num_queries] + self.dropout(mixed)
         out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND))
         return out

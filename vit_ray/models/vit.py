@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vit_ray.models.encoder import Block, layer_norm
+from vit_ray.models.encoder import Block, WeightsSink, layer_norm
 from vit_ray.models.layers import Head, LecunLinear, PatchProjection
 from vit_ray.models.positions import (
     ClassToken,
@@ -212,14 +212,14 @@ class VisionTransformer(nn.Module):
     def encode(
         self,
         patches_BND: Tensor,
-        weights_out: list[Tensor] | None = None,
+        weights_to: WeightsSink | None = None,
         num_outputs: int | None = None,
     ) -> Tensor:
         """Patch embeddings to normalised encoder outputs, the class token first.
 
         Args:
             patches_BND: from `embed`.
-            weights_out: where given, each block's attention weights are appended.
+            weights_to: where given, is called with each block's attention weights in turn.
             num_outputs: how many tokens, from the first on, are wanted; None for all.
         """
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
@@ -227,8 +227,8 @@ class VisionTransformer(nn.Module):
             x_BND = self._add_positions(x_BND, index)
             if index == 0:
                 x_BND = self.dropout(x_BND)
-            if weights_out is not None:
-                x_BND = block(x_BND, weights_out)
+            if weights_to is not None:
+                x_BND = block(x_BND, weights_to)
                 continue
             recomputes = is_recomputed(index, self._recompute_every)
             if num_outputs is None or index < len(self.blocks) - 1:
@@ -259,7 +259,7 @@ class VisionTransformer(nn.Module):
         Computed beside the fused kernel on the activations that the fused kernel made.
         """
         weights: list[Tensor] = []
-        self.encode(self.embed(images), weights)
+        self.encode(self.embed(images), weights.append)
         return weights
 
     def set_activation_checkpointing(self, every: int) -> None:

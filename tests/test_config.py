@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.models.small import FAMILIES, small_model
 from vit_ray.config import (
     OptimConfig,
     Recipe,
@@ -14,6 +15,7 @@ from vit_ray.config import (
     load_recipe,
     recipe_from_dict,
 )
+from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "jobs" / "recipes").rglob("*.yaml"))
@@ -41,6 +43,22 @@ def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> Non
     recipe = load_recipe(path, ["train.zero_stage=3", "evaluate.shots=[1, 2]"])
     assert recipe.train.zero_stage == 3
     assert recipe.evaluate.shots == (1, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family: str, path: Path) -> None:
+    size = ", ".join(f"{key}: {list_of(value)}" for key, value in FAMILIES[family].items())
+    model = load_recipe(path, [f"model={{name: {family}, image_size: [32, 64], {size}}}"]).model
+    built = build_model(model.name, 5, model.image_size, **model.options())
+    expected = small_model(family, image_size=(32, 64))
+    assert {n: p.shape for n, p in built.named_parameters()} == {
+        n: p.shape for n, p in expected.named_parameters()
+    }
+
+
+def list_of(value: int | tuple[int, ...]) -> int | list[int]:
+    """As YAML writes it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def test_a_recipe_takes_over_its_base_and_changes_it(path: Path) -> None:

@@ -36,19 +36,24 @@ class ModelConfig(Section):
     """Which model, and the options that the paper varies."""
 
     name: str = "ViT-B/16"
-    """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or `ViT` with the five sizes below."""
+    """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or a family with its size in full: `ViT`,
+    `Axial-ViT`, `R+ViT`, `ResNet`, `AxialResNet`."""
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
     depth: Positive | None = None
-    """Transformer blocks; only with the plain name `ViT`."""
+    """Transformer blocks; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     width: Positive | None = None
-    """Token width D; only with the plain name `ViT`."""
+    """Token width D; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     mlp_dim: Positive | None = None
-    """Hidden width of the MLP; only with the plain name `ViT`."""
+    """Hidden width of the MLP; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     num_heads: Positive | None = None
-    """Attention heads; only with the plain name `ViT`."""
+    """Attention heads; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     patch_size: Positive | None = None
-    """Patch side in pixels; only with the plain name `ViT`."""
+    """Patch side in pixels; of `ViT`, `Axial-ViT` only."""
+    stages: tuple[Positive, ...] | None = None
+    """Units of each stage; of `R+ViT`, `ResNet`, `AxialResNet` only."""
+    width_factor: Positive | None = None
+    """Factor on the widths of a ResNet (64 in its first stage); of the same three only."""
     positions: Literal["none", "learned_1d", "learned_2d", "relative"] | None = None
     """Position embedding of Table 8; unset = the model's own default."""
     positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None

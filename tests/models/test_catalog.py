@@ -119,6 +119,10 @@ def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> No
             "image_size to at least 32",
         ),
         ({"name": "ViT-B/16", "num_classes": 1, "drop_out": 0.1}, "Did you mean dropout"),
+        (
+            {"name": "ViT-B/16", "num_classes": 1, "depth": 6},
+            "has no option depth;.* Sizes are given in full to ViT, Axial-ViT,",
+        ),
         ({"name": "R50x1", "num_classes": 1, "pool": "gap"}, "it takes head_bias"),
         (
             {"name": "ViT", "num_classes": 1, "depth": 2},

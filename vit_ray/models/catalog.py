@@ -176,7 +176,7 @@ def find_spec(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[str, 
     near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
     raise ValueError(
         f"model name {name!r} is unknown; near names: {', '.join(near)}. "
-        "model_names() lists all; 'ViT' takes any size in full."
+        f"{', '.join(_FAMILIES)} take any size in full."
     )
 
 
@@ -213,6 +213,8 @@ def checked_options(name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
     if unknown:
         near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
         hint = f" Did you mean {', '.join(near)}?" if near else ""
+        if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):
+            hint = f" Sizes are given in full to {', '.join(_FAMILIES)}; a name has its own."
         raise ValueError(
             f"model {name!r} has no option {', '.join(unknown)}; "
             f"it takes {', '.join(allowed)}.{hint}"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import ViTForImageClassification
 
-from tests.models.small import TINY_VIT, small_model, some_images
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
+from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
+from vit_ray import storage
 from vit_ray.config import Recipe, recipe_from_dict
 from vit_ray.launch.exporting import export
 from vit_ray.launch.inspecting import inspect, read_images
@@ -23,6 +26,7 @@ from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
+from vit_ray.train import start
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.start import initialize_weights
 
@@ -45,9 +49,12 @@ def write_run(
     folder: Path,
     model: nn.Module,
     average: nn.Module | None = None,
-    image_size: int | list[int] | None = None,
+    **told: Any,
 ) -> str:
-    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor."""
+    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
+
+    Its recipe has a model only where its keys are `told`.
+    """
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     position = Position(
         step=7,
@@ -55,7 +62,7 @@ def write_run(
         samples_seen=14,
         global_batch_size=2,
         shapes={name: list(tensor.shape) for name, tensor in trained.items()},
-        recipe={} if image_size is None else {"model": {"image_size": image_size}},
+        recipe={"model": told} if told else {},
         data_fingerprint="",
     )
     kinds = {"weight": trained}
@@ -143,28 +150,97 @@ def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_objective", [False, True])
+@pytest.mark.parametrize("family", ["ViT", "R+ViT"])
 def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
-    is_objective: bool, tmp_path: Path
+    family: str, is_objective: bool, tmp_path: Path
 ) -> None:
-    # 2 x 8 patches are as many as 4 x 4, and another picture.
-    source = small_model("ViT", image_size=(16, 64))
+    # 2 x 8 tokens are as many as 4 x 4, and another picture.
+    source = small_model(family, image_size=(16, 64))
     trained = MaskedPatchObjective(source) if is_objective else source
-    run = write_run(tmp_path / "run", trained, image_size=[16, 64])
+    size = {"name": family, **FAMILIES[family]}
+    run = write_run(tmp_path / "run", trained, image_size=[16, 64], **size)
     expected = resize_table(source.positions[0].table.detach(), (2, 8), (4, 4))
-    model, _ = load_trained_model(recipe(tmp_path, init_from=run), None)
+    here = recipe(tmp_path, init_from=run, model={"image_size": 32, **size})
+    model, _ = load_trained_model(here, None)
     assert torch.equal(model.positions[0].table, expected)
-    tuned = small_model("ViT", num_classes=9)
+    tuned = small_model(family, num_classes=9)
     initialize_weights(tuned, run, new_head=True)
     assert torch.equal(tuned.positions[0].table, expected)
 
 
-@pytest.mark.parametrize("family", ["ViT", "R+ViT"])
-def test_a_checkpoint_of_another_resolution_starts_as_it_did(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["ViT", "R+ViT", "Axial-ViT"])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_checkpoint_of_another_resolution_starts_as_it_did(
+    family: str, is_told: bool, tmp_path: Path
+) -> None:
     source = small_model(family, image_size=32)
-    run = write_run(tmp_path / "run", source, image_size=32)
+    told = {"name": family, "image_size": 32, **FAMILIES[family]} if is_told else {}
+    run = write_run(tmp_path / "run", source, **told)
     model = small_model(family, image_size=64)
     report = initialize_weights(model, run, new_head=False)
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that is `s3://models` to this process, by a real S3 server."""
+    folder = tmp_path / "buckets" / "models"
+    folder.mkdir(parents=True)
+    with serve_s3(folder.parent) as port:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        storage._s3.cache_clear()
+        yield folder
+    storage._s3.cache_clear()
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("model.npz", "jax"), ("model.safetensors", "timm"), ("hub", "huggingface"), ("run", None)],
+)
+def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
+    name: str, layout: str | None, place: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_model("ViT", num_classes=9)
+    if layout is None:
+        write_run(bucket / name, source)
+    else:
+        save_weights(source, bucket / name, layout)
+    # Files larger than a piece are put together again.
+    monkeypatch.setattr(start, "_PIECE_BYTES", 10_000)
+    path = str(bucket / name) if place == "here" else f"s3://models/{name}"
+    exported, report = load_trained_model(recipe(bucket, init_from=path), None)
+    trained = small_model("ViT", num_classes=9).apply(_clear)
+    initialize_weights(trained, path, new_head=False)
+    assert report.source.startswith(path)
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(exported.state_dict()[key], tensor)
+        assert torch.equal(trained.state_dict()[key], tensor)
+
+
+def _clear(module: nn.Module) -> None:
+    """Zero what `small_model` draws from its seed."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -> None:
+    (bucket / "torn.npz").write_bytes(b"PK torn")
+    (bucket / "model.pth").write_bytes(b"pickled")
+    for name, message in [
+        ("gone.npz", "weights s3://models/gone.npz do not exist"),
+        ("torn.npz", "weights s3://models/torn.npz cannot be read"),
+        ("model.pth", "weights s3://models/model.pth end in '.pth'"),
+        ("nothing", "'s3://models/nothing' holds no whole checkpoint"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
 
 
 @pytest.mark.parametrize("has_layer", [True, False])

@@ -636,6 +636,9 @@ def test_a_missing_file_unknown_names_and_unknown_layouts_are_errors(tmp_path: P
         load_weights(small_model("ViT"), tmp_path / "other.npz")
     with pytest.raises(ValueError, match="layout='onnx' is unknown; use one of jax, timm"):
         save_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
+    save_weights(small_model("ViT"), tmp_path / "x.npz")
+    with pytest.raises(ValueError, match="'onnx' is unknown; use one of jax, timm"):
+        load_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
 
 
 def test_what_a_layout_cannot_name_is_not_saved_without_it(tmp_path: Path) -> None:

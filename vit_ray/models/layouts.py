@@ -92,6 +92,16 @@ _TO_PUBLISHED: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
 }
 
 
+def check_layout(layout: str) -> None:
+    """Refuse a name that is no layout.
+
+    Raises:
+        ValueError: listing the layouts.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}.")
+
+
 def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     """The rules of a layout for a model, head included.
 
@@ -100,8 +110,7 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     Raises:
         ValueError: if the layout is unknown or has no names for such a model.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}.")
+    check_layout(layout)
     if layout == "vit_ray":
         names = [*model.state_dict(), *_SOMETIMES]
         return [Rule(name, (name,)) for name in dict.fromkeys(names)]

@@ -22,30 +22,37 @@ from vit_ray.models.positions import Grid
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
+# The name of the weights in a folder of Hugging Face transformers.
+FOLDER_WEIGHTS = "model.safetensors"
+
 _GRID_KEY = "vit_ray.grid"
 # numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
 _BROKEN = (ValueError, OSError, EOFError, TypeError)
 
 
-def read_tensors(path: Path) -> tuple[Tensors, Grid | None]:
+def read_tensors(path: Path, source: str) -> tuple[Tensors, Grid | None]:
     """Tensors of a file, and the grid of its positions where the file says it.
+
+    Args:
+        path: the file, or a folder that Hugging Face transformers wrote.
+        source: what errors call it.
 
     Raises:
         ValueError: if there is no such file, or it is broken, or of a format that could run code.
     """
     if path.is_dir():
-        path = path / "model.safetensors"
+        path = path / FOLDER_WEIGHTS
     if not path.is_file():
-        raise ValueError(f"weights {path} do not exist; give a .npz or .safetensors file.")
+        raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file.")
     if path.suffix not in _READERS:
         raise ValueError(
-            f"weights {path} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
+            f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
             "because other formats can run code. Convert the file first."
         )
     try:
         return _READERS[path.suffix](path)
     except (*_BROKEN, SafetensorError, zipfile.BadZipFile) as error:
-        raise ValueError(f"weights {path} cannot be read: {error}") from error
+        raise ValueError(f"weights {source} cannot be read: {error}") from error
 
 
 def _read_npz(path: Path) -> tuple[Tensors, Grid | None]:
@@ -87,7 +94,7 @@ def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -
         path.mkdir(parents=True, exist_ok=True)
         config = json.dumps(_huggingface_config(model), indent=2)
         _replace(path / "config.json", lambda partial: partial.write_text(config + "\n"))
-        path = path / "model.safetensors"
+        path = path / FOLDER_WEIGHTS
     suffix = ".npz" if layout == "jax" else ".safetensors"
     if path.suffix != suffix:
         raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")

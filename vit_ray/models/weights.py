@@ -14,6 +14,7 @@ from vit_ray.models.layouts import (
     HEAD_BIASES,
     Tensors,
     canonical_names,
+    check_layout,
     describe,
     detect_layout,
     rules_for,
@@ -57,6 +58,67 @@ class LoadReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class WeightFile:
+    """Tensors of a file in a published layout, as they lie in it.
+
+    `grid` is (rows, columns) of its positions, where the file tells it.
+    """
+
+    source: str
+    layout: str
+    tensors: Tensors
+    grid: Grid | None
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of its head; None where it has no head."""
+        renamed = canonical_names(self.tensors, self.layout)
+        biases = (renamed[name] for name in HEAD_BIASES if name in renamed)
+        return next((bias.numel() for bias in biases), None)
+
+    def load_into(
+        self,
+        model: nn.Module,
+        new_head: NewHead = "auto",
+        *,
+        resize: ResizeMode = "bilinear",
+        source_grid: Grid | None = None,
+    ) -> LoadReport:
+        """As `load_weights`."""
+        if isinstance(model, MaskedPatchObjective):
+            model = model.model
+        grid, model_grid = source_grid or self.grid, getattr(model, "grid", None)
+        renamed = canonical_names(self.tensors, self.layout, grid, model_grid)
+        own, left_over, missing = _to_own_names(model, self.layout, renamed)
+        title = f"{self.source} (layout {self.layout})"
+        problems = _Problems(title, model)
+        problems.add("unexpected", left_over)
+        problems.add("missing", missing)
+        problems.raise_if_any()
+        report = fit_state_dict(model, own, new_head, resize=resize, source_grid=grid)
+        report.source = title
+        return report
+
+
+def read_weights(path: str | Path, layout: str = "auto", source: str | None = None) -> WeightFile:
+    """Read a published checkpoint whole.
+
+    Args:
+        path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder of Hugging Face.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto" to tell it from the names.
+        source: what reports and errors call it, where not its path.
+
+    Raises:
+        ValueError: if the file is broken, of no known layout, or of a format that could run code.
+    """
+    source = source or str(path)
+    tensors, grid = read_tensors(Path(path), source)
+    layout = detect_layout(list(tensors)) if layout == "auto" else layout
+    check_layout(layout)
+    return WeightFile(source, layout, tensors, grid)
+
+
 def load_weights(
     model: nn.Module,
     path: str | Path,
@@ -70,8 +132,8 @@ def load_weights(
 
     Args:
         model: from `build_model`; may have another resolution or another head than the file.
-        path: `.npz` of the JAX layout, or `.safetensors` of any other.
-        layout: "jax", "timm", "huggingface", "vit_ray", or "auto" to tell it from the names.
+        path: as in `read_weights`.
+        layout: as in `read_weights`.
         new_head: as in `fit_state_dict`.
         resize: "bilinear" as the reference code, or "bicubic".
         source_grid: (rows, columns) of the file's positions where they are not of a square image.
@@ -80,20 +142,8 @@ def load_weights(
         ValueError: if the file is not whole, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    if isinstance(model, MaskedPatchObjective):
-        model = model.model
-    tensors, recorded_grid = read_tensors(Path(path))
-    layout = detect_layout(list(tensors)) if layout == "auto" else layout
-    grid, model_grid = source_grid or recorded_grid, getattr(model, "grid", None)
-    renamed = canonical_names(tensors, layout, grid, model_grid)
-    own, left_over, missing = _to_own_names(model, layout, renamed)
-    problems = _Problems(f"{path} (layout {layout})", model)
-    problems.add("unexpected", left_over)
-    problems.add("missing", missing)
-    problems.raise_if_any()
-    report = fit_state_dict(model, own, new_head, resize=resize, source_grid=grid)
-    report.source = f"{path} (layout {layout})"
-    return report
+    file = read_weights(path, layout)
+    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
 
 
 def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> None:
@@ -144,20 +194,6 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     else:
         return
     raise ValueError(f"layout={layout!r} cannot express {lost}; use layout='vit_ray'.")
-
-
-def num_classes_in(path: str | Path) -> int | None:
-    """Classes of the head of a weight file in any layout; None where it has no head.
-
-    Raises:
-        ValueError: as `load_weights`, if the file cannot be read or its names are unknown.
-    """
-    tensors, _ = read_tensors(Path(path))
-    renamed = canonical_names(tensors, detect_layout(list(tensors)))
-    for name in HEAD_BIASES:
-        if name in renamed:
-            return renamed[name].numel()
-    return None
 
 
 def fit_state_dict(

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import torch
+from pyarrow import fs
 from torch import nn
 
+from vit_ray.config import ModelConfig
+from vit_ray.models import build_model
 from vit_ray.models.positions import Grid
-from vit_ray.models.weights import LoadReport, NewHead, fit_state_dict, load_weights
-from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, find_weights
+from vit_ray.models.weight_files import FOLDER_WEIGHTS
+from vit_ray.models.weights import (
+    LoadReport,
+    NewHead,
+    WeightFile,
+    fit_state_dict,
+    read_weights,
+)
+from vit_ray.storage import Location, locate
+from vit_ray.train.checkpoint import Checkpoint, Position, find_weights
 
 WEIGHT_FILES = (".npz", ".safetensors")
-# Channels that a projection of pixels reads; a hybrid's projects feature maps.
-_COLORS = 3
+# A remote file is fetched in pieces, so that a fault costs one of them.
+_PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights at rest: how many classes they tell apart, None for none, and the way into a model.
+
+    `load_into` takes the model and what becomes of its head, as `initialize_weights`.
+    """
+
+    num_classes: int | None
+    load_into: Callable[[nn.Module, NewHead], LoadReport]
 
 
 def initialize_weights(
@@ -23,43 +48,84 @@ def initialize_weights(
     """Load weights, positions resized to the model's resolution; tells what became of each tensor.
 
     Args:
-        path: run folder, checkpoint folder, or a `.npz` or `.safetensors` file; local or `s3://`.
+        path: as in `open_weights`.
         new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
             demands the saved one, "auto" takes it if it fits.
-        averaged: take the averaged weights of a checkpoint; None = if it has any.
+        averaged: as in `open_weights`.
 
     Raises:
         ValueError: there is nothing to load at `path`, or it does not fit the model.
     """
-    if path.endswith(WEIGHT_FILES):
-        return _load_file(model, path, new_head)
-    checkpoint = find_weights(path)
+    return open_weights(path, averaged).load_into(model, new_head)
+
+
+def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
+    """The weights of a run or of a file; a GPU is not needed.
+
+    Args:
+        path: a run folder, a checkpoint folder, a `.npz` or `.safetensors` file, or a folder that
+            Hugging Face transformers wrote; local or `s3://`.
+        averaged: take the averaged weights of a checkpoint; None = if it has any.
+
+    Raises:
+        ValueError: there are no weights at `path`, or they are not whole.
+    """
+    location = find_weight_file(path)
+    if location is not None:
+        file = _read_file(location)
+        return SavedWeights(file.num_classes, file.load_into)
+    return _of_checkpoint(find_weights(path), averaged)
+
+
+def find_weight_file(path: str) -> Location | None:
+    """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
+
+    A path that ends like a weight file is one, whether or not it is there.
+    """
+    location = locate(path)
+    if path.endswith(WEIGHT_FILES) or location.info().type == fs.FileType.File:
+        return location
+    inside = location.child(FOLDER_WEIGHTS)
+    return inside if inside.exists() else None
+
+
+def _read_file(location: Location) -> WeightFile:
+    if location.is_local:
+        return read_weights(location.path)
+    size = location.info().size
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / PurePosixPath(location.path).name
+        if size is not None:
+            with copy.open("wb") as file:
+                for start in range(0, size, _PIECE_BYTES):
+                    file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
+        return read_weights(copy, source=location.uri)
+
+
+def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeights:
+    position = checkpoint.position
     takes_average = checkpoint.has_average() if averaged is None else averaged
-    weights = checkpoint.weights(averaged=takes_average)
-    grid = grid_of(checkpoint.position)
-    return fit_state_dict(model, weights, new_head=new_head, source_grid=grid)
+    kind = "averaged weights" if takes_average else "weights"
+
+    def load_into(model: nn.Module, new_head: NewHead) -> LoadReport:
+        weights = checkpoint.weights(averaged=takes_average)
+        report = fit_state_dict(model, weights, new_head, source_grid=grid_of(position))
+        report.source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
+        return report
+
+    head = position.shapes.get("head.bias")
+    return SavedWeights(head[0] if head else None, load_into)
 
 
 def grid_of(position: Position) -> Grid | None:
-    """(rows, columns) of patches that a checkpoint of a ViT was trained at; None where not told.
+    """(rows, columns) of the tokens that a checkpoint's model has; None for a model without.
 
-    Two grids may have as many patches, 4 x 9 and 6 x 6, and then no shape tells them apart. A
-    hybrid's grid depends on its backbone too, and is left to the shapes.
+    Two grids may have as many tokens, 4 x 9 and 6 x 6, and then no shape tells them apart.
     """
-    image_size = position.recipe.get("model", {}).get("image_size")
-    names = (f"{prefix}embedding.projection.weight" for prefix in ("", "model."))
-    shape = next((position.shapes[name] for name in names if name in position.shapes), None)
-    if image_size is None or shape is None or shape[1] != _COLORS:
+    if "model" not in position.recipe:
         return None
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    return height // shape[2], width // shape[3]
-
-
-def _load_file(model: nn.Module, path: str, new_head: NewHead) -> LoadReport:
-    location = locate(path)
-    if location.is_local:
-        return load_weights(model, location.path, new_head=new_head)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / PurePosixPath(location.path).name
-        copy.write_bytes(location.read())
-        return load_weights(model, copy, new_head=new_head)
+    config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
+    with torch.device("meta"):  # sizes without memory
+        model = build_model(config.name, 1, config.image_size, **config.options())
+    grid: Grid | None = getattr(model, "grid", None)
+    return grid

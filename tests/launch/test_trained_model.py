@@ -21,6 +21,7 @@ from vit_ray import storage
 from vit_ray.config import Recipe, recipe_from_dict
 from vit_ray.launch.exporting import export
 from vit_ray.launch.inspecting import inspect, read_images
+from vit_ray.launch.preflight import check_weights
 from vit_ray.launch.trained_model import load_trained_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
@@ -216,6 +217,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     monkeypatch.setattr(start, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
     exported, report = load_trained_model(recipe(bucket, init_from=path), None)
+    check_weights(recipe(bucket, init_from=path))
     trained = small_model("ViT", num_classes=9).apply(_clear)
     initialize_weights(trained, path, new_head=False)
     assert report.source.startswith(path)
@@ -241,6 +243,8 @@ def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -
     ]:
         with pytest.raises(ValueError, match=message):
             load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
+    with pytest.raises(ValueError, match="init_from='s3://models/gone.npz': no such file"):
+        check_weights(recipe(bucket, init_from="s3://models/gone.npz"))
 
 
 @pytest.mark.parametrize("has_layer", [True, False])

@@ -16,7 +16,7 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.micro_batch import micro_batch_size
-from vit_ray.train.start import WEIGHT_FILES
+from vit_ray.train.start import find_weight_file
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,10 @@ def check_weights(recipe: Recipe) -> None:
     path = recipe.init_from
     if path is None:
         return
-    if not path.endswith(WEIGHT_FILES):
+    file = find_weight_file(path)
+    if file is None:
         find_weights(path)
-    elif not locate(path).exists():
+    elif not file.exists():
         raise ValueError(f"init_from={path!r}: no such file")
 
 

@@ -26,7 +26,7 @@ from vit_ray.models.weights import (
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position, find_weights
 
-WEIGHT_FILES = (".npz", ".safetensors")
+_WEIGHT_FILES = (".npz", ".safetensors")
 # A remote file is fetched in pieces, so that a fault costs one of them.
 _PIECE_BYTES = 64 * 2**20
 
@@ -83,7 +83,7 @@ def find_weight_file(path: str) -> Location | None:
     A path that ends like a weight file is one, whether or not it is there.
     """
     location = locate(path)
-    if path.endswith(WEIGHT_FILES) or location.info().type == fs.FileType.File:
+    if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
         return location
     inside = location.child(FOLDER_WEIGHTS)
     return inside if inside.exists() else None

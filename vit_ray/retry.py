@@ -74,12 +74,17 @@ def with_retries(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+def is_transient(error: OSError) -> bool:
+    """Whether the store, and not what is stored, is at fault."""
+    return not isinstance(error, FileNotFoundError) and bool(_TRANSIENT.search(str(error)))
+
+
 def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:
     if isinstance(error, FileNotFoundError):
         return 1
     if _PERHAPS_THROTTLED.search(str(error)):
         return policy.denied_attempts
-    return policy.attempts if _TRANSIENT.search(str(error)) else 1
+    return policy.attempts if is_transient(error) else 1
 
 
 def _delay_s(policy: RetryPolicy, attempt: int) -> float:

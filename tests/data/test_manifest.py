@@ -134,3 +134,12 @@ def test_a_foreign_schema_is_named(dataset: Manifest, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="has a foreign schema"):
         RowGroupReader(manifest).read(0)
+
+
+def test_a_row_group_of_another_length_is_named(dataset: Manifest) -> None:
+    manifest = pickle.loads(pickle.dumps(dataset))
+    object.__setattr__(manifest, "rows", dataset.rows + 1)
+    with pytest.raises(
+        ValueError, match=r"part-00000.*has 16 rows in row group 0 and the manifest says 17"
+    ):
+        RowGroupReader(manifest).read(0)

@@ -1,5 +1,6 @@
 """Everything that touches an object store, against a real server with injected faults."""
 
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from vit_ray.data.images import Augmentation
 from vit_ray.data.layout import World
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.reader import RowGroupReader
+from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate
 
 
@@ -101,6 +103,18 @@ def test_what_is_truly_gone_is_named(s3: FaultProxy) -> None:
         open_dataset("s3://empty/nothing")
     remote = open_dataset("s3://sets/holed")
     with pytest.raises(ValueError, match=rf"{remote.files[0].path}' is missing"):
+        RowGroupReader(remote).read(0)
+
+
+def test_a_store_that_stays_away_is_not_called_damaged_data(
+    s3: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run is tried again, and does not end as it does for data that are no good."""
+    remote = open_dataset("s3://sets/small")
+    soon = functools.partial(with_retries, policy=RetryPolicy(attempts=3))
+    monkeypatch.setattr("vit_ray.data.reader.with_retries", soon)
+    s3.faults.set("503", remaining=1000)
+    with pytest.raises(OSError, match=rf"{remote.files[0].path}' .* storage does not answer"):
         RowGroupReader(remote).read(0)
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pyarrow import fs
 
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.schema import SHARD_SCHEMA, checksum
-from vit_ray.retry import with_retries
+from vit_ray.retry import is_transient, with_retries
 from vit_ray.storage import Location
 
 _COLUMNS: Final = ["image", "labels", "key", "crc32"]
@@ -29,6 +28,11 @@ class EncodedRows:
     labels: pa.Array
     keys: pa.Array
     crc32: NDArray[np.uint32]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rows take."""
+        return int(self.images.nbytes + self.labels.nbytes + self.keys.nbytes + self.crc32.nbytes)
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row, checked against its checksum.
@@ -68,6 +72,13 @@ class RowGroupReader:
         with _explained(location):
             table = with_retries(
                 lambda: self._read_once(group, location), f"reading {location.path}"
+            )
+        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
+        if table.num_rows != expected:
+            raise ValueError(
+                f"shard {location.path!r} has {table.num_rows} rows in row group "
+                f"{int(self._manifest.row_group[group])} and the manifest says {expected}: it was "
+                f"changed after conversion; run jobs/verify.py."
             )
         columns = {name: _one_chunk(table[name]) for name in _COLUMNS}
         crc32 = columns["crc32"].to_numpy()
@@ -117,12 +128,19 @@ def _explained(location: Location) -> Iterator[None]:
             f"shard {location.path!r} is missing though the manifest lists it; "
             f"restore the file or convert again."
         ) from error
-    except (pa.ArrowInvalid, OSError) as error:
-        if location.info().type == fs.FileType.NotFound:
-            raise ValueError(f"shard {location.path!r} disappeared while it was read.") from error
-        raise ValueError(
-            f"shard {location.path!r} cannot be read ({error}); run jobs/verify.py on the data set."
-        ) from error
+    except OSError as error:
+        if is_transient(error):
+            raise OSError(
+                f"shard {location.path!r} cannot be read: its storage does not answer ({error}); "
+                f"the data need no repair, try again when it does."
+            ) from error
+        raise ValueError(_unreadable(location, error)) from error
+    except pa.ArrowException as error:
+        raise ValueError(_unreadable(location, error)) from error
+
+
+def _unreadable(location: Location, error: Exception) -> str:
+    return f"shard {location.path!r} cannot be read ({error}); run jobs/verify.py on the data set."
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

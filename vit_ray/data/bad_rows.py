@@ -3,24 +3,32 @@
 Counts live in the cluster's key-value store, so that a stream without bad rows costs nothing.
 """
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import Final
 
 from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
 
 _PREFIX: Final = "vit_ray/bad_rows"
+_PROCESSES: Final = 1024
+"""Processes among which the rows that are still allowed are shared out between two counts."""
+
+_LOG: Final = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BadRowLimit:
     """How many distinct rows of a data set the tasks of one stream may find undecodable.
 
-    `stream` names the stream in the cluster.
+    `stream` names the stream in the cluster. Every process keeps one of these per stream.
     """
 
     stream: str
     num_images: int
     max_fraction: float
+    _known: set[int] = field(default_factory=set, init=False)
+    _uncounted: int = field(default=0, init=False)
+    _until_count: float = field(default=0.0, init=False)
 
     def note(self, bad: dict[int, str]) -> None:
         """Count bad rows: sample number to description.
@@ -28,17 +36,30 @@ class BadRowLimit:
         Raises:
             ValueError: if more than the allowed fraction of the data set is bad.
         """
-        if not bad:
-            return
-        for sample, description in bad.items():
+        new = {sample: text for sample, text in bad.items() if sample not in self._known}
+        for sample, description in new.items():
+            _LOG.warning("not decodable, another row takes its place: %s", description)
             _internal_kv_put(f"{self._folder}/{sample}".encode(), description.encode())
+        self._known.update(new)
+        self._uncounted += len(new)
+        if new and self._uncounted >= self._until_count:
+            self._check(next(iter(new.values())))
+
+    def _check(self, example: str) -> None:
+        """Count over all processes; that reads every key, so it is done again only when needed.
+
+        While no process has found its share of the rows that are left, all together have not
+        found as many either.
+        """
         total = len(_internal_kv_list(self._folder.encode()))
-        if total > self.max_fraction * self.num_images:
+        allowed = self.max_fraction * self.num_images
+        if total > allowed:
             raise ValueError(
                 f"{total} of {self.num_images} images cannot be decoded, above "
                 f"data.max_bad_fraction={self.max_fraction}; one of them is "
-                f"{next(iter(bad.values()))}; run jobs/verify.py, or raise the limit."
+                f"{example}; run jobs/verify.py, or raise the limit."
             )
+        self._uncounted, self._until_count = 0, (allowed - total) / _PROCESSES
 
     @property
     def _folder(self) -> str:

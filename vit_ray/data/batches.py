@@ -4,9 +4,9 @@ Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) 
 "sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +23,6 @@ from vit_ray.data.selection import RowSelection
 Batch = dict[str, NDArray[Any]]
 
 _PADDING_SAMPLE: Final = -1
-_ROW_GROUPS_HELD: Final = 64
-"""Encoded row groups that a process keeps: blocks of one round share them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class StreamSpec:
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
         block_rows: rows that travel together, about; a multiple of the micro-batch is used.
         task_rows: rows that one task makes, about.
+        held_mib: encoded images that a reading task keeps at hand; one row group at least.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
     """
@@ -52,6 +51,7 @@ class StreamSpec:
     concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024
+    held_mib: int = 256
     object_store_mib: int | None = None
 
     @property
@@ -80,14 +80,14 @@ class BatchReader:
         self._plan = Plan(
             spec.manifest, spec.seed, spec.rows, is_shuffled=job.is_training, counts=job.counts
         )
-        self._read = lru_cache(maxsize=_ROW_GROUPS_HELD)(RowGroupReader(spec.manifest).read)
+        self._read = _HeldRowGroups(RowGroupReader(spec.manifest).read, spec.held_mib << 20)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
         """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
         offsets = self._job.world.offsets(rank, first, last)
         rows = self._rows_at(self._job.start + offsets)
         maker = _BatchMaker(self._job.spec, self._plan, self._read)
-        return maker.make(rows, last - first, has_weight=not self._job.is_training)
+        return maker.make(rows, last - first, is_training=self._job.is_training)
 
     def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
         if not self._job.is_training:
@@ -98,6 +98,25 @@ class BatchReader:
         return Rows.joined(parts)
 
 
+class _HeldRowGroups:
+    """The row groups that were read last: the blocks of a round share them."""
+
+    def __init__(self, read: Callable[[int], EncodedRows], most_bytes: int) -> None:
+        self._read = read
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[int, EncodedRows] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, group: int) -> EncodedRows:
+        if group not in self._held:
+            self._held[group] = self._read(group)
+            self._bytes += self._held[group].nbytes
+            while self._bytes > self._most_bytes and len(self._held) > 1:
+                self._bytes -= self._held.popitem(last=False)[1].nbytes
+        self._held.move_to_end(group)
+        return self._held[group]
+
+
 class _BatchMaker:
     def __init__(self, spec: StreamSpec, plan: Plan, read: Callable[[int], EncodedRows]) -> None:
         self._spec = spec
@@ -105,7 +124,8 @@ class _BatchMaker:
         self._read = read
         self._bad: dict[int, str] = {}
 
-    def make(self, rows: Rows, size: int, has_weight: bool) -> tuple[Batch, dict[int, str]]:
+    def make(self, rows: Rows, size: int, is_training: bool) -> tuple[Batch, dict[int, str]]:
+        """A batch of `size` rows: a bad row is replaced in training, padding in evaluation."""
         spec, count = self._spec, len(rows.samples)
         batch: Batch = {
             "image": np.empty((size, *spec.augmentation.shape), np.uint8),
@@ -113,11 +133,17 @@ class _BatchMaker:
             "sample": np.full(size, _PADDING_SAMPLE, np.int64),
         }
         batch["image"][count:] = 0
-        if has_weight:
+        fill = self._fill if is_training else self._fill_or_blank
+        if not is_training:
             batch["weight"] = (np.arange(size) < count).astype(np.float32)
         for i in range(count):
-            self._fill(batch, i, int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i]))
+            fill(batch, i, int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i]))
         return batch, self._bad
+
+    def _fill_or_blank(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
+        if not self._try_row(batch, i, epoch, group, row):
+            batch["image"][i] = 0
+            batch["weight"][i] = 0.0
 
     def _fill(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
         """Write row `i`: its image, or the next one of its row group that can be decoded."""

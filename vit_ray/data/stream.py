@@ -5,6 +5,7 @@ other, so that starting costs the same however long the run and wherever it resu
 the batch contract.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -216,8 +217,30 @@ class _BlockSource(Datasource):
 
 
 _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
-_READERS: Final[dict[str, BatchReader]] = {}
-"""The reader of the stream that this process last worked for."""
+
+
+class _Reader:
+    """What a process keeps of a stream between tasks."""
+
+    def __init__(self, job: StreamJob, name: str) -> None:
+        self.batches = BatchReader(job)
+        self.limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
+
+
+_STREAMS_HELD: Final = 2
+_READERS: Final[OrderedDict[str, _Reader]] = OrderedDict()
+"""Of the streams that this process last worked for: training, and an evaluation beside it."""
+
+
+def _reader_of(job_ref: Any) -> _Reader:
+    """The job itself is fetched once: it holds the manifest."""
+    name = job_ref.hex()
+    if name not in _READERS:
+        _READERS[name] = _Reader(ray.get(job_ref), name)
+        if len(_READERS) > _STREAMS_HELD:
+            _READERS.popitem(last=False)
+    _READERS.move_to_end(name)
+    return _READERS[name]
 
 
 @dataclass(frozen=True)
@@ -226,15 +249,10 @@ class _Blocks:
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
-        name = self.job_ref.hex()
-        job: StreamJob = ray.get(self.job_ref)
-        if name not in _READERS:
-            _READERS.clear()
-            _READERS[name] = BatchReader(job)
-        limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
+        reader = _reader_of(self.job_ref)
         for rank, first, last in self.task.blocks():
-            batch, bad = _READERS[name].batch(rank, first, last)
-            limit.note(bad)
+            batch, bad = reader.batches.batch(rank, first, last)
+            reader.limit.note(bad)
             yield BlockAccessor.batch_to_block(batch)
 
 

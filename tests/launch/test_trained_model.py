@@ -243,7 +243,7 @@ def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -
     ]:
         with pytest.raises(ValueError, match=message):
             load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
-    with pytest.raises(ValueError, match="init_from='s3://models/gone.npz': no such file"):
+    with pytest.raises(ValueError, match="init_from='s3://models/gone"):
         check_weights(recipe(bucket, init_from="s3://models/gone.npz"))
 
 

@@ -10,17 +10,24 @@ root of the key width instead of batch-normalised, a stride by averaging after t
 
 # B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.encoder import Block, WeightsSink
-from vit_ray.models.hybrid import ScaledGroupNorm, Shortcut, standardized
-from vit_ray.models.layers import Head, XavierLinear, pad_same
+from vit_ray.models.hybrid import (
+    PostActivationUnit,
+    ScaledGroupNorm,
+    rectify_and_pool,
+    standardized,
+)
+from vit_ray.models.layers import Head, XavierLinear
 from vit_ray.models.positions import POSITION_STD, Grid
-from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+from vit_ray.models.recompute import Chain
 from vit_ray.models.resnet import ResNetOptions, ResNetSize
 from vit_ray.models.vit import Pool, VisionTransformer, VitOptions
 
@@ -155,31 +162,6 @@ class AxialAttention2d(nn.Module):
         return F.avg_pool2d(x_BCHW, self.stride, ceil_mode=True, count_include_pad=False)
 
 
-class AxialUnit(nn.Module):
-    """Bottleneck of a post-activation ResNet with axial attention for its 3 x 3 convolution."""
-
-    def __init__(self, channels_in: int, width: int, grid: Grid, stride: int) -> None:
-        super().__init__()
-        channels_out = 4 * width
-        self.conv1 = standardized(channels_in, width, 1)
-        self.norm1 = ScaledGroupNorm(width)
-        self.attention = AxialAttention2d(width, grid, stride)
-        self.norm2 = ScaledGroupNorm(width)
-        self.conv3 = standardized(width, channels_out, 1)
-        self.norm3 = ScaledGroupNorm(channels_out, initial_scale=0.0)
-        self.shortcut: nn.Module | None = None
-        if stride != 1 or channels_in != channels_out:
-            self.shortcut = Shortcut(channels_in, channels_out, stride)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        """(B, C, h, w) to (B, 4 width, ceil(h / stride), ceil(w / stride))."""
-        kept = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
-        y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
-        y_BCHW = F.relu(self.norm2(self.attention(y_BCHW)))
-        y_BCHW = self.norm3(self.conv3(y_BCHW))
-        return F.relu(kept + y_BCHW)
-
-
 class AxialResNet(nn.Module):
     """Convolutional root, axial units, mean over space, linear head.
 
@@ -190,24 +172,14 @@ class AxialResNet(nn.Module):
         self, size: ResNetSize, num_classes: int, image_size: Grid, options: ResNetOptions
     ) -> None:
         super().__init__()
-        _check_lines(image_size, size)
+        size.grid(image_size)  # refuses what is too small
         self.size = size
         self.image_size = image_size
         self.options = options
-        channels = size.widths[0]
-        self.root = standardized(3, channels, 7, stride=2)
-        self.root_norm = ScaledGroupNorm(channels)
-        grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
-        units: list[nn.Module] = []
-        for stage, (count, width) in enumerate(zip(size.stages, size.widths, strict=True)):
-            for index in range(count):
-                stride = 2 if stage > 0 and index == 0 else 1
-                units.append(AxialUnit(channels, width, grid, stride))
-                grid = (-(-grid[0] // stride), -(-grid[1] // stride))
-                channels = 4 * width
-        self.units = nn.ModuleList(units)
-        self.head = Head(channels, num_classes, options.head_bias)
-        self._recompute_every = 0
+        self.root = standardized(3, size.widths[0], 7, stride=2)
+        self.root_norm = ScaledGroupNorm(size.widths[0])
+        self.units = Chain(_axial_units(size, image_size))
+        self.head = Head(size.channels_out, num_classes, options.head_bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
@@ -226,22 +198,19 @@ class AxialResNet(nn.Module):
                 f"for {self.image_size[0]}x{self.image_size[1]}; build it with image_size="
                 f"({images.shape[-2]}, {images.shape[-1]})."
             )
-        x_BCHW = self.root(images.to(self.head.weight.dtype))
-        x_BCHW = F.relu(self.root_norm(x_BCHW))
-        x_BCHW = F.max_pool2d(pad_same(x_BCHW, 3, 2), kernel_size=3, stride=2)
-        for index, unit in enumerate(self.units):
-            x_BCHW = run_block(unit, x_BCHW, is_recomputed(index, self._recompute_every))
+        x_BCHW = self.root_norm(self.root(images.to(self.head.weight.dtype)))
+        x_BCHW = self.units(rectify_and_pool(x_BCHW))
         return x_BCHW.mean(dim=(2, 3))
 
     def set_activation_checkpointing(self, every: int) -> None:
         """Recompute every n-th unit in the backward pass; 0 recomputes none."""
-        self._recompute_every = checked_interval(every)
+        self.units.set_activation_checkpointing(every)
 
 
-def _check_lines(image_size: Grid, size: ResNetSize) -> None:
-    reduction = 2 ** (len(size.stages) + 1)
-    if min(image_size) < reduction:
-        raise ValueError(
-            f"image_size={image_size[0]}x{image_size[1]} leaves no pixel after the last stage; "
-            f"raise image_size to at least {reduction}."
-        )
+def _axial_units(size: ResNetSize, image_size: Grid) -> Iterator[nn.Module]:
+    """Units of the hybrids' backbone, each with attention over the lines of its feature map."""
+    grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
+    for channels, width, stride in size.units():
+        attention = partial(AxialAttention2d, width, grid, stride)
+        yield PostActivationUnit(channels, width, stride, attention)
+        grid = (-(-grid[0] // stride), -(-grid[1] // stride))

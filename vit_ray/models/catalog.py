@@ -253,11 +253,7 @@ def _build_hybrid(
 def _build_resnet(
     spec: PlainResNet, num_classes: int, image_size: Grid, options: ResNetOptions
 ) -> nn.Module:
-    if min(image_size) < 2 ** (len(spec.size.stages) + 1):
-        raise ValueError(
-            f"image_size={image_size[0]}x{image_size[1]} leaves no pixel after the last stage; "
-            f"raise image_size to at least {2 ** (len(spec.size.stages) + 1)}."
-        )
+    spec.size.grid(image_size)  # refuses what is too small
     return BitResNet(spec.size, num_classes, options)
 
 

@@ -94,18 +94,14 @@ def _resnet_macs(
     size: ResNetSize, image_size: Grid, pads_same: bool, middle: "_Middle"
 ) -> tuple[int, Grid]:
     """Root and units; `middle` counts the middle of a unit: a 3 x 3 convolution or attention."""
-    channels = size.widths[0]
-    total, grid = _conv_macs(image_size, (3, channels), 7, 2, pads_same)
+    total, grid = _conv_macs(image_size, (3, size.widths[0]), 7, 2, pads_same)
     grid = (-(-grid[0] // 2), -(-grid[1] // 2))
-    for stage, (count, width) in enumerate(zip(size.stages, size.widths, strict=True)):
-        for index in range(count):
-            stride = 2 if stage > 0 and index == 0 else 1
-            total += grid[0] * grid[1] * channels * width
-            if stride != 1 or channels != 4 * width:
-                total += _conv_macs(grid, (channels, 4 * width), 1, stride, pads_same)[0]
-            macs, grid = middle(grid, width, stride, pads_same)
-            total += macs + grid[0] * grid[1] * width * 4 * width
-            channels = 4 * width
+    for channels, width, stride in size.units():
+        total += grid[0] * grid[1] * channels * width
+        if stride != 1 or channels != 4 * width:
+            total += _conv_macs(grid, (channels, 4 * width), 1, stride, pads_same)[0]
+        macs, grid = middle(grid, width, stride, pads_same)
+        total += macs + grid[0] * grid[1] * width * 4 * width
     return total, grid
 
 
@@ -149,13 +145,13 @@ def _vit(spec: PlainVit, num_classes: int, image_size: Grid, options: Any) -> in
 def _hybrid(spec: HybridVit, num_classes: int, image_size: Grid, options: Any) -> int:
     backbone, grid = _resnet_macs(spec.backbone, image_size, True, _middle_conv)
     num_patches = grid[0] * grid[1]
-    embedding = num_patches * 4 * spec.backbone.widths[-1] * spec.size.width
+    embedding = num_patches * spec.backbone.channels_out * spec.size.width
     return backbone + embedding + _sequence_macs(spec.size, num_patches, num_classes, options)
 
 
 def _resnet(spec: PlainResNet, num_classes: int, image_size: Grid, options: Any) -> int:
     backbone, _ = _resnet_macs(spec.size, image_size, False, _middle_conv)
-    return backbone + _head_macs(4 * spec.size.widths[-1], num_classes, False)
+    return backbone + _head_macs(spec.size.channels_out, num_classes, False)
 
 
 def _axial_vit(spec: PlainAxialVit, num_classes: int, image_size: Grid, options: Any) -> int:
@@ -168,7 +164,7 @@ def _axial_vit(spec: PlainAxialVit, num_classes: int, image_size: Grid, options:
 
 def _axial_resnet(spec: PlainAxialResNet, num_classes: int, image_size: Grid, options: Any) -> int:
     backbone, _ = _resnet_macs(spec.size, image_size, True, _middle_attention)
-    return backbone + _head_macs(4 * spec.size.widths[-1], num_classes, False)
+    return backbone + _head_macs(spec.size.channels_out, num_classes, False)
 
 
 _COUNTERS: dict[type[ModelSpec], Callable[..., int]] = {

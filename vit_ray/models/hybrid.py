@@ -6,12 +6,14 @@ Order of layers, padding and epsilons are those of google-research/vision_transf
 
 # B images, C channels, h w grid, D width
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import PatchProjection, StandardizedConv2d, pad_same
 from vit_ray.models.positions import Grid
-from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+from vit_ray.models.recompute import Chain
 from vit_ray.models.resnet import NUM_GROUPS, ResNetSize
 from vit_ray.models.vit import GridEmbedding
 
@@ -42,14 +44,27 @@ class ScaledGroupNorm(nn.GroupNorm):
 
 
 class PostActivationUnit(nn.Module):
-    """Bottleneck with norm after each convolution and ReLU after the sum; stride on the 3 x 3."""
+    """Bottleneck with norm after each convolution and ReLU after the sum; stride on the 3 x 3.
 
-    def __init__(self, channels_in: int, width: int, stride: int) -> None:
+    Args:
+        channels_in: what it takes; it gives 4 x `width`.
+        width: channels inside.
+        stride: of the layer in the middle.
+        middle: makes that layer, where it is not a 3 x 3 convolution.
+    """
+
+    def __init__(
+        self,
+        channels_in: int,
+        width: int,
+        stride: int,
+        middle: Callable[[], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         channels_out = 4 * width
         self.conv1 = standardized(channels_in, width, 1)
         self.norm1 = ScaledGroupNorm(width)
-        self.conv2 = standardized(width, width, 3, stride)
+        self.conv2 = middle() if middle else standardized(width, width, 3, stride)
         self.norm2 = ScaledGroupNorm(width)
         self.conv3 = standardized(width, channels_out, 1)
         self.norm3 = ScaledGroupNorm(channels_out, initial_scale=0.0)
@@ -64,6 +79,12 @@ class PostActivationUnit(nn.Module):
         y_BCHW = F.relu(self.norm2(self.conv2(y_BCHW)))
         y_BCHW = self.norm3(self.conv3(y_BCHW))
         return F.relu(kept + y_BCHW)
+
+
+def rectify_and_pool(x_BCHW: Tensor) -> Tensor:
+    """What stands between the root's norm and the first unit: half of each side is left."""
+    # After the ReLU, padding with 0 and with -inf is the same.
+    return F.max_pool2d(pad_same(F.relu(x_BCHW), 3, 2), kernel_size=3, stride=2)
 
 
 class Shortcut(nn.Module):
@@ -88,39 +109,20 @@ class ResNetEmbedding(GridEmbedding):
 
     def __init__(self, size: ResNetSize, width: int, image_size: Grid) -> None:
         super().__init__()
-        reduction = 2 ** (len(size.stages) + 1)
-        if min(image_size) < reduction:
-            raise ValueError(
-                f"image_size={image_size[0]}x{image_size[1]} is smaller than the {reduction} "
-                f"pixels that one token covers; raise image_size to at least {reduction}."
-            )
         self.size = size
-        self.patch_size = reduction
-        self.grid = (-(-image_size[0] // reduction), -(-image_size[1] // reduction))
-        channels = size.widths[0]
-        self.root = standardized(3, channels, 7, stride=2)
-        self.root_norm = ScaledGroupNorm(channels)
-        units: list[nn.Module] = []
-        for stage, (count, stage_width) in enumerate(zip(size.stages, size.widths, strict=True)):
-            for index in range(count):
-                stride = 2 if stage > 0 and index == 0 else 1
-                units.append(PostActivationUnit(channels, stage_width, stride))
-                channels = 4 * stage_width
-        self.units = nn.ModuleList(units)
-        self.projection = PatchProjection(channels, width, patch_size=1)
-        self._recompute_every = 0
+        self.patch_size = size.reduction
+        self.grid = size.grid(image_size)
+        self.root = standardized(3, size.widths[0], 7, stride=2)
+        self.root_norm = ScaledGroupNorm(size.widths[0])
+        self.units = Chain(PostActivationUnit(*unit) for unit in size.units())
+        self.projection = PatchProjection(size.channels_out, width, patch_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, D)."""
-        x_BCHW = self.root(images.to(self.projection.weight.dtype))
-        x_BCHW = F.relu(self.root_norm(x_BCHW))
-        # After the ReLU, padding with 0 and with -inf is the same.
-        x_BCHW = F.max_pool2d(pad_same(x_BCHW, 3, 2), kernel_size=3, stride=2)
-        for index, unit in enumerate(self.units):
-            x_BCHW = run_block(unit, x_BCHW, is_recomputed(index, self._recompute_every))
-        grid_BhwD: Tensor = self.projection(x_BCHW)
+        x_BCHW = self.root_norm(self.root(images.to(self.projection.weight.dtype)))
+        grid_BhwD: Tensor = self.projection(self.units(rectify_and_pool(x_BCHW)))
         return grid_BhwD
 
     def set_activation_checkpointing(self, every: int) -> None:
         """Recompute every n-th unit in the backward pass; 0 recomputes none."""
-        self._recompute_every = checked_interval(every)
+        self.units.set_activation_checkpointing(every)

@@ -8,6 +8,7 @@ published weights give its logits.
 # B images, C channels, K classes
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import Head, StandardizedConv2d
-from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+from vit_ray.models.positions import Grid
+from vit_ray.models.recompute import Chain
 
 NUM_GROUPS = 32
 # big_transfer's `bit_pytorch/models.py`: PyTorch's group norm, and 1e-10 beside the variance.
@@ -40,6 +42,38 @@ class ResNetSize:
     def widths(self) -> tuple[int, ...]:
         """Inner channels of each stage; a unit gives four times as many."""
         return tuple(64 * self.width_factor * 2**index for index in range(len(self.stages)))
+
+    @property
+    def channels_out(self) -> int:
+        """Channels of the last feature map."""
+        return 4 * self.widths[-1]
+
+    def units(self) -> Iterator[tuple[int, int, int]]:
+        """Channels in, inner width and stride of each unit; every stage but the first halves."""
+        channels = self.widths[0]
+        for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
+            for index in range(count):
+                yield channels, width, 2 if stage > 0 and index == 0 else 1
+                channels = 4 * width
+
+    def grid(self, image_size: Grid) -> Grid:
+        """(rows, columns) of the last feature map, rounded up as padding does.
+
+        Raises:
+            ValueError: if the image is smaller than what one pixel of it stands for.
+        """
+        if min(image_size) < self.reduction:
+            raise ValueError(
+                f"image_size={image_size[0]}x{image_size[1]} is smaller than the {self.reduction} "
+                f"pixels that {len(self.stages)} stages reduce to one; raise image_size to at "
+                f"least {self.reduction}."
+            )
+        return -(-image_size[0] // self.reduction), -(-image_size[1] // self.reduction)
+
+    @property
+    def reduction(self) -> int:
+        """Pixels along a side of the image for one of the last feature map."""
+        return int(2 ** (len(self.stages) + 1))
 
 
 @dataclass(frozen=True)
@@ -106,18 +140,10 @@ class BitResNet(nn.Module):
         super().__init__()
         self.size = size
         self.options = options
-        channels = size.widths[0]
-        self.root = standardized(3, channels, 7, stride=2)
-        units: list[nn.Module] = []
-        for stage, (count, width) in enumerate(zip(size.stages, size.widths, strict=True)):
-            for index in range(count):
-                stride = 2 if stage > 0 and index == 0 else 1
-                units.append(PreActivationUnit(channels, width, stride))
-                channels = 4 * width
-        self.units = nn.ModuleList(units)
-        self.norm = group_norm(channels)
-        self.head = Head(channels, num_classes, options.head_bias)
-        self._recompute_every = 0
+        self.root = standardized(3, size.widths[0], 7, stride=2)
+        self.units = Chain(PreActivationUnit(*unit) for unit in size.units())
+        self.norm = group_norm(size.channels_out)
+        self.head = Head(size.channels_out, num_classes, options.head_bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
@@ -129,11 +155,10 @@ class BitResNet(nn.Module):
         x_BCHW = self.root(images.to(self.norm.weight.dtype))
         # No norm or ReLU before the pool, so that padding with 0 and not -inf matters: as BiT.
         x_BCHW = F.max_pool2d(F.pad(x_BCHW, (1, 1, 1, 1)), kernel_size=3, stride=2)
-        for index, unit in enumerate(self.units):
-            x_BCHW = run_block(unit, x_BCHW, is_recomputed(index, self._recompute_every))
+        x_BCHW = self.units(x_BCHW)
         pooled: Tensor = torch.mean(F.relu(self.norm(x_BCHW)), dim=(2, 3))
         return pooled
 
     def set_activation_checkpointing(self, every: int) -> None:
         """Recompute every n-th unit in the backward pass; 0 recomputes none."""
-        self._recompute_every = checked_interval(every)
+        self.units.set_activation_checkpointing(every)

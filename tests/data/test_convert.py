@@ -1,4 +1,9 @@
+import contextlib
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.conftest import Head
 from tests.data.pictures import jpeg, write_class_folders
+from vit_ray.data import convert as convert_module
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import convert
 from vit_ray.data.manifest import Manifest
@@ -64,7 +71,8 @@ def test_a_restart_keeps_finished_shards(
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
-    convert_until_commit(monkeypatch, image_folder, target, **settings)
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), **settings)
     with pytest.raises(ValueError, match="run the same convert command again"):
         open_dataset(str(target))
     made = {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")}
@@ -74,26 +82,13 @@ def test_a_restart_keeps_finished_shards(
     assert not (target / "_staging").exists()
 
 
-def convert_until_commit(
-    monkeypatch: pytest.MonkeyPatch, source: Path, destination: Path, **settings: Any
-) -> None:
-    """A conversion that is killed before it writes the manifest."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("vit_ray.data.convert._commit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            convert(str(source), str(destination), **settings)
-
-
 def test_a_restart_makes_only_the_shards_that_were_not_finished(
     ray_cluster: Any, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
-    convert_until_commit(monkeypatch, image_folder, target, **settings)
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), **settings)
     shards = sorted(target.glob("part-*.parquet"))
     content = shards[1].read_bytes()
     (target / "_staging" / "shard-000001.json").unlink()
@@ -108,7 +103,8 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
 def test_a_restart_with_other_settings_is_refused(
     ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert_until_commit(monkeypatch, image_folder, tmp_path / "set", seed=1)
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(tmp_path / "set"), seed=1)
     with pytest.raises(ValueError, match="another source or settings"):
         convert(str(image_folder), str(tmp_path / "set"), seed=2)
 
@@ -144,3 +140,119 @@ def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Pa
     assert labels == {"class_0": [2], "class_1": [1]}
     with pytest.raises(ValueError, match=r"labels \['class_1'\] are not in the classes"):
         convert(str(tmp_path / "source"), str(tmp_path / "other"), classes=["class_0"])
+
+
+def test_a_restart_keeps_the_index_of_finished_units(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_num_shards", is_done=False):
+        convert(str(image_folder), str(target), seed=1)
+    index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
+    assert len(index) == 6
+    next(file for file in index if file.suffix == ".json").unlink()
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), seed=1)
+    again = [file for file, made in index.items() if file.stat().st_mtime_ns != made]
+    assert len({file.stem for file in again}) == 1
+    with stopped_at(monkeypatch, "_num_shards", is_done=False):
+        convert(str(image_folder), str(tmp_path / "other"), seed=1)
+    assert convert(str(image_folder), str(tmp_path / "other"), seed=2).num_images == 300
+
+
+def test_a_conversion_killed_between_manifest_and_report_is_finished_by_a_restart(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_write_manifest", is_done=True):
+        convert(str(image_folder), str(target), seed=1)
+    fingerprint = open_dataset(str(target)).fingerprint
+    report = convert(str(image_folder), str(target), seed=1)
+    assert report.fingerprint == fingerprint == open_dataset(str(target)).fingerprint
+    assert (target / "report.json").exists()
+    assert not (target / "_staging").exists()
+    with pytest.raises(ValueError, match="already holds a data set"):
+        convert(str(image_folder), str(target), seed=1)
+
+
+@contextlib.contextmanager
+def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool) -> Iterator[None]:
+    """A conversion that is stopped at the call of one of its functions, or right after it."""
+    original = getattr(convert_module, function)
+
+    def interrupted(*arguments: Any) -> None:
+        if is_done:
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, function, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+STUCK_AFTER_FIVE_SHARDS = """
+import sys, time
+import ray
+import vit_ray.data.convert as module
+
+class Stuck(module._ShardMaker):
+    def __call__(self, shard):
+        import vit_ray.data.convert as module
+        check, checked = module._checked, []
+        def get_stuck(*row):
+            checked.append(row)
+            if shard >= 5 and len(checked) == 4:
+                time.sleep(600)
+            return check(*row)
+        module._checked = get_stuck
+        try:
+            return module._ShardMaker.__call__(self, shard)
+        finally:
+            module._checked = check
+
+module._ShardMaker = Stuck
+ray.init(address=sys.argv[1], log_to_driver=False)
+module.convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
+"""
+
+
+def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
+    ray_cluster: Head, image_folder: Path, tmp_path: Path
+) -> None:
+    """The driver is a process of its own, and is killed while shards are half written."""
+    target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
+    command = [sys.executable, "-c", STUCK_AFTER_FIVE_SHARDS, ray_cluster.address]
+    with subprocess.Popen([*command, str(image_folder), str(target)]) as driver:
+        while len(list(staging.glob("shard-*"))) < 5 or not list(target.glob("part-*.tmp")):
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    finished = {file: file.stat() for file in target.glob("part-*.parquet")}
+    assert len(finished) == 5
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.02, "seed": 3}
+    convert(str(image_folder), str(target), **settings)
+    for file, before in finished.items():
+        after = file.stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    convert(str(image_folder), str(tmp_path / "undisturbed"), **settings)
+    assert contents(target) == contents(tmp_path / "undisturbed")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a data set."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_all_rejected_files_are_listed_and_some_are_shown(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "_REJECTED_SHOWN", 2)
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
+    for name in "abc":
+        (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    options = {"rows_per_row_group": 1, "shard_mib": 0.001, "max_rejected_fraction": 0.5}
+    report = convert(str(tmp_path / "source"), str(tmp_path / "set"), **options)
+    assert (report.num_images, report.num_rejected, len(report.rejected)) == (4, 3, 2)
+    assert pq.read_table(tmp_path / "set" / "rejected.parquet").num_rows == 3
+    assert open_dataset(str(tmp_path / "set")).num_images == 4

@@ -147,6 +147,20 @@ def test_a_broken_line_of_a_list_is_rejected_alone(ray_cluster: None, tmp_path: 
     assert "line 2 is not JSON" in sorted(report.rejected.values())[1]
 
 
+def test_a_key_is_taken_once(ray_cluster: None, tmp_path: Path) -> None:
+    """The second list names an image of the first, and one of its own twice."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jpg").write_bytes(IMAGES["000"])
+    (tmp_path / "one.csv").write_text("path,label\na.jpg,cat\nb.jpg,dog\n")
+    (tmp_path / "two.csv").write_text("path,label\nc.jpg,cat\na.jpg,dog\nc.jpg,dog\n")
+    report = convert(str(tmp_path), str(tmp_path / "set"), max_rejected_fraction=0.9)
+    assert (report.num_images, report.num_rejected) == (3, 2)
+    assert report.label_histogram == {"cat": 2, "dog": 1}
+    rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
+    assert sorted(row["key"] for row in rejected) == ["a.jpg", "c.jpg"]
+    assert all("its key stands in an earlier row" in row["reason"] for row in rejected)
+
+
 def test_large_images_are_shrunk_only_when_asked(ray_cluster: None, tmp_path: Path) -> None:
     folder = tmp_path / "source" / "cat"
     folder.mkdir(parents=True)

@@ -8,13 +8,14 @@ and is the commit. No process ever holds more than a shard's row group and a pie
 """
 
 import json
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import cv2
 import numpy as np
@@ -38,6 +39,7 @@ from vit_ray.data.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.source_index import (
     SourceIndex,
     build_index,
+    read_many,
     read_row_groups,
     table_entries,
 )
@@ -55,7 +57,8 @@ _READERS: Final = 8
 class ConvertReport:
     """What a conversion did.
 
-    `label_histogram` counts images per class name; `rejected` maps a key to its reason.
+    `label_histogram` counts images per class name; `rejected` maps the key of each of the first
+    1,000 rejected images to its reason, and `rejected.parquet` has all.
     """
 
     num_images: int
@@ -100,11 +103,7 @@ def convert(
             interrupted conversion there had other settings, or too much is rejected.
     """
     folder = locate(destination)
-    if folder.child(MANIFEST_FILE).exists():
-        raise ValueError(
-            f"convert.destination={destination!r} already holds a data set; "
-            f"choose another folder or delete it first."
-        )
+    _check_free(folder)
     settings = _Settings(
         source, format, seed, rows_per_row_group, shard_mib, list(classes or []), shrink_to,
         shrink_quality,
@@ -112,8 +111,19 @@ def convert(
     units = list_units(source, format)
     _begin(settings, folder)
     plan = _plan(settings, units, folder, num_cpus)
-    results = _make_shards(plan, folder, num_cpus)
-    return _commit(plan, folder, results, max_rejected_fraction)
+    _make_shards(plan, folder, num_cpus)
+    return _commit(plan, folder, max_rejected_fraction)
+
+
+def _check_free(folder: Location) -> None:
+    """Refuse a finished data set; one that was stopped between manifest and report is finished."""
+    is_committed = folder.child(MANIFEST_FILE).exists()
+    is_begun = folder.child(STAGING_FOLDER).exists()
+    if is_committed and (folder.child(REPORT_FILE).exists() or not is_begun):
+        raise ValueError(
+            f"convert.destination={folder.uri!r} already holds a data set; "
+            f"choose another folder or delete it first."
+        )
 
 
 @dataclass(frozen=True)
@@ -131,19 +141,20 @@ class _Settings:
 
 
 def _begin(settings: _Settings, folder: Location) -> None:
-    """Note the settings, or check that an interrupted conversion had the same."""
+    """Note the settings; what an interrupted conversion made with others is no use to these."""
     staging = folder.child(STAGING_FOLDER)
     file = staging.child("settings.json")
     content = json.dumps(asdict(settings)).encode()
-    if staging.exists() and not staging.child(_PLAN).exists():
-        staging.delete_folder()
-    if not file.exists():
-        file.write(content)
-    elif file.read() != content:
+    if file.exists() and file.read() == content:
+        return
+    if staging.child(_PLAN).exists():
         raise ValueError(
             f"{folder.path!r} holds an interrupted conversion with another source or settings; "
             f"repeat its command to continue it, or delete the folder."
         )
+    if staging.exists():
+        staging.delete_folder()
+    file.write(content)
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,10 @@ _LISTS: Final = "lists.parquet"
 
 @dataclass(frozen=True)
 class _ShardResult:
-    """Facts and rejected images of one finished shard, as the staging folder keeps them."""
+    """Facts of one finished shard, as the staging folder keeps them.
+
+    `rejected` has (key, reason) of each image that the shard lacks.
+    """
 
     shard: int
     rows: list[int]
@@ -212,19 +226,24 @@ class _ShardResult:
     bytes: int
     max_labels: int
     label_counts: dict[str, int]
-    rejected: dict[str, str]
+    rejected: list[tuple[str, str]]
 
 
-def _make_shards(plan: _Plan, folder: Location, num_cpus: float) -> list[_ShardResult]:
-    staging = folder.child(STAGING_FOLDER)
-    results = [staging.child(_result_name(shard)) for shard in range(plan.num_shards)]
-    missing = [shard for shard, result in enumerate(results) if not result.exists()]
+def _make_shards(plan: _Plan, folder: Location, num_cpus: float) -> None:
+    done = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
+    missing = [shard for shard in range(plan.num_shards) if _result_name(shard) not in done]
     run_tasks(_ShardMaker(plan, folder.uri), missing, num_cpus)
-    return [_ShardResult(**json.loads(result.read())) for result in results]
 
 
 def _result_name(shard: int) -> str:
     return f"shard-{shard:06d}.json"
+
+
+def _results(plan: _Plan, staging: Location) -> Iterator[_ShardResult]:
+    """The results of all shards, in order."""
+    files = (staging.child(_result_name(shard)) for shard in range(plan.num_shards))
+    for content in read_many(files):
+        yield _ShardResult(**json.loads(content))
 
 
 @dataclass(frozen=True)
@@ -244,7 +263,7 @@ class _ShardMaker:
     def _make(self, shard: int, folder: Location, entries: list[IndexEntry]) -> _ShardResult:
         settings = self.plan.settings
         label_of = {name: label for label, name in enumerate(self.plan.classes)}
-        rejected: dict[str, str] = {}
+        rejected: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         max_labels = 0
         destination = folder.child(shard_name(shard, self.plan.num_shards))
@@ -256,7 +275,7 @@ class _ShardMaker:
                     labels = tuple(_label(text, label_of) for text in entry.labels)
                     writer.add(_checked(image, entry.key, labels, settings))
                 except ValueError as error:
-                    rejected[entry.key] = str(error)
+                    rejected.append((entry.key, str(error)))
                     continue
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
@@ -323,54 +342,84 @@ def _shrunk(
     return encoded.tobytes(), small  # type: ignore[return-value]
 
 
-def _commit(
-    plan: _Plan, folder: Location, results: list[_ShardResult], max_rejected_fraction: float
-) -> ConvertReport:
-    rejected = {key: why for result in results for key, why in result.rejected.items()}
-    _check_rejected(rejected, plan.num_images, max_rejected_fraction)
-    _write_rejected(folder, rejected)
-    fingerprint = _write_manifest(plan, folder, results)
+_REJECTED_SHOWN: Final = 1000
+
+
+def _delete_abandoned(folder: Location) -> None:
+    """Half-written files of killed processes; on S3 such a file never comes to be."""
+    if folder.is_local:
+        for info in folder.list_files(recursive=False):
+            if info.base_name.endswith(".tmp"):
+                os.remove(info.path)
+
+
+def _commit(plan: _Plan, folder: Location, max_rejected_fraction: float) -> ConvertReport:
+    """Write what is left to write: the manifest last but for the report and the tidying up."""
+    shown: dict[str, str] = {}
+    written: list[_ShardResult] = []
     counts = np.zeros(len(plan.classes), np.int64)
-    for result in results:
-        for label, count in result.label_counts.items():
-            counts[int(label)] += count
+    with _RejectedWriter(folder.child(REJECTED_FILE)) as rejected:
+        for result in _results(plan, folder.child(STAGING_FOLDER)):
+            rejected.add(result.rejected)
+            shown.update(result.rejected[: max(0, _REJECTED_SHOWN - len(shown))])
+            for label, count in result.label_counts.items():
+                counts[int(label)] += count
+            if result.rows:
+                written.append(replace(result, rejected=[], label_counts={}))
+    _check_rejected(folder, shown, rejected.count, plan.num_images, max_rejected_fraction)
     report = ConvertReport(
-        num_images=plan.num_images - len(rejected),
+        num_images=plan.num_images - rejected.count,
         num_classes=len(plan.classes),
-        num_shards=len([result for result in results if result.rows]),
-        num_rejected=len(rejected),
-        bytes=sum(result.bytes for result in results),
-        fingerprint=fingerprint,
+        num_shards=len(written),
+        num_rejected=rejected.count,
+        bytes=sum(result.bytes for result in written),
+        fingerprint=_write_manifest(plan, folder, written),
         label_histogram=dict(zip(plan.classes, counts.tolist(), strict=True)),
-        rejected=rejected,
+        rejected=shown,
     )
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
+    _delete_abandoned(folder)
     folder.child(STAGING_FOLDER).delete_folder()
     return report
 
 
-def _check_rejected(rejected: dict[str, str], total: int, max_fraction: float) -> None:
-    if len(rejected) == total or len(rejected) > max_fraction * total:
-        key, reason = next(iter(rejected.items()))
+def _check_rejected(
+    folder: Location, shown: dict[str, str], count: int, total: int, max_fraction: float
+) -> None:
+    if count == total or count > max_fraction * total:
+        key, reason = next(iter(shown.items()))
         raise ValueError(
-            f"{len(rejected)} of {total} files of the source are not usable images, above "
+            f"{count} of {total} files of the source are not usable images, above "
             f"convert.max_rejected_fraction={max_fraction}; the first is {key!r}: {reason}. "
-            f"Mend the source, or raise the limit and run the command again."
+            f"{folder.child(REJECTED_FILE).uri} lists all. Raise the limit and run the command "
+            f"again; or mend the source, delete {folder.uri} and convert anew."
         )
 
 
-def _write_rejected(folder: Location, rejected: dict[str, str]) -> None:
-    columns = [
-        pa.array(list(rejected), pa.string()),
-        pa.array(list(rejected.values()), pa.string()),
-    ]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA), sink)
-    folder.child(REJECTED_FILE).write(sink.getvalue().to_pybytes())
+class _RejectedWriter:
+    """Writes the table of rejected images shard by shard."""
+
+    def __init__(self, destination: Location) -> None:
+        self._output = destination.atomic_output()
+        self.count = 0
+
+    def __enter__(self) -> "_RejectedWriter":
+        target = self._output.__enter__()
+        self._writer = pq.ParquetWriter(target.path, REJECTED_SCHEMA, filesystem=target.filesystem)
+        return self
+
+    def add(self, rejected: list[tuple[str, str]]) -> None:
+        if rejected:
+            columns = [pa.array(column, pa.string()) for column in zip(*rejected, strict=True)]
+            self._writer.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
+        self.count += len(rejected)
+
+    def __exit__(self, *error: Any) -> None:
+        self._writer.close()
+        self._output.__exit__(*error)
 
 
-def _write_manifest(plan: _Plan, folder: Location, results: list[_ShardResult]) -> str:
-    written = [result for result in results if result.rows]
+def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) -> str:
     columns = RowGroupColumns(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),

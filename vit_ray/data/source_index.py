@@ -7,13 +7,16 @@ driver joins them into one Arrow file on its local disk and maps it into memory.
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -29,6 +32,11 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
 _ENTRIES_AT_A_TIME: Final = 1 << 14
+_READERS: Final = 16
+_HASHES_AT_A_TIME: Final = 1 << 24
+_REPEATED: Final = (
+    "its key stands in an earlier row of the source; give all labels of an image in one row"
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,14 @@ class SourceIndex:
         classes: class names in label order.
         digest: tells one source from another.
         bytes: of all images whose length is known.
+        repeated: rows whose key stands in an earlier row.
     """
 
     table: pa.Table
     classes: list[str]
     digest: str
     bytes: int
+    repeated: NDArray[np.int64]
 
     @property
     def num_images(self) -> int:
@@ -54,7 +64,13 @@ class SourceIndex:
 
     def entries(self, rows: NDArray[np.int64]) -> pa.Table:
         """The index of some images, in the order given."""
-        return self.table.take(pa.array(rows))
+        table = self.table.take(pa.array(rows))
+        is_repeated = np.isin(rows, self.repeated)
+        if not is_repeated.any():
+            return table
+        known = table["problem"]
+        problem = pc.if_else(pa.array(is_repeated), pc.coalesce(known, _REPEATED), known)
+        return table.set_column(table.schema.get_field_index("problem"), "problem", problem)
 
 
 def build_index(
@@ -69,46 +85,63 @@ def build_index(
     Raises:
         ValueError: if the source has no images, or a label that is no given class.
     """
-    missing = [
-        {"index": i, "unit": unit}
-        for i, unit in enumerate(units)
-        if not staging.child(_facts_name(i)).exists()
-    ]
+    done = {info.base_name for info in staging.list_files()}
+    missing = [unit for unit in units if _facts_name(unit) not in done]
     run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
-    facts = [json.loads(staging.child(_facts_name(i)).read()) for i in range(len(units))]
+    contents = read_many(staging.child(_facts_name(unit)) for unit in units)
+    facts = [json.loads(content) for content in contents]
     names = _class_names(facts, classes, may_be_indices=units[0].format != "folder")
     file = scratch / "index.arrow"
-    _join(staging, len(units), file)
+    _join(staging, units, file)
     table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
     if table.num_rows == 0:
         raise ValueError(f"the source {units[0].folder!r} holds no images; check its layout.")
     digest = hashlib.sha256("".join(fact["digest"] for fact in facts).encode()).hexdigest()[:16]
-    return SourceIndex(table, names, digest, sum(fact["bytes"] for fact in facts))
+    may_repeat = units[0].format in ("csv", "jsonl", "webdataset")
+    repeated = _repeated_keys(table["key"], scratch) if may_repeat else np.empty(0, np.int64)
+    return SourceIndex(table, names, digest, sum(fact["bytes"] for fact in facts), repeated)
 
 
-def _facts_name(index: int) -> str:
-    return f"index-{index:06d}.json"
+def read_many(files: Iterable[Location]) -> Iterator[bytes]:
+    """The contents of small files, in order, a few read ahead: object stores answer slowly."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        waiting: deque[Future[bytes]] = deque()
+        for file in files:
+            waiting.append(pool.submit(file.read))
+            if len(waiting) > 2 * _READERS:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
-def _part_name(index: int) -> str:
-    return f"index-{index:06d}.parquet"
+def _name(unit: SourceUnit) -> str:
+    """By its path, so that a restart finds what it needs though units have come or gone."""
+    return f"index-{hashlib.sha256(unit.path.encode()).hexdigest()[:16]}"
+
+
+def _facts_name(unit: SourceUnit) -> str:
+    return f"{_name(unit)}.json"
+
+
+def _part_name(unit: SourceUnit) -> str:
+    return f"{_name(unit)}.parquet"
 
 
 @dataclass(frozen=True)
 class _UnitIndexer:
     staging: str
 
-    def __call__(self, task: dict[str, Any]) -> int:
-        staging, unit, index = locate(self.staging), task["unit"], int(task["index"])
-        facts = with_retries(lambda: self._index(staging, unit, index), f"indexing {unit.path}")
-        staging.child(_facts_name(index)).write(json.dumps(facts).encode())
-        return index
+    def __call__(self, unit: SourceUnit) -> str:
+        staging = locate(self.staging)
+        facts = with_retries(lambda: self._index(staging, unit), f"indexing {unit.path}")
+        staging.child(_facts_name(unit)).write(json.dumps(facts).encode())
+        return unit.path
 
-    def _index(self, staging: Location, unit: SourceUnit, index: int) -> dict[str, Any]:
+    def _index(self, staging: Location, unit: SourceUnit) -> dict[str, Any]:
         labels: set[str] = set()
         digest, total = hashlib.sha256(), 0
-        with _PartWriter(staging.child(_part_name(index))) as writer:
-            for entry in index_unit(unit, staging.child(f"pack-{index:06d}.bin")):
+        with _PartWriter(staging.child(_part_name(unit))) as writer:
+            for entry in index_unit(unit, staging.child(f"{_name(unit)}.bin")):
                 writer.add(entry)
                 labels.update(entry.labels)
                 total += max(entry.length, 0)
@@ -182,11 +215,36 @@ def _class_names(
     return labels
 
 
-def _join(staging: Location, count: int, file: Path) -> None:
+def _repeated_keys(keys: pa.ChunkedArray, scratch: Path) -> NDArray[np.int64]:
+    """Rows whose key stands in an earlier row; the hashes of all keys are sorted on disk."""
+    hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(len(keys),))
+    for row, key in enumerate(_texts(keys)):
+        hashes[row] = hash(key)
+    hashes.sort()
+    twice: set[int] = set()
+    for start in range(0, len(hashes), _HASHES_AT_A_TIME):
+        part = hashes[start : start + _HASHES_AT_A_TIME + 1]
+        twice.update(part[1:][part[1:] == part[:-1]].tolist())
+    seen: set[str] = set()
+    repeated = []
+    for row, key in enumerate(_texts(keys) if twice else ()):
+        if hash(key) in twice:
+            if key in seen:
+                repeated.append(row)
+            seen.add(key)
+    return np.array(repeated, np.int64)
+
+
+def _texts(column: pa.ChunkedArray) -> Iterator[str]:
+    for chunk in column.chunks:
+        yield from chunk.to_pylist()
+
+
+def _join(staging: Location, units: list[SourceUnit], file: Path) -> None:
     """All parts as one Arrow file, a row group at a time."""
     with pa.ipc.new_file(str(file), INDEX_SCHEMA) as output:
-        for index in range(count):
-            for table in read_row_groups(staging.child(_part_name(index))):
+        for unit in units:
+            for table in read_row_groups(staging.child(_part_name(unit))):
                 output.write_table(table.cast(INDEX_SCHEMA))
 
 

@@ -1,4 +1,5 @@
 import io
+import struct
 import warnings
 from typing import Any
 
@@ -74,7 +75,16 @@ def test_16_bit_grey_is_scaled_where_pillow_would_clip() -> None:
     np.testing.assert_array_equal(decoded, np.repeat(GREY[:, :, None], 3, axis=2))
 
 
+def claiming(height: int, width: int) -> bytes:
+    """A small JPEG file whose header says that it is large."""
+    image = bytearray(encoded(PIXELS))
+    at = image.index(b"\xff\xc0") + 5
+    image[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(image)
+
+
 BROKEN = {
+    "jpeg of four gigapixels": claiming(65000, 65000),
     "empty": b"",
     "text": b"not an image",
     "truncated jpeg": encoded(PIXELS)[:-300],

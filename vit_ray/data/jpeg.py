@@ -26,6 +26,9 @@ _SCAN_MARKER: Final = 0xDA
 _WORTHWHILE_SAVING: Final = 0.1
 """Least share of the rows that must be saved: copying and scanning the rest cost about 4 %."""
 
+_MOST_PIXELS: Final = 178_956_970
+"""Where Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and refuses."""
+
 _READ_FLAGS: Final = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_2,
@@ -118,7 +121,7 @@ def _segments(image: bytes) -> Iterator[tuple[int, int]]:
 
 def _parse_frame(image: bytes, at: int, marker: int) -> JpegHeader | None:
     height, width, components = struct.unpack_from(">HHB", image, at + 3)
-    if components not in (1, 3) or height == 0 or width == 0:
+    if components not in (1, 3) or not 0 < height * width <= _MOST_PIXELS:
         return None
     sampling = [image[at + 9 + 3 * i] for i in range(components)]
     unit_rows = 8 * max(value & 15 for value in sampling)

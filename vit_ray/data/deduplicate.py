@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vit_ray.data.images import Augmentation, BadImageError, decode, training_crop
 from vit_ray.data.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.perceptual_hash import HashIndex, hashes_under_crops, perceptual_hash
-from vit_ray.data.reader import RowGroupReader
+from vit_ray.data.reader import ChangedImageError, RowGroupReader
 from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.subset import derive
 from vit_ray.storage import locate
@@ -72,7 +72,7 @@ def deduplicate(
     whole = open_dataset(source)
     known = ray.put(_index(evaluation_sets, num_cpus))
     files = [int(i) for i in np.unique(whole.file_index)]
-    found = run_tasks(_DuplicateFinder(source, known, max_distance), files, num_cpus)
+    found = run_tasks(_DuplicateFinder(ray.put(whole), known, max_distance), files, num_cpus)
     rows = [row for result in found for row in json.loads(result)]
     columns = _without(whole, rows)
     if not len(columns.rows):
@@ -103,10 +103,10 @@ def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
     digests: dict[bytes, int] = {}
     names: list[tuple[str, str]] = []
     for path in evaluation_sets:
-        files = [int(i) for i in np.unique(open_dataset(path).file_index)]
-        for part in sorted(
-            run_tasks(_EvaluationHasher(path), files, num_cpus), key=lambda part: part["file"]
-        ):
+        manifest = open_dataset(path)
+        files = [int(i) for i in np.unique(manifest.file_index)]
+        hasher = _EvaluationHasher(ray.put(manifest))
+        for part in sorted(run_tasks(hasher, files, num_cpus), key=lambda part: part["file"]):
             parted = np.frombuffer(part["hashes"], np.uint8).reshape(len(part["keys"]), -1, 32)
             for i, key in enumerate(part["keys"]):
                 digests[part["digests"][16 * i : 16 * (i + 1)]] = len(names)
@@ -118,11 +118,11 @@ def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
 
 @dataclass(frozen=True)
 class _EvaluationHasher:
-    path: str
+    manifest: Any
 
     def __call__(self, file_index: int) -> dict[str, Any]:
         keys, digests, hashes = [], [], []
-        for _, _, key, image in _images(open_dataset(self.path), file_index):
+        for _, _, key, image in _images(ray.get(self.manifest), file_index):
             try:
                 hashes.append(hashes_under_crops(decode(image)).tobytes())
             except BadImageError:
@@ -139,7 +139,7 @@ class _EvaluationHasher:
 
 @dataclass(frozen=True)
 class _DuplicateFinder:
-    path: str
+    manifest: Any
     known: Any
     max_distance: int
 
@@ -147,7 +147,7 @@ class _DuplicateFinder:
         known: _Known = ray.get(self.known)
         found: list[dict[str, Any]] = []
         pending: list[tuple[int, int, str, NDArray[np.uint8]]] = []
-        for group, row, key, image in _images(open_dataset(self.path), file_index):
+        for group, row, key, image in _images(ray.get(self.manifest), file_index):
             exact = known.digests.get(_digest(image))
             if exact is not None:
                 found.append(_found(group, row, key, known.names[exact], 0, is_exact=True))
@@ -192,7 +192,12 @@ def _images(manifest: Manifest, file_index: int) -> Any:
         encoded = reader.read(int(group))
         for row in range(int(manifest.rows[group])):
             stored = manifest.stored_row(int(group), row)
-            yield int(group), stored, encoded.key(stored), encoded.image(stored)
+            key = encoded.key(stored)
+            try:
+                yield int(group), stored, key, encoded.image(stored)
+            except ChangedImageError as error:
+                shard = manifest.shard_location(int(group)).path
+                raise ValueError(f"{key!r} in {shard!r}: {error}; run jobs/verify.py.") from error
 
 
 def _digest(image: bytes) -> bytes:

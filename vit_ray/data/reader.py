@@ -20,6 +20,10 @@ _COLUMNS: Final = ["image", "labels", "key", "crc32"]
 _OPEN_FILES: Final = 16
 
 
+class ChangedImageError(ValueError):
+    """The bytes of an image are not those that were converted."""
+
+
 @dataclass(frozen=True)
 class EncodedRows:
     """The rows of one stored row group."""
@@ -38,11 +42,11 @@ class EncodedRows:
         """Encoded bytes of one row, checked against its checksum.
 
         Raises:
-            ValueError: if they are not the bytes that were converted.
+            ChangedImageError: if they are not the bytes that were converted.
         """
         image: bytes = self.images[row].as_py()
         if checksum(image) != self.crc32[row]:
-            raise ValueError("the bytes changed since conversion (checksum differs)")
+            raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
     def labels_of(self, row: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 
 from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
@@ -60,7 +61,7 @@ def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -
     """
     manifest = open_dataset(path)
     used = np.unique(manifest.file_index)
-    checker = _FileChecker(path, decode_fraction)
+    checker = _FileChecker(ray.put(manifest), decode_fraction)
     results = run_tasks(checker, [int(i) for i in used], num_cpus)
     problems = [Problem(**p) for result in results for p in result["problems"]]
     return VerifyReport(
@@ -73,11 +74,11 @@ def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -
 
 @dataclass(frozen=True)
 class _FileChecker:
-    path: str
+    manifest: Any
     decode_fraction: float
 
     def __call__(self, file_index: int) -> dict[str, Any]:
-        manifest = open_dataset(self.path)
+        manifest: Manifest = ray.get(self.manifest)
         groups = np.flatnonzero(manifest.file_index == file_index)
         found = _footer_problems(manifest, groups)
         images = decoded = 0

@@ -10,6 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from tests.models.small import POSITION_VARIANTS, small_model, some_images
 from vit_ray.models import build_model
+from vit_ray.models.weight_files import Origin
 from vit_ray.models.weights import fit_state_dict, load_weights, save_weights
 
 
@@ -249,7 +250,7 @@ def test_a_negative_checkpointing_interval_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_a_model_resized_to_its_own_grid_is_unchanged(mode: Any) -> None:
     source, model = small_model("ViT"), build_like_small()
-    report = fit_state_dict(model, source.state_dict(), resize=mode, source_grid=(4, 4))
+    report = fit_state_dict(model, source.state_dict(), resize=mode, origin=Origin((4, 4)))
     assert report.resized == []
     assert torch.equal(model(some_images()), source(some_images()))
 

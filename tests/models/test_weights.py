@@ -12,11 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BitConfig, BitForImageClassification
+from transformers import (
+    BitConfig,
+    BitForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
 from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.weight_files import Origin, origin_of
 from vit_ray.models.weights import fit_state_dict, load_weights, save_weights
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -356,7 +362,7 @@ def test_positions_are_resized_as_scipys_zoom_does(
 ) -> None:
     source = small_model("ViT", image_size=old_size)
     model = other_model("ViT", image_size=new_size)
-    report = fit_state_dict(model, source.state_dict(), source_grid=source.grid)
+    report = fit_state_dict(model, source.state_dict(), origin=origin_of(source))
     old, new = source.grid, model.grid
     table = source.positions[0].table.detach()[0]
     grid = table[1:].reshape(*old, -1).numpy()
@@ -400,7 +406,7 @@ def test_positions_of_an_oblong_checkpoint_need_its_grid() -> None:
     with pytest.raises(ValueError, match=r"28 patches, which are not a square; give source_grid"):
         fit_state_dict(model, source.state_dict())
     with pytest.raises(ValueError, match="29 rows does not hold a grid of 3 x 3"):
-        fit_state_dict(model, source.state_dict(), source_grid=(3, 3))
+        fit_state_dict(model, source.state_dict(), origin=Origin((3, 3)))
 
 
 def test_our_own_files_remember_an_oblong_grid(tmp_path: Path) -> None:
@@ -456,6 +462,46 @@ def test_a_demanded_head_comes_with_the_layer_it_was_trained_behind() -> None:
     source = small_model("ViT", representation=True).state_dict()
     with pytest.raises(ValueError, match=r"unexpected: representation.weight, representation.bias"):
         fit_state_dict(other_model("ViT"), source, new_head=False)
+    source = small_model("ViT").state_dict()
+    with pytest.raises(ValueError, match=r"unexpected: class_token.token"):
+        fit_state_dict(other_model("ViT", pool="gap"), source, new_head=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("model.npz", "jax"),
+        ("model.safetensors", "timm"),
+        ("model.safetensors", "vit_ray"),
+        ("hub", "huggingface"),
+    ],
+)
+def test_weights_of_other_heads_are_not_taken_for_the_models(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    save_weights(small_model("ViT"), tmp_path / name, layout)
+    other = "is of a model with num_heads=4, and this one has num_heads=8; build it with num_heads"
+    with pytest.raises(ValueError, match=other):
+        load_weights(small_model("ViT", num_heads=8), tmp_path / name)
+
+
+def test_the_heads_of_a_folder_are_those_that_transformers_builds(tmp_path: Path) -> None:
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        patch_size=8, image_size=32, num_labels=5,
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ValueError, match="num_heads=2, and this one has num_heads=4"):
+            load_weights(small_model("ViT"), path)
+        load_weights(small_model("ViT", num_heads=2), path)
+
+
+def test_one_table_of_positions_is_not_taken_for_another_use_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_weights(small_model("ViT", positions_at="every_layer_shared"), path, "vit_ray")
+    with pytest.raises(ValueError, match="build it with positions_at=every_layer_shared"):
+        load_weights(small_model("ViT"), path)
 
 
 @pytest.mark.parametrize("new_head", ["auto", False])
@@ -475,7 +521,9 @@ def test_half_a_head_is_an_error_unless_a_fresh_one_is_wanted(
 def test_a_class_token_is_dropped_by_a_model_that_averages() -> None:
     source, model = small_model("ViT"), other_model("ViT", pool="gap")
     report = fit_state_dict(model, source.state_dict())
-    assert report.ignored == ["class_token.token"]
+    # The head has learned to read the class token.
+    assert report.ignored == ["class_token.token", "head.bias", "head.weight"]
+    assert report.new == ["head.bias", "head.weight"]
     assert torch.equal(model.positions[0].table, source.positions[0].table[:, 1:])
 
 
@@ -606,6 +654,15 @@ def test_a_file_that_could_run_code_is_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "pickled.npz", a=np.array([object()], dtype=object))
     with pytest.raises(ValueError, match="cannot be read: Object arrays cannot be loaded"):
         load_weights(small_model("ViT"), tmp_path / "pickled.npz")
+
+
+def test_what_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "new" / "folder" / "model.npz")
+    assert (tmp_path / "new" / "folder" / "model.npz").is_file()
+    (tmp_path / "file").write_text("")
+    for name, layout in [("model.npz", "jax"), ("model.safetensors", "timm")]:
+        with pytest.raises(ValueError, match=f"weights cannot be written to .*/file/{name}"):
+            save_weights(small_model("ViT"), tmp_path / "file" / name, layout)
 
 
 @pytest.mark.parametrize("name", ["model.npz", "model.safetensors"])

@@ -3,10 +3,13 @@
 Neither can run code when it is read. Written files appear whole or not at all.
 """
 
+import contextlib
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,41 @@ from vit_ray.models.positions import Grid
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
-# The name of the weights in a folder of Hugging Face transformers.
-FOLDER_WEIGHTS = "model.safetensors"
+# What a folder of Hugging Face transformers holds.
+FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 
-_GRID_KEY = "vit_ray.grid"
+_GRID_KEY, _HEADS_KEY, _POSITIONS_AT_KEY = (
+    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions_at")
+)
+_JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
 # numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
 _BROKEN = (ValueError, OSError, EOFError, TypeError)
 
 
-def read_tensors(path: Path, source: str) -> tuple[Tensors, Grid | None]:
-    """Tensors of a file, and the grid of its positions where the file says it.
+@dataclass(frozen=True)
+class Origin:
+    """What the source of weights tells of its model that their names and shapes do not.
+
+    Attributes:
+        grid: (rows, columns) of the positions.
+        num_heads: of each block.
+        positions_at: as in `VitOptions`.
+    """
+
+    grid: Grid | None = None
+    num_heads: int | None = None
+    positions_at: str | None = None
+
+
+def origin_of(model: nn.Module) -> Origin:
+    """What weights of a model should tell of it."""
+    if not isinstance(model, VisionTransformer):
+        return Origin()
+    return Origin(model.grid, model.size.num_heads, model.options.positions_at)
+
+
+def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
+    """Tensors of a file, and what it tells of the model that they are of.
 
     Args:
         path: the file, or a folder that Hugging Face transformers wrote.
@@ -55,9 +83,12 @@ def read_tensors(path: Path, source: str) -> tuple[Tensors, Grid | None]:
         raise ValueError(f"weights {source} cannot be read: {error}") from error
 
 
-def _read_npz(path: Path) -> tuple[Tensors, Grid | None]:
+def _read_npz(path: Path) -> tuple[Tensors, Origin]:
     with np.load(path, allow_pickle=False) as arrays:
-        return {name: _from_numpy(arrays[name]) for name in arrays.files}, None
+        tensors = {name: _from_numpy(arrays[name]) for name in arrays.files}
+    # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
+    heads = (t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name))
+    return tensors, Origin(num_heads=next(heads, None))
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
@@ -67,17 +98,37 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _read_safetensors(path: Path) -> tuple[Tensors, Grid | None]:
+def _read_safetensors(path: Path) -> tuple[Tensors, Origin]:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        text = (file.metadata() or {}).get(_GRID_KEY)
-    if text is None:
-        return tensors, None
-    rows, columns = text.split("x")
-    return tensors, (int(rows), int(columns))
+        told = file.metadata() or {}
+    grid, heads = told.get(_GRID_KEY), told.get(_HEADS_KEY) or _heads_beside(path)
+    rows, _, columns = grid.partition("x") if grid else ("", "", "")
+    return tensors, Origin(
+        (int(rows), int(columns)) if grid else None,
+        int(heads) if heads else None,
+        told.get(_POSITIONS_AT_KEY),
+    )
 
 
-_READERS: dict[str, Callable[[Path], tuple[Tensors, Grid | None]]] = {
+def _heads_beside(path: Path) -> int | None:
+    """Heads that transformers would build the model of its folder with."""
+    config = path.with_name(FOLDER_CONFIG)
+    if path.name != FOLDER_WEIGHTS or not config.is_file():
+        return None
+    told = json.loads(config.read_text())
+    return told.get("num_attention_heads") if isinstance(told, dict) else None
+
+
+def _told(origin: Origin) -> dict[str, str]:
+    """The metadata that `_read_safetensors` reads."""
+    told = {_HEADS_KEY: origin.num_heads, _POSITIONS_AT_KEY: origin.positions_at}
+    if origin.grid is not None:
+        told[_GRID_KEY] = f"{origin.grid[0]}x{origin.grid[1]}"
+    return {key: str(value) for key, value in told.items() if value is not None}
+
+
+_READERS: dict[str, Callable[[Path], tuple[Tensors, Origin]]] = {
     ".npz": _read_npz,
     ".safetensors": _read_safetensors,
 }
@@ -87,34 +138,48 @@ def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -
     """Write named tensors where and as a layout asks; see `weights.save_weights`.
 
     Raises:
-        ValueError: if the suffix does not fit the layout.
+        ValueError: if the suffix does not fit the layout, or nothing can be written there.
     """
-    is_folder = layout == "huggingface" and not path.suffix
-    if is_folder:
-        path.mkdir(parents=True, exist_ok=True)
+    check_suffix(path, layout)
+    if _is_folder(path, layout):
         config = json.dumps(_huggingface_config(model), indent=2)
-        _replace(path / "config.json", lambda partial: partial.write_text(config + "\n"))
+        _replace(path / FOLDER_CONFIG, lambda partial: partial.write_text(config + "\n"))
         path = path / FOLDER_WEIGHTS
-    suffix = ".npz" if layout == "jax" else ".safetensors"
-    if path.suffix != suffix:
-        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")
     if layout == "jax":
         arrays = {name: _to_numpy(tensor) for name, tensor in tensors.items()}
         _replace(path, lambda partial: _save_npz(partial, arrays))
         return
-    grid: Grid | None = getattr(model, "grid", None)
-    metadata = {"format": "pt", **({_GRID_KEY: f"{grid[0]}x{grid[1]}"} if grid else {})}
+    metadata = {"format": "pt", **_told(origin_of(model))}
     _replace(path, lambda partial: save_file(tensors, partial, metadata))
+
+
+def check_suffix(path: Path, layout: str) -> None:
+    """Refuse a file whose name promises another format than its layout's.
+
+    Raises:
+        ValueError: telling the layout's.
+    """
+    suffix = ".npz" if layout == "jax" else ".safetensors"
+    if path.suffix != suffix and not _is_folder(path, layout):
+        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")
+
+
+def _is_folder(path: Path, layout: str) -> bool:
+    return layout == "huggingface" and not path.suffix
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write beside the path and move into place, so that no reader meets half a file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights cannot be written to {path}: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _save_npz(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:

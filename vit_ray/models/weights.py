@@ -3,7 +3,7 @@
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,9 +24,11 @@ from vit_ray.models.layouts import (
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import Grid, ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.vit import VisionTransformer
-from vit_ray.models.weight_files import read_tensors, write_tensors
+from vit_ray.models.weight_files import Origin, origin_of, read_tensors, write_tensors
 
 NewHead = bool | Literal["auto"]
+
+NOT_TOLD = Origin()
 
 # Names that a fresh head replaces: fine-tuning drops both linear layers (paper 3.2).
 _HEAD_PREFIXES = ("head.", "representation.")
@@ -60,15 +62,12 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Tensors of a file in a published layout, as they lie in it.
-
-    `grid` is (rows, columns) of its positions, where the file tells it.
-    """
+    """Tensors of a file in a published layout, as they lie in it."""
 
     source: str
     layout: str
     tensors: Tensors
-    grid: Grid | None
+    origin: Origin
 
     @property
     def num_classes(self) -> int | None:
@@ -88,17 +87,16 @@ class WeightFile:
         """As `load_weights`."""
         if isinstance(model, MaskedPatchObjective):
             model = model.model
-        grid, model_grid = source_grid or self.grid, getattr(model, "grid", None)
-        renamed = canonical_names(self.tensors, self.layout, grid, model_grid)
+        source = f"{self.source} (layout {self.layout})"
+        origin = replace(self.origin, grid=source_grid or self.origin.grid)
+        model_grid = getattr(model, "grid", None)
+        renamed = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
         own, left_over, missing = _to_own_names(model, self.layout, renamed)
-        title = f"{self.source} (layout {self.layout})"
-        problems = _Problems(title, model)
+        problems = _Problems(source, model)
         problems.add("unexpected", left_over)
         problems.add("missing", missing)
         problems.raise_if_any()
-        report = fit_state_dict(model, own, new_head, resize=resize, source_grid=grid)
-        report.source = title
-        return report
+        return fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
 
 
 def read_weights(path: str | Path, layout: str = "auto", source: str | None = None) -> WeightFile:
@@ -113,10 +111,10 @@ def read_weights(path: str | Path, layout: str = "auto", source: str | None = No
         ValueError: if the file is broken, of no known layout, or of a format that could run code.
     """
     source = source or str(path)
-    tensors, grid = read_tensors(Path(path), source)
+    tensors, origin = read_tensors(Path(path), source)
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     check_layout(layout)
-    return WeightFile(source, layout, tensors, grid)
+    return WeightFile(source, layout, tensors, origin)
 
 
 def load_weights(
@@ -202,7 +200,8 @@ def fit_state_dict(
     new_head: NewHead = "auto",
     *,
     resize: ResizeMode = "bilinear",
-    source_grid: Grid | None = None,
+    origin: Origin = NOT_TOLD,
+    source: str = "a state dict",
 ) -> LoadReport:
     """Load a state dict of our own names into a model of another resolution or number of classes.
 
@@ -214,32 +213,35 @@ def fit_state_dict(
         state_dict: names and tensors of a model of the same encoder.
         new_head: True keeps the model's fresh head, as fine-tuning does; False demands the state
             dict's, behind the same layers; "auto" loads it where it fits and stands behind the
-            same layers. The representation layer is loaded where both have one: a model built
-            without it drops it, unless the head behind it is demanded.
+            same layers. The representation layer and the class token are loaded where both have
+            them: a model built without drops them, unless the head behind them is demanded.
         resize: how positions are resampled to another grid.
-        source_grid: (rows, columns) of the state dict's positions where not of a square image.
+        origin: what is known of the model that the state dict is of.
+        source: what the report and errors call the state dict.
 
     Raises:
-        ValueError: listing tensors that are missing, unexpected or of the wrong shape.
+        ValueError: listing tensors that are missing, unexpected or of the wrong shape; or the model
+            would be another function of the same tensors.
     """
     if isinstance(model, MaskedPatchObjective):
         report = fit_state_dict(
-            model.model, state_dict, new_head, resize=resize, source_grid=source_grid
+            model.model, state_dict, new_head, resize=resize, origin=origin, source=source
         )
         _fill_objective(model, state_dict, report)
         return report
+    _check_origin(origin, model, source)
     state = _inner_model(state_dict)
     wanted = model.state_dict()
     fresh = _fresh_names(wanted, state, new_head)
-    # A head that is demanded means nothing without the layer that it was trained behind.
-    prefixes = ("class_token.",) if new_head is False else _SPARE_PREFIXES
+    # A head that is demanded means nothing without the layers that it was trained behind.
+    prefixes = () if new_head is False else _SPARE_PREFIXES
     spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
     torn = _torn_head(wanted, state) if new_head is not True else set()
-    problems = _Problems("the state dict", model)
+    problems = _Problems(source, model)
     problems.add("missing", [n for n in wanted if n not in state and (n not in fresh or n in torn)])
     problems.add("unexpected", [n for n in state if n not in wanted and n not in spare])
-    positions = _Positions(model, "class_token.token" in state, resize, source_grid)
-    report = LoadReport("a state dict", new=sorted(fresh))
+    positions = _Positions(model, "class_token.token" in state, resize, origin.grid)
+    report = LoadReport(source, new=sorted(fresh))
     report.ignored = sorted(spare | (fresh & set(state)) | _outer_names(state_dict))
     fitted: Tensors = {}
     for name in [n for n in wanted if n not in fresh and n in state]:
@@ -256,6 +258,22 @@ def fit_state_dict(
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)
     return report
+
+
+def _check_origin(origin: Origin, model: nn.Module, source: str) -> None:
+    """Refuse what would make another function of tensors of the same names and shapes.
+
+    Raises:
+        ValueError: telling what to build the model with.
+    """
+    own = origin_of(model)
+    for name in ("num_heads", "positions_at"):
+        there, here = getattr(origin, name), getattr(own, name)
+        if there is not None and here is not None and there != here:
+            raise ValueError(
+                f"{source} is of a model with {name}={there}, and this one has {name}={here}; "
+                f"build it with {name}={there}."
+            )
 
 
 def _fill_objective(model: MaskedPatchObjective, state_dict: Tensors, report: LoadReport) -> None:
@@ -291,11 +309,12 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     """Names of the head and the representation layer that keep the model's fresh values."""
     if new_head is False:
         return set()
-    layers = [any(n.startswith("representation.") for n in names) for names in (wanted, state)]
-    fresh = set() if layers[1] else {n for n in wanted if n.startswith("representation.")}
+    layers = ("representation.weight", "class_token.token")
+    has_same_layers = all((name in wanted) == (name in state) for name in layers)
+    fresh = {n for n in wanted if n.startswith("representation.") and n not in state}
     head = state.get("head.weight")
     fits = head is not None and head.shape == wanted["head.weight"].shape
-    if new_head is True or not fits or layers[0] != layers[1]:
+    if new_head is True or not fits or not has_same_layers:
         fresh |= {name for name in wanted if name.startswith("head.")}
     return fresh
 
@@ -339,7 +358,8 @@ class _Positions:
         if old_grid is None:
             raise ValueError(
                 f"{name} has {num_patches} patches, which are not a square; "
-                "give source_grid=(rows, columns) of the checkpoint."
+                "give source_grid=(rows, columns) of the checkpoint, or its weights as a "
+                ".safetensors file of ours, which tells its grid."
             )
         return resize_table(table, old_grid, self.grid, self.resize)
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from vit_ray.config import ModelConfig
 from vit_ray.models import build_model
-from vit_ray.models.positions import Grid
-from vit_ray.models.weight_files import FOLDER_WEIGHTS
+from vit_ray.models.weight_files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, origin_of
 from vit_ray.models.weights import (
+    NOT_TOLD,
     LoadReport,
     NewHead,
     WeightFile,
@@ -92,40 +92,45 @@ def find_weight_file(path: str) -> Location | None:
 def _read_file(location: Location) -> WeightFile:
     if location.is_local:
         return read_weights(location.path)
-    size = location.info().size
+    place = PurePosixPath(location.path)
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / PurePosixPath(location.path).name
-        if size is not None:
-            with copy.open("wb") as file:
-                for start in range(0, size, _PIECE_BYTES):
-                    file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
-        return read_weights(copy, source=location.uri)
+        for name in {place.name, FOLDER_CONFIG}:
+            remote = Location(location.filesystem, str(place.with_name(name)))
+            _fetch(remote, Path(folder) / name)
+        return read_weights(Path(folder) / place.name, source=location.uri)
+
+
+def _fetch(location: Location, copy: Path) -> None:
+    """Copy a file, where there is one."""
+    size = location.info().size
+    if size is None:
+        return
+    with copy.open("wb") as file:
+        for start in range(0, size, _PIECE_BYTES):
+            file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
 
 
 def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeights:
     position = checkpoint.position
     takes_average = checkpoint.has_average() if averaged is None else averaged
+    if takes_average and not checkpoint.has_average():
+        raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null.")
     kind = "averaged weights" if takes_average else "weights"
+    source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 
     def load_into(model: nn.Module, new_head: NewHead) -> LoadReport:
         weights = checkpoint.weights(averaged=takes_average)
-        report = fit_state_dict(model, weights, new_head, source_grid=grid_of(position))
-        report.source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
-        return report
+        origin = origin_of_checkpoint(position)
+        return fit_state_dict(model, weights, new_head, origin=origin, source=source)
 
     head = position.shapes.get("head.bias")
     return SavedWeights(head[0] if head else None, load_into)
 
 
-def grid_of(position: Position) -> Grid | None:
-    """(rows, columns) of the tokens that a checkpoint's model has; None for a model without.
-
-    Two grids may have as many tokens, 4 x 9 and 6 x 6, and then no shape tells them apart.
-    """
+def origin_of_checkpoint(position: Position) -> Origin:
+    """What a checkpoint's recipe tells of its model: whether 36 tokens are 4 x 9 or 6 x 6."""
     if "model" not in position.recipe:
-        return None
+        return NOT_TOLD
     config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
     with torch.device("meta"):  # sizes without memory
-        model = build_model(config.name, 1, config.image_size, **config.options())
-    grid: Grid | None = getattr(model, "grid", None)
-    return grid
+        return origin_of(build_model(config.name, 1, config.image_size, **config.options()))

@@ -25,7 +25,7 @@ from vit_ray.launch.preflight import check_weights
 from vit_ray.launch.trained_model import load_trained_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
-from vit_ray.models.weights import save_weights
+from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.storage import locate
 from vit_ray.train import start
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
@@ -193,6 +193,8 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_REGION": "us-east-1",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_EC2_METADATA_DISABLED": "true",
         }.items():
             monkeypatch.setenv(name, value)
         storage._s3.cache_clear()
@@ -261,6 +263,54 @@ def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path:
     assert export(recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
 
 
+def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    exports = {"path": str(tmp_path / "model.npz")}
+    other = {"name": "ViT", "image_size": 32, **TINY_VIT, "pool": "gap"}
+    with pytest.raises(ValueError, match=r"behind the class token.* set model.pool=cls"):
+        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [({"num_heads": 2}, "num_heads=2"), ({"positions_at": "every_layer_shared"}, "positions_at=")],
+)
+def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(
+    trained: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    run = write_run(
+        tmp_path / "run",
+        small_model("ViT", **trained),
+        **{"name": "ViT", "image_size": 32, **TINY_VIT, **trained},
+    )
+    with pytest.raises(ValueError, match=f"step-00000007.*; build it with {told}"):
+        load_trained_model(recipe(tmp_path, init_from=run), None)
+
+
+def test_averaged_weights_that_are_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    with pytest.raises(ValueError, match="step-00000007 has no averaged weights; set averaged to"):
+        load_trained_model(recipe(tmp_path, init_from=run), True)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("x/model.npz", "jax"), ("hub", "huggingface")])
+def test_weights_are_exported_into_a_bucket(name: str, layout: str, bucket: Path) -> None:
+    source = small_model("ViT")
+    run = write_run(bucket / "run", source)
+    exports = {"path": f"s3://models/{name}", "layout": layout}
+    assert export(recipe(bucket, init_from=run, export=exports)) == 0
+    loaded = small_model("ViT").apply(_clear)
+    load_weights(loaded, bucket / name)
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor)
+
+
+def test_an_export_of_the_wrong_suffix_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    exports = {"path": str(tmp_path / "model.bin")}
+    with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
+        export(recipe(tmp_path, init_from="/not/there", export=exports))
+
+
 def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", small_model("ViT"))
     inspection = {
@@ -295,6 +345,28 @@ def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Pa
     np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
 
 
+def test_images_are_read_from_a_bucket(bucket: Path) -> None:
+    pictures(bucket / "pictures")
+    stacks = []
+    for place in (str(bucket / "pictures"), "s3://models/pictures"):
+        config = recipe(bucket, inspect={"images": place, "num_images": 7})
+        assert config.inspect is not None
+        stacks.append(read_images(config, config.inspect))
+    assert stacks[0].shape == (6, 32, 32, 3)
+    np.testing.assert_array_equal(*stacks)
+
+
+def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        ("s3://models/figures", "is remote; give a local folder"),
+        (str(tmp_path / "file"), "cannot be made a folder"),
+    ]:
+        inspection = {"images": str(tmp_path), "path": path}
+        with pytest.raises(ValueError, match=message):
+            inspect(recipe(tmp_path, inspect=inspection))
+
+
 def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"export is not set; give export.path"):
         export(recipe(tmp_path))
@@ -303,6 +375,6 @@ def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
     exports = {"path": str(tmp_path / "model.npz")}
     with pytest.raises(ValueError, match="init_from is not set; give the run"):
         export(recipe(tmp_path, export=exports))
-    inspection = {"images": str(tmp_path)}
+    inspection = {"images": str(tmp_path), "path": str(tmp_path / "figures")}
     with pytest.raises(ValueError, match="holds no readable image"):
         inspect(recipe(tmp_path, inspect=inspection))

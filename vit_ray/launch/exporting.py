@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from torch import nn
+
 from vit_ray.config import ExportConfig, Recipe
 from vit_ray.launch.trained_model import load_trained_model
+from vit_ray.models.weight_files import check_suffix
 from vit_ray.models.weights import LoadReport, save_weights
+from vit_ray.storage import locate
 
 
 def export(recipe: Recipe) -> int:
@@ -15,13 +22,27 @@ def export(recipe: Recipe) -> int:
             the layout has no names for it.
     """
     config = _export_of(recipe)
+    check_suffix(Path(config.path), config.layout)
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
     _check_head(report)
-    save_weights(model, config.path, config.layout)
+    _write(model, config)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
     return 0
+
+
+def _write(model: nn.Module, config: ExportConfig) -> None:
+    target = locate(config.path)
+    if target.is_local:
+        save_weights(model, target.path, config.layout)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / PurePosixPath(target.path).name
+        save_weights(model, copy, config.layout)
+        for file in sorted(copy.iterdir()) if copy.is_dir() else [copy]:
+            place = target if file == copy else target.child(file.name)
+            place.write(file.read_bytes())
 
 
 def _check_head(report: LoadReport) -> None:
@@ -32,11 +53,15 @@ def _check_head(report: LoadReport) -> None:
     """
     if not ("head.weight" in report.new and "head.weight" in report.ignored):
         return
-    has_layer = "representation.weight" in report.ignored
+    if "class_token.token" in report.ignored:
+        behind, change = "the class token", "pool=cls"
+    elif "representation.weight" in report.ignored:
+        behind, change = "a representation layer", "representation=true"
+    else:
+        behind, change = "no representation layer", "representation=false"
     raise ValueError(
-        f"the head of {report.source} was trained {'behind' if has_layer else 'without'} a "
-        f"representation layer, and model.representation={str(not has_layer).lower()} builds "
-        f"another; set model.representation={str(has_layer).lower()} to export the trained head"
+        f"the head of {report.source} was trained behind {behind}, which this model has otherwise; "
+        f"set model.{change} to export the trained head"
     )
 
 

@@ -6,12 +6,14 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from pyarrow import fs
 
 from vit_ray.config import InspectConfig, Recipe
 from vit_ray.data.images import Augmentation, BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
 from vit_ray.launch.tracking import Tracker
 from vit_ray.launch.trained_model import load_trained_model
+from vit_ray.storage import Location, locate
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
@@ -25,15 +27,33 @@ def inspect(recipe: Recipe) -> int:
         ValueError: weights or images are not given, missing or unreadable.
     """
     config = _inspect_of(recipe)
+    folder = _folder_of(config)
     images = read_images(recipe, config)
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
-    folder = Path(config.path)
     results = inspect_model(model, images, folder)
     for name, result in results.items():
         print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
     _keep(recipe, folder, [file for file in results.values() if isinstance(file, Path)])
     return 0
+
+
+def _folder_of(config: InspectConfig) -> Path:
+    """Where the figures go, made where it is missing.
+
+    Raises:
+        ValueError: it is remote, or no folder can be there.
+    """
+    location = locate(config.path)
+    if not location.is_local:
+        raise ValueError(
+            f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
+        )
+    try:
+        Path(location.path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"inspect.path={config.path!r} cannot be made a folder: {error}") from None
+    return Path(location.path)
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
@@ -46,11 +66,11 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     """
     augmentation = _evaluation_crop(recipe)
     crops = []
-    for path in _spread(_image_files(Path(config.images)), config.num_images):
+    for file in _spread(_image_files(locate(config.images)), config.num_images):
         try:
-            crops.append(training_crop(path.read_bytes(), augmentation, (0, 0, 0)))
+            crops.append(training_crop(file.read(), augmentation, (0, 0, 0)))
         except BadImageError as error:
-            logger.warning("%s is left out: %s", path, error)
+            logger.warning("%s is left out: %s", file.uri, error)
     if not crops:
         raise ValueError(
             f"inspect.images={config.images!r} holds no readable image "
@@ -59,11 +79,16 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     return np.stack(crops)
 
 
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+def _image_files(folder: Location) -> list[Location]:
+    """Images by name; none where there is no such folder."""
+    if folder.info().type == fs.FileType.File:
+        return []
+    paths = [info.path for info in folder.list_files()]
+    images = sorted(path for path in paths if path.lower().endswith(IMAGE_SUFFIXES))
+    return [Location(folder.filesystem, path) for path in images]
 
 
-def _spread(files: list[Path], count: int) -> list[Path]:
+def _spread(files: list[Location], count: int) -> list[Location]:
     count = min(count, len(files))
     return [files[index * len(files) // count] for index in range(count)]
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers import BitConfig, BitForImageClassification
 
 from tests.models.small import FAMILIES, POSITION_VARIANTS, TINY_VIT, small_model
 from vit_ray.models import build_model, model_names
-from vit_ray.models.catalog import decayed_parameters
+from vit_ray.models.catalog import RESNETS, decayed_parameters
 
 # (with a head of 1000 classes, without head); counted from google-research/vision_transformer.
 # The ResNets' and hybrids' counts are those of google-research/big_transfer's models and timm's
@@ -49,6 +50,20 @@ def test_resnets_and_hybrids_have_the_published_number_of_parameters(name: str) 
     with torch.device("meta"):
         model = build_model(name, num_classes=1000)
     assert round(count(model) / 1e6, 2) == OTHER_COUNTS_MILLIONS[name]
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_a_resnet_has_exactly_the_parameters_of_transformers_bit(name: str) -> None:
+    size = RESNETS[name]
+    config = BitConfig(
+        depths=list(size.stages),
+        hidden_sizes=[256 * size.width_factor * 2**stage for stage in range(4)],
+        embedding_size=64 * size.width_factor,
+        num_labels=1000,
+    )
+    with torch.device("meta"):
+        model, peer = build_model(name, num_classes=1000), BitForImageClassification(config)
+    assert count(model) == count(peer)
 
 
 @pytest.mark.parametrize(

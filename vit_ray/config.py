@@ -113,11 +113,16 @@ class DataConfig(Section):
     eval_augment: AugmentConfig = AugmentConfig(kind="center_crop", flip=False)
     """Evaluation images."""
     max_bad_fraction: Fraction = 0.001
-    """Undecodable images tolerated before the run stops, as a share of those read."""
+    """Undecodable images tolerated before the run stops, as a share of the data set."""
     cpus_per_task: PositiveFloat = 1.0
     """CPUs that one read-and-decode task reserves."""
     max_tasks: Positive | None = None
     """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
+    task_memory_mib: Positive = 256
+    """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
+    object_store_mib: Positive | None = None
+    """Most of the cluster's object store, in MiB, that a stream's images may take while they wait
+    for training; at the limit reading waits. Unset = Ray Data's share, half of the store."""
     prefetch_batches: NotNegative = 2
     """Steps' worth of images that a worker fetches ahead."""
 

@@ -2,16 +2,18 @@
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
 "sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
+Where the device decodes, training batches have the columns of `encoded` in the place of "image".
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.encoded import EncodedColumns
 from vit_ray.data.images import Augmentation, training_crop
 from vit_ray.data.layout import World
 from vit_ray.data.manifest import Manifest
@@ -40,6 +42,8 @@ class StreamSpec:
         held_mib: encoded images that a reading task keeps at hand; one row group at least.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
+        decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
+            the training workers. Evaluation images are always decoded by reading tasks.
     """
 
     manifest: Manifest
@@ -53,6 +57,7 @@ class StreamSpec:
     task_rows: int = 1024
     held_mib: int = 256
     object_store_mib: int | None = None
+    decode: Literal["host", "device"] = "host"
 
     @property
     def num_images(self) -> int:
@@ -70,6 +75,11 @@ class StreamJob:
     is_training: bool
     counts: NDArray[np.integer]
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether images travel as they are stored."""
+        return self.is_training and self.spec.decode == "device"
+
 
 class BatchReader:
     """Makes the batches of one stream; keeps its plan and some row groups between calls."""
@@ -86,8 +96,7 @@ class BatchReader:
         """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
         offsets = self._job.world.offsets(rank, first, last)
         rows = self._rows_at(self._job.start + offsets)
-        maker = _BatchMaker(self._job.spec, self._plan, self._read)
-        return maker.make(rows, last - first, is_training=self._job.is_training)
+        return _BatchMaker(self._job, self._plan, self._read, last - first).make(rows)
 
     def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
         if not self._job.is_training:
@@ -117,43 +126,62 @@ class _HeldRowGroups:
         return self._held[group]
 
 
+class _PixelColumns:
+    """Images cut out by the host, written straight into the batch."""
+
+    def __init__(self, augmentation: Augmentation, size: int) -> None:
+        self._augmentation = augmentation
+        self._images = np.empty((size, *augmentation.shape), np.uint8)
+
+    def set(self, i: int, image: bytes, rng_key: tuple[int, int, int], where: str) -> None:
+        training_crop(image, self._augmentation, rng_key, self._images[i])
+
+    def blank(self, i: int) -> None:
+        self._images[i] = 0
+
+    def columns(self) -> Batch:
+        return {"image": self._images}
+
+
 class _BatchMaker:
-    def __init__(self, spec: StreamSpec, plan: Plan, read: Callable[[int], EncodedRows]) -> None:
-        self._spec = spec
+    """Makes one batch of `size` rows."""
+
+    def __init__(
+        self, job: StreamJob, plan: Plan, read: Callable[[int], EncodedRows], size: int
+    ) -> None:
+        self._job, self._spec, self._size = job, job.spec, size
         self._plan = plan
         self._read = read
         self._bad: dict[int, str] = {}
+        columns = EncodedColumns if job.is_encoded else _PixelColumns
+        self._images = columns(job.spec.augmentation, size)
+        self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
+        self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
 
-    def make(self, rows: Rows, size: int, is_training: bool) -> tuple[Batch, dict[int, str]]:
-        """A batch of `size` rows: a bad row is replaced in training, padding in evaluation."""
-        spec, count = self._spec, len(rows.samples)
-        batch: Batch = {
-            "image": np.empty((size, *spec.augmentation.shape), np.uint8),
-            "labels": np.full((size, spec.manifest.max_labels), NO_LABEL, np.int32),
-            "sample": np.full(size, _PADDING_SAMPLE, np.int64),
-        }
-        batch["image"][count:] = 0
-        fill = self._fill if is_training else self._fill_or_blank
-        if not is_training:
-            batch["weight"] = (np.arange(size) < count).astype(np.float32)
-        for i in range(count):
-            fill(batch, i, int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i]))
+    def make(self, rows: Rows) -> tuple[Batch, dict[int, str]]:
+        """The batch: a bad row is replaced in training, and padding in evaluation."""
+        for i in range(self._size):
+            if i >= len(rows.samples):
+                self._images.blank(i)
+                continue
+            place = int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i])
+            if self._try_row(i, *place):
+                continue
+            if self._job.is_training:
+                self._fill_with_neighbour(i, *place)
+            else:
+                self._images.blank(i)
+        batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
+        if not self._job.is_training:
+            batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
         return batch, self._bad
 
-    def _fill_or_blank(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
-        if not self._try_row(batch, i, epoch, group, row):
-            batch["image"][i] = 0
-            batch["weight"][i] = 0.0
-
-    def _fill(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> None:
-        """Write row `i`: its image, or the next one of its row group that can be decoded."""
-        if self._try_row(batch, i, epoch, group, row):
-            return
+    def _fill_with_neighbour(self, i: int, epoch: int, group: int, row: int) -> None:
+        """Write the next row of the row group that can be decoded."""
         others = self._plan.rows_of_group(group)
         after = int(np.searchsorted(others, row)) + 1
         if not any(
-            self._try_row(batch, i, epoch, group, int(other))
-            for other in np.roll(others, -after)[:-1]
+            self._try_row(i, epoch, group, int(other)) for other in np.roll(others, -after)[:-1]
         ):
             manifest = self._spec.manifest
             raise ValueError(
@@ -161,20 +189,24 @@ class _BatchMaker:
                 f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
             )
 
-    def _try_row(self, batch: Batch, i: int, epoch: int, group: int, row: int) -> bool:
+    def _try_row(self, i: int, epoch: int, group: int, row: int) -> bool:
         spec, manifest = self._spec, self._spec.manifest
         encoded = self._read(group)
         stored = manifest.stored_row(group, row)
         sample = int(manifest.first_samples[group]) + row
+        where = self._where(encoded, group, stored)
         try:
-            image = encoded.image(stored)
-            training_crop(image, spec.augmentation, (spec.seed, epoch, sample), batch["image"][i])
+            self._images.set(i, encoded.image(stored), (spec.seed, epoch, sample), where)
         except ValueError as error:
-            shard = manifest.shard_location(group).path
-            where = f"row {stored} of row group {int(manifest.row_group[group])}"
-            self._bad[sample] = f"{encoded.key(stored)!r} in {shard!r}, {where}: {error}"
+            self._bad[sample] = f"{where}: {error}"
             return False
         labels = encoded.labels_of(stored)
-        batch["labels"][i, : len(labels)] = labels
-        batch["sample"][i] = sample
+        self._labels[i, : len(labels)] = labels
+        self._samples[i] = sample
         return True
+
+    def _where(self, encoded: EncodedRows, group: int, stored: int) -> str:
+        manifest = self._spec.manifest
+        shard = manifest.files[int(manifest.file_index[group])].path
+        number = int(manifest.row_group[group])
+        return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"

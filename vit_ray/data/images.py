@@ -8,6 +8,7 @@ TensorFlow pipeline of the ViT paper.
 
 import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from vit_ray.data.keyed_random import KeyedUniform
 UInt8Array = NDArray[np.uint8]
 
 _CROP_ATTEMPTS: Final = 10
+_ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 _CROP: Final = 3
 """Tells the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
@@ -118,6 +120,17 @@ class CropPlan:
             self.is_flipped,
         )
 
+    def bounds(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Whole pixels that hold the rectangle: top, left, bottom, right, the last two exclusive.
+
+        Args:
+            height, width: of the image, which the rectangle never leaves.
+        """
+        top, left = math.floor(self.top), math.floor(self.left)
+        bottom = min(height, max(top + 1, math.ceil(self.top + self.height)))
+        right = min(width, max(left + 1, math.ceil(self.left + self.width)))
+        return top, left, bottom, right
+
 
 def decode(image: bytes) -> UInt8Array:
     """All pixels of an encoded image as RGB: uint8 (height, width, 3).
@@ -156,6 +169,29 @@ def training_crop(
     return _cut(pixels, plan, out)
 
 
+@dataclass(frozen=True)
+class DeviceCrop:
+    """A plain JPEG that has yet to be decoded, and which pixels of it make the crop.
+
+    `box` is top, left, bottom, right; the last two exclusive.
+    """
+
+    box: tuple[int, int, int, int]
+    is_flipped: bool
+
+
+def crop_of_jpeg(
+    image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
+) -> DeviceCrop | None:
+    """The crop that `training_crop` takes; None for what is no plain JPEG."""
+    header = read_header(image)
+    if header is None:
+        return None
+    random = KeyedUniform(*rng_key, _CROP)
+    plan = _PLANS[augmentation.kind](header.height, header.width, augmentation, random)
+    return DeviceCrop(plan.bounds(header.height, header.width), plan.is_flipped)
+
+
 def _pixels_for_crop(
     image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
 ) -> tuple[UInt8Array, CropPlan]:
@@ -181,7 +217,8 @@ def _decode_other(image: bytes) -> UInt8Array:
                 return _from_16_bits(np.asarray(opened))
             return np.asarray(opened.convert("RGB"))
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
-        raise BadImageError(f"not decodable: {type(error).__name__}: {error}") from error
+        reason = _ADDRESS.sub("", str(error))
+        raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
 
 
 def _from_16_bits(grey: NDArray[np.integer]) -> UInt8Array:
@@ -252,9 +289,7 @@ def _coarsest_scale(plan: CropPlan, augmentation: Augmentation) -> int:
 
 
 def _cut(pixels: UInt8Array, plan: CropPlan, out: UInt8Array) -> UInt8Array:
-    top, left = math.floor(plan.top), math.floor(plan.left)
-    bottom = min(pixels.shape[0], max(top + 1, math.ceil(plan.top + plan.height)))
-    right = min(pixels.shape[1], max(left + 1, math.ceil(plan.left + plan.width)))
+    top, left, bottom, right = plan.bounds(*pixels.shape[:2])
     crop = pixels[top:bottom, left:right]
     if plan.is_flipped:
         cv2.flip(_resized(crop, np.empty_like(out)), 1, dst=out)

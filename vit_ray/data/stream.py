@@ -5,11 +5,13 @@ other, so that starting costs the same however long the run and wherever it resu
 the batch contract.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import cv2
 import ray
 import ray.data
 import ray.train
@@ -20,6 +22,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from vit_ray.data.bad_rows import BadRowLimit
 from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.encoded import packed
 from vit_ray.data.layout import ReadTask as BlockTask
 from vit_ray.data.layout import World, full_block_rows, legs, read_tasks
 from vit_ray.data.plan import rows_per_group
@@ -35,6 +38,8 @@ __all__ = [
 ]
 
 _WARM_WORKERS: Final = 64
+_BLOCKS_READY: Final = 2
+"""Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
 _FIRST_LEG_TASKS: Final = 512
 _LATER_LEG_TASKS: Final = 8192
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a leg."""
@@ -148,7 +153,7 @@ def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
     dataset = ray.data.read_datasource(
         _BlockSource(job, bounds),
         num_cpus=spec.num_cpus,
-        concurrency=spec.concurrency,
+        concurrency=_most_tasks(job),
         override_num_blocks=1,
     )
     _shape_blocks_as_given(dataset.context, job)
@@ -161,18 +166,40 @@ def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
     """Make Ray Data emit each block as it is made.
 
     Its output buffer emits what exceeds `target_max_block_size` and slices what exceeds 1.5 times
-    that; between the two lies the full block. A smaller block is the only one of its task.
+    that, by whole rows. Between the two lies the full block of pixels, and a smaller one is the
+    only one of its task. A block of encoded images is one row, which exceeds anything.
     """
     spec = job.spec
-    height, width, channels = spec.augmentation.shape
-    block_bytes = full_block_rows(job.world, spec.block_rows) * height * width * channels
-    context.target_max_block_size = block_bytes * 3 // 4
+    context.target_max_block_size = 1 if job.is_encoded else _block_bytes(job) * 3 // 4
     limits = ExecutionResources.inf()
     if spec.object_store_mib is not None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
     context._execution_idx = 0
+
+
+def _block_bytes(job: StreamJob) -> int:
+    """Size of a full block; of encoded images, on average."""
+    spec = job.spec
+    rows = full_block_rows(job.world, spec.block_rows)
+    if job.is_encoded:
+        return int(rows * spec.manifest.bytes.sum() / spec.manifest.num_images)
+    return rows * math.prod(spec.augmentation.shape)
+
+
+def _most_tasks(job: StreamJob) -> int | None:
+    """Tasks at a time: what they have ready takes at most half of the stream's object store.
+
+    Ray Data counts it only once it knows the size of the blocks, and starts with as many tasks as
+    there are CPUs.
+    """
+    spec = job.spec
+    if spec.object_store_mib is None:
+        return spec.concurrency
+    ready = _BLOCKS_READY * _block_bytes(job)
+    tasks = max(1, (spec.object_store_mib << 20) // 2 // ready)
+    return min(tasks, spec.concurrency or tasks)
 
 
 @ray.remote
@@ -223,8 +250,11 @@ class _Reader:
     """What a process keeps of a stream between tasks."""
 
     def __init__(self, job: StreamJob, name: str) -> None:
+        # A task has one core; the threads of OpenCV's pool would only spin beside it.
+        cv2.setNumThreads(0)
         self.batches = BatchReader(job)
         self.limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
+        self.is_encoded = job.is_encoded
 
 
 _STREAMS_HELD: Final = 2
@@ -253,7 +283,7 @@ class _Blocks:
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batches.batch(rank, first, last)
             reader.limit.note(bad)
-            yield BlockAccessor.batch_to_block(batch)
+            yield packed(batch) if reader.is_encoded else BlockAccessor.batch_to_block(batch)
 
 
 class StreamConfig(ray.train.DataConfig):

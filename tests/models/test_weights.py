@@ -164,9 +164,12 @@ def test_big_vision_spelling_positions_without_a_class_row_and_stacked_blocks(
         else:
             respelled[name] = array
     respelled.update({name: np.stack(parts) for name, parts in blocks.items()})
-    np.savez(tmp_path / "bv.npz", **{folded + name: array for name, array in respelled.items()})
+    folded_arrays = {folded + name: array for name, array in respelled.items()}
+    state = {"opt/0/mu/embedding/kernel": np.ones(3), "opt/0/count": np.ones(()), "step": 7}
+    np.savez(tmp_path / "bv.npz", **folded_arrays, **state)
     loaded = other_model("ViT").eval()
-    load_weights(loaded, tmp_path / "bv.npz")
+    report = load_weights(loaded, tmp_path / "bv.npz")
+    assert report.ignored == ["opt (2 of training)", "step (1 of training)"]
     assert torch.equal(loaded(some_images()), model(some_images()))
 
 

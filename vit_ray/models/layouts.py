@@ -9,6 +9,7 @@ big_transfer (BiT), huggingface/pytorch-image-models, and transformers' saved fi
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -392,6 +393,19 @@ def _unstacked(tensors: Tensors) -> Tensors:
         for index, part in enumerate(tensor):
             flat[name.replace(marker, f"Transformer/encoderblock_{index}/")] = part
     return flat
+
+
+def without_training_state(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """The parameters of a file, and what its training kept beside them, by first name.
+
+    Checkpoints of big_vision and of flax are whole trainings, and are published as they are.
+    """
+    for prefix in ("params/", "opt/target/"):
+        if any(name.startswith(prefix) for name in tensors):
+            kept = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            beside = Counter(name.partition("/")[0] for name in tensors if name not in kept)
+            return kept, [f"{name} ({count} of training)" for name, count in beside.items()]
+    return tensors, []
 
 
 def detect_layout(names: list[str]) -> str:

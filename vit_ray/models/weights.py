@@ -20,6 +20,7 @@ from vit_ray.models.layouts import (
     rules_for,
     to_own,
     to_published,
+    without_training_state,
 )
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import Grid, ResizeMode, resize_line, resize_table, square_grid
@@ -68,6 +69,8 @@ class WeightFile:
     layout: str
     tensors: Tensors
     origin: Origin
+    beside: tuple[str, ...] = ()
+    """What the file holds of the training that made it; nobody needs it."""
 
     @property
     def num_classes(self) -> int | None:
@@ -96,7 +99,9 @@ class WeightFile:
         problems.add("unexpected", left_over)
         problems.add("missing", missing)
         problems.raise_if_any()
-        return fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
+        report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
+        report.ignored += self.beside
+        return report
 
 
 def read_weights(path: str | Path, layout: str = "auto", source: str | None = None) -> WeightFile:
@@ -112,9 +117,10 @@ def read_weights(path: str | Path, layout: str = "auto", source: str | None = No
     """
     source = source or str(path)
     tensors, origin = read_tensors(Path(path), source)
+    tensors, beside = without_training_state(tensors)
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     check_layout(layout)
-    return WeightFile(source, layout, tensors, origin)
+    return WeightFile(source, layout, tensors, origin, tuple(beside))
 
 
 def load_weights(

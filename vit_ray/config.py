@@ -436,8 +436,8 @@ class ExportConfig(Section):
     """Weights for other programs, from a run, a checkpoint or a published file."""
 
     path: str
-    """File to write: `.npz` for jax, `.safetensors` for the others; for huggingface also a folder
-    that `from_pretrained` reads."""
+    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; for
+    huggingface also a folder that `from_pretrained` reads."""
     layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
     """Whose names and shapes the tensors get."""
     averaged: bool | None = None
@@ -448,9 +448,9 @@ class InspectConfig(Section):
     """Figures of what a trained model looks at."""
 
     images: str
-    """Local folder of images, searched with its subfolders."""
+    """Folder of images, local or `s3://`, searched with its subfolders."""
     path: str = "inspection"
-    """Folder that the figures are written to."""
+    """Local folder that the figures are written to."""
     num_images: Positive = 128
     """Images that attention distance is averaged over (the paper's number), over the folder."""
     averaged: bool | None = None
@@ -496,7 +496,8 @@ class Recipe(Section):
     resume: bool | Literal["auto"] = "auto"
     """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it."""
     init_from: str | None = None
-    """Weights to start from: a run folder, a checkpoint, or an exported file."""
+    """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
+    folder of Hugging Face; local or `s3://`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

@@ -498,6 +498,9 @@ class Recipe(Section):
     init_from: str | None = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     folder of Hugging Face; local or `s3://`."""
+    init_resize: Literal["bilinear", "bicubic"] = "bilinear"
+    """How positions of `init_from` reach another resolution: as the paper's code, or as timm and
+    transformers."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
@@ -180,6 +181,25 @@ def test_a_checkpoint_of_another_resolution_starts_as_it_did(
     model = small_model(family, image_size=64)
     report = initialize_weights(model, run, new_head=False)
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_path: Path) -> None:
+    source = small_model("ViT", image_size=32)
+    path = str(tmp_path / "model.npz")
+    if is_file:
+        save_weights(source, path)
+    else:
+        path = write_run(tmp_path / "run", source)
+    size = {"name": "ViT", "image_size": 48, **TINY_VIT}
+    model, _ = load_trained_model(
+        recipe(tmp_path, init_from=path, init_resize=mode, model=size), None
+    )
+    table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
+    expected = F.interpolate(table, (6, 6), mode=mode, align_corners=mode == "bilinear")
+    resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
+    torch.testing.assert_close(resized, expected)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from vit_ray.launch.trainer import (
 from vit_ray.models.flops import forward_macs
 
 # What decides a cell's result; a finished cell counts only if these are as they were.
-_DECISIVE = ("seed", "model.", "data.", "optim.", "train.", "evaluate.", "init_from")
+_DECISIVE = ("seed", "model.", "data.", "optim.", "train.", "evaluate.", "init_")
 # Of these, what changes speed or place but not the result.
 _HARMLESS = (
     "data.cpus_per_task",

@@ -29,4 +29,4 @@ def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module
     weights = open_weights(recipe.init_from, averaged)
     config, classes = recipe.model, weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
-    return model, weights.load_into(model, "auto")
+    return model, weights.load_into(model, "auto", recipe.init_resize)

@@ -14,6 +14,7 @@ from torch import nn
 
 from vit_ray.config import ModelConfig
 from vit_ray.models import build_model
+from vit_ray.models.positions import ResizeMode
 from vit_ray.models.weight_files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, origin_of
 from vit_ray.models.weights import (
     NOT_TOLD,
@@ -35,15 +36,21 @@ _PIECE_BYTES = 64 * 2**20
 class SavedWeights:
     """Weights at rest: how many classes they tell apart, None for none, and the way into a model.
 
-    `load_into` takes the model and what becomes of its head, as `initialize_weights`.
+    `load_into` takes the model, what becomes of its head, and how positions are resized, as
+    `initialize_weights`.
     """
 
     num_classes: int | None
-    load_into: Callable[[nn.Module, NewHead], LoadReport]
+    load_into: Callable[[nn.Module, NewHead, ResizeMode], LoadReport]
 
 
 def initialize_weights(
-    model: nn.Module, path: str, *, new_head: NewHead, averaged: bool | None = None
+    model: nn.Module,
+    path: str,
+    *,
+    new_head: NewHead,
+    averaged: bool | None = None,
+    resize: ResizeMode = "bilinear",
 ) -> LoadReport:
     """Load weights, positions resized to the model's resolution; tells what became of each tensor.
 
@@ -52,11 +59,12 @@ def initialize_weights(
         new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
             demands the saved one, "auto" takes it if it fits.
         averaged: as in `open_weights`.
+        resize: as in `fit_state_dict`.
 
     Raises:
         ValueError: there is nothing to load at `path`, or it does not fit the model.
     """
-    return open_weights(path, averaged).load_into(model, new_head)
+    return open_weights(path, averaged).load_into(model, new_head, resize)
 
 
 def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
@@ -73,7 +81,10 @@ def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
     location = find_weight_file(path)
     if location is not None:
         file = _read_file(location)
-        return SavedWeights(file.num_classes, file.load_into)
+        return SavedWeights(
+            file.num_classes,
+            lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
+        )
     return _of_checkpoint(find_weights(path), averaged)
 
 
@@ -118,10 +129,10 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeight
     kind = "averaged weights" if takes_average else "weights"
     source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 
-    def load_into(model: nn.Module, new_head: NewHead) -> LoadReport:
+    def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
         weights = checkpoint.weights(averaged=takes_average)
         origin = origin_of_checkpoint(position)
-        return fit_state_dict(model, weights, new_head, origin=origin, source=source)
+        return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
     head = position.shapes.get("head.bias")
     return SavedWeights(head[0] if head else None, load_into)

@@ -343,7 +343,9 @@ class WorkerServices:
         checkpoint = self._chosen_checkpoint(start_step)
         if checkpoint is None and recipe.init_from is not None:
             try:
-                report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
+                report = initialize_weights(
+                    model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
+                )
             except ValueError as error:
                 raise HopelessError(f"init_from: {error}") from None
             if self._length.rank == 0:

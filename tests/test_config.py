@@ -91,6 +91,7 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
         ("train={offload: true, zero_stage: 0}", "offload=true needs zero_stage 1, 2 or 3"),
         ("train.averaging=1.0", "averaging=1.0 would never move"),
+        ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
         ("sweep={learning_rates: [0.1, 0.1]}", "must hold one or more different rates"),
         ("name=a/b", "name='a/b'"),

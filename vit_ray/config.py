@@ -114,8 +114,9 @@ class DataConfig(Section):
     """Evaluation images."""
     max_bad_fraction: Fraction = 0.001
     """Undecodable images tolerated before the run stops, as a share of the data set."""
-    cpus_per_task: PositiveFloat = 1.0
-    """CPUs that one read-and-decode task reserves."""
+    cpus_per_task: PositiveFloat = 0.66
+    """CPUs that one read-and-decode task reserves. Below 1, since each waits a part of its time
+    for storage and for its turn: three tasks keep two cores busy."""
     max_tasks: Positive | None = None
     """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
     task_memory_mib: Positive = 256
@@ -223,6 +224,8 @@ class TrainConfig(Section):
     """With skip or rollback: stop at this many in a row."""
     log_every_steps: Positive = 50
     """Cadence of log lines and metrics."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a better validation loss."""
     step_timeout_s: PositiveFloat = 600.0
@@ -243,6 +246,11 @@ class TrainConfig(Section):
         if self.offload and self.zero_stage == 0:
             raise ValueError(
                 "offload=true needs zero_stage 1, 2 or 3; zero_stage=0 keeps all state"
+            )
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} ends before it begins; "
+                "give the first and the last step, such as [20, 22]"
             )
         if self.averaging == 1.0:
             raise ValueError("averaging=1.0 would never move; use a factor below 1 such as 0.9999")

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import uuid
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 from pyarrow import fs
@@ -82,8 +84,8 @@ class Location:
 
         return with_retries(list_once, f"listing {self.path}")
 
-    def delete_folder(self) -> None:
-        """Delete this folder and all below it.
+    def delete(self) -> None:
+        """Delete this file, or this folder and all below it; nothing if it is not there.
 
         By s3fs on S3, in batches of keys and nothing else: pyarrow writes and deletes folder
         markers besides, which some servers take for files (rclone 1.75).
@@ -92,7 +94,10 @@ class Location:
 
     def _delete_once(self) -> None:
         if self.is_local:
-            self.filesystem.delete_dir(self.path)
+            if os.path.isdir(self.path):
+                shutil.rmtree(self.path)
+            else:
+                Path(self.path).unlink(missing_ok=True)
             return
         # Here and not above: it takes half a second, and reading tasks never delete.
         from s3fs import S3FileSystem
@@ -100,6 +105,17 @@ class Location:
         store = S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
         with contextlib.suppress(FileNotFoundError):
             store.rm(self.path, recursive=True)
+
+    def for_ray(self) -> fs.FileSystem:
+        """The file system through which Ray Train writes here.
+
+        On S3 by s3fs: pyarrow writes folder markers, which some servers refuse (rclone 1.75).
+        """
+        if self.is_local:
+            return self.filesystem
+        from s3fs import S3FileSystem
+
+        return fs.PyFileSystem(fs.FSSpecHandler(S3FileSystem(use_listings_cache=False)))
 
     @property
     def uri(self) -> str:

@@ -123,7 +123,7 @@ def test_a_folder_is_deleted_and_its_neighbour_is_not(s3: FaultProxy) -> None:
     for name in ("a/1", "a/2", "a/b/3", "kept"):
         folder.child(name).write(b"x")
     s3.faults.set("503", remaining=2, path="work", every=2)
-    folder.child("a").delete_folder()
+    folder.child("a").delete()
     assert [info.base_name for info in folder.list_files()] == ["kept"]
 
 

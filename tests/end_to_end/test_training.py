@@ -1,5 +1,7 @@
 """The main job on two workers: what it reaches, what it leaves, and how it goes on."""
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(digits: Digits, folder: Path) -> tuple[Recipe, RunResult]:
     """A run of 24 steps without a stop."""
-    recipe = small_recipe("straight", digits, folder)
+    recipe = small_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
     return recipe, train(recipe)
 
 
@@ -58,6 +60,30 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(
     for tag in ("git_commit", "data_fingerprint", "cluster", "kind"):
         assert run.data.tags[f"vit_ray.{tag}"]
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
+
+
+def test_its_loss_curve_is_the_golden_one(straight: tuple[Recipe, RunResult]) -> None:
+    """Kept from the day that it was first trained; a change of the order or the sums shows here."""
+    recipe, result = straight
+    assert result.run_id is not None
+    golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
+    steps, losses = zip(*curve(recipe, result.run_id), strict=True)
+    assert list(steps) == golden["steps"]
+    # Other processors take sums in other orders, which 24 steps magnify.
+    assert losses == pytest.approx(golden["losses"], rel=1e-4)
+
+
+def test_the_trace_of_the_chosen_steps_is_kept_with_it(
+    straight: tuple[Recipe, RunResult], tmp_path: Path
+) -> None:
+    recipe, result = straight
+    client = MlflowClient(recipe.tracking.uri)
+    name = "profile/trace-steps-3-4.json.gz"
+    trace = Path(client.download_artifacts(result.run_id, name, str(tmp_path)))
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    passes = [e for e in events if e.get("name") == "aten::scaled_dot_product_attention"]
+    # A block, 2 steps of 2 micro-batches each.
+    assert len(passes) == 4
 
 
 def test_a_run_that_is_complete_is_not_trained_again(straight: tuple[Recipe, RunResult]) -> None:

@@ -141,6 +141,7 @@ def accumulation_and_guard(rank: int) -> dict[str, Any]:
                 found[f"poison-{stage}"] = _poisoned_step(engine)
                 found[f"average-{stage}"] = _averaged_logits(engine)
                 found[f"norms-{stage}"] = engine.weight_norms()
+                found[f"sizes-{stage}"] = _activation_sizes(engine)
             engine.close()
     return found
 
@@ -168,6 +169,16 @@ def _averaged_logits(engine: Any) -> list[torch.Tensor]:
     with engine.averaged():
         inside = engine.predict(images)[1]
     return [before, inside, engine.predict(images)[1]]
+
+
+def _activation_sizes(engine: Any) -> tuple[dict[str, float], dict[str, float], float]:
+    """Sizes of two images' activations, the same with one pixel lost, and the logits' size."""
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    lost = images.clone()
+    lost[1, 0, 0, 0] = torch.nan
+    logits = engine.predict(images)[1]
+    size = float(logits.square().mean(1).sqrt().max())
+    return engine.activation_sizes(images), engine.activation_sizes(lost), size
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +235,18 @@ def test_weight_norms_are_those_of_the_whole_tensors(behaviour: dict[str, Any], 
     assert set(norms) == {name for name, _ in small_model().named_parameters()}
     # Adam divides by the root of tiny second moments, which magnifies rounding.
     assert norms == pytest.approx(behaviour["norms-0"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_activation_sizes_name_the_layers_and_where_a_value_is_lost(
+    behaviour: dict[str, Any], stage: int
+) -> None:
+    sizes, lost, logits = behaviour[f"sizes-{stage}"]
+    names = list(sizes)
+    assert names.index("blocks.0") < names.index("blocks.1") < names.index("head")
+    assert sizes["head"] == pytest.approx(logits, rel=1e-6)
+    assert all(0 < size < 100 for size in sizes.values())
+    assert all(size == float("inf") for size in lost.values())
 
 
 def one_poisoned_alone(rank: int) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from vit_ray.config import Recipe, recipe_from_dict
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Length, Progress, run_training
+from vit_ray.train.loop import Batch, Length, Progress, run_training
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 
@@ -74,8 +74,8 @@ class FakeServices:
     def stop_reason(self) -> str | None:
         return "told to" if self.stop_at is not None and self.steps >= self.stop_at else None
 
-    def nonfinite(self, progress: Progress, samples: np.ndarray) -> None:
-        self.refused.append((progress.step, samples.tolist()))
+    def nonfinite(self, progress: Progress, batch: Batch) -> None:
+        self.refused.append((progress.step, batch["sample"].tolist()))
 
 
 def recipe(**sections: dict[str, object]) -> Recipe:

@@ -51,7 +51,7 @@ class StreamSpec:
     seed: int = 0
     rows: RowSelection | None = None
     max_bad_fraction: float = 0.001
-    num_cpus: float = 1.0
+    num_cpus: float = 0.66
     concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024

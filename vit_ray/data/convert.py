@@ -153,7 +153,7 @@ def _begin(settings: _Settings, folder: Location) -> None:
             f"repeat its command to continue it, or delete the folder."
         )
     if staging.exists():
-        staging.delete_folder()
+        staging.delete()
     file.write(content)
 
 
@@ -379,7 +379,7 @@ def _commit(plan: _Plan, folder: Location, max_rejected_fraction: float) -> Conv
     )
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
     _delete_abandoned(folder)
-    folder.child(STAGING_FOLDER).delete_folder()
+    folder.child(STAGING_FOLDER).delete()
     return report
 
 

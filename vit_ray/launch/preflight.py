@@ -259,4 +259,4 @@ def spool_path(recipe: Recipe) -> Path:
     location = locate(recipe.output).child(recipe.name)
     if location.is_local:
         return Path(location.path) / "metrics.jsonl"
-    return Path.home() / ".cache" / "vit_ray" / recipe.name / "metrics.jsonl"
+    return Path.home() / ".cache" / "vit_ray" / location.path / "metrics.jsonl"

@@ -41,19 +41,33 @@ def shown_progress(
         thread.join(timeout=10)
 
 
-def describe(standing: Standing) -> str:
-    """Loss, images/s, data wait and accuracy in one short text."""
-    parts = []
-    for key, text in (
-        ("train/loss", "loss {:.3f}"),
-        ("train/images_per_s", "{:.0f} images/s"),
-        ("data/wait_fraction", "data wait {:.0%}"),
-        ("perf/mfu", "MFU {:.1%}"),
-        ("eval/top1", "top-1 {:.2%}"),
-    ):
-        if key in standing.metrics:
-            parts.append(text.format(standing.metrics[key]))
-    return ", ".join(parts)
+_IN_THE_BAR = (
+    ("train/loss", "loss {:.3f}"),
+    ("train/images_per_s", "{:.0f} images/s"),
+    ("data/wait_fraction", "data wait {:.0%}"),
+    ("perf/mfu", "MFU {:.1%}"),
+    ("eval/top1", "top-1 {:.2%}"),
+)
+_IN_A_LINE = (
+    ("train/loss", "loss {:.3f}"),
+    ("train/lr", "lr {:.2e}"),
+    ("train/grad_norm", "gradient {:.2f}"),
+    ("train/images_per_s", "{:.0f} images/s"),
+    ("perf/model_tflops_per_gpu", "{:.3g} TFLOP/s per worker"),
+    ("perf/mfu", "MFU {:.1%}"),
+    ("perf/hfu", "HFU {:.1%}"),
+    ("data/wait_fraction", "data wait {:.0%}"),
+    ("perf/step_ms_median", "step {:.0f} ms"),
+    ("perf/step_ms_max", "slowest worker {:.0f} ms"),
+    ("perf/memory_gib", "{:.1f} GiB"),
+    ("eval/top1", "top-1 {:.2%}"),
+)
+
+
+def describe(standing: Standing, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
+    """The figures that are known, in one text."""
+    known = standing.metrics
+    return ", ".join(text.format(known[key]) for key, text in figures if key in known)
 
 
 def _poll(recorder: Any) -> Standing | None:
@@ -82,7 +96,7 @@ def _show_bar(
             standing = _poll(recorder)
             if standing is not None:
                 seen = _print_events(standing, seen, console, name)
-                figures = describe(standing) or "starting"
+                figures = describe(standing, _IN_THE_BAR) or "starting"
                 bar.update(task, completed=min(standing.step, total), figures=figures)
             if is_last:
                 return

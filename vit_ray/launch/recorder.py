@@ -20,6 +20,10 @@ from vit_ray.config import TrackingConfig
 from vit_ray.launch.system_metrics import SystemMetrics
 from vit_ray.launch.tracking import Status, Tracker
 
+NAMESPACE = "vit_ray"
+RELEASE_S = 20.0
+"""How long a driver that was killed may take to let go of its recorder."""
+
 
 @dataclass
 class Event:
@@ -54,7 +58,7 @@ class Recorder:
         resume_step: int | None,
         parent: Any = None,
     ) -> None:
-        self._name, self._parent = run_name, parent
+        self._name, self._parent, self._spool = run_name, parent, Path(spool)
         self._started_s = time.time()
         self._children: dict[str, int] = {}
         self._tracker = Tracker.start(
@@ -131,7 +135,9 @@ class Recorder:
 
     def standing(self) -> Standing:
         """For the display, and at the end for the result."""
-        return self._standing
+        # A copy: other calls go on writing while it is being sent.
+        now = self._standing
+        return Standing(now.step, dict(now.metrics), list(now.events))
 
     def tag(self, key: str, value: str) -> None:
         """A tag of the run."""
@@ -139,6 +145,12 @@ class Recorder:
 
     def artifact(self, path: str, folder: str = "") -> None:
         """A local file or folder to keep with the run."""
+        self._tracker.artifact(path, folder)
+
+    def content(self, name: str, content: bytes, folder: str = "profile") -> None:
+        """A file to keep with the run, sent from a worker that may be on another node."""
+        path = self._spool.parent / name
+        path.write_bytes(content)
         self._tracker.artifact(path, folder)
 
     def finish(self, status: Status) -> bool:
@@ -196,12 +208,33 @@ def start_recorder(
     Args:
         parent: recorder of the sweep or study that the run is part of.
         node_id: where it runs, by default on this node: the node of the SQLite file and spool.
+
+    Raises:
+        ValueError: a live driver of this cluster has a recorder for the same run.
     """
     where = NodeAffinitySchedulingStrategy(
         node_id or ray.get_runtime_context().get_node_id(), soft=False
     )
-    actor = ray.remote(Recorder).options(num_cpus=0, max_concurrency=16, scheduling_strategy=where)
-    return actor.remote(config, run_name, str(spool), run_id, params, tags, resume_step, parent)
+    actor = ray.remote(Recorder).options(
+        name=str(spool),  # two drivers of one run would mix their checkpoints
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_concurrency=16,
+        scheduling_strategy=where,
+    )
+    deadline = time.monotonic() + RELEASE_S
+    while True:
+        try:
+            return actor.remote(
+                config, run_name, str(spool), run_id, params, tags, resume_step, parent
+            )
+        except ray.exceptions.ActorAlreadyExistsError:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"run {run_name!r} in {spool.parent} is being worked on by another driver of "
+                    "this cluster; wait for it or stop it, or choose another name"
+                ) from None
+            time.sleep(0.5)
 
 
 def _history(events: list[Event]) -> str:

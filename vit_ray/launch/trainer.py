@@ -214,7 +214,6 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> No
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     _set_aside_ray_snapshot(job)
-    # The file system that checkpoints are written with: Ray compares the two.
     storage = locate(recipe.output)
     trainer = TorchTrainer(
         train_worker,
@@ -233,7 +232,7 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> No
         run_config=RunConfig(
             name=recipe.name,
             storage_path=storage.path,
-            storage_filesystem=storage.filesystem,
+            storage_filesystem=storage.for_ray(),  # the workers' reports name the same
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.
             worker_runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if hides_gpus else None,
             failure_config=FailureConfig(  # type: ignore[call-arg]
@@ -411,10 +410,7 @@ def _set_aside_ray_snapshot(job: TrainJob) -> None:
 
     The folders themselves are the truth here: what counts is found by reading them.
     """
-    folder = locate(job.run_folder)
-    snapshot = folder.child("checkpoint_manager_snapshot.json")
-    if snapshot.exists():
-        snapshot.filesystem.delete_file(snapshot.path)
+    locate(job.run_folder).child("checkpoint_manager_snapshot.json").delete()
 
 
 def _cause(error: BaseException) -> str:

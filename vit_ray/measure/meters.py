@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 Clock = Callable[[], float]
 
@@ -71,3 +74,10 @@ class Compute:
             rates["perf/mfu"] = model / self.peak_flops
             rates["perf/hfu"] = hardware / self.peak_flops
         return rates
+
+
+def peak_memory_gib() -> float:
+    """Most memory that this process has held: of its GPU, or without one its resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -308,7 +308,7 @@ def discard_newer(run_folder: Location, step: int) -> list[int]:
     """
     newer = [(s, folder) for s, folder in list_checkpoints(run_folder) if s > step]
     for _, folder in newer:
-        folder.delete_folder()
+        folder.delete()
     return [s for s, _ in newer]
 
 
@@ -324,7 +324,7 @@ def prune(run_folder: Location, keep_last: int, keep: set[int]) -> list[int]:
     deleted = []
     for step, folder in list_checkpoints(run_folder):
         if step not in stay and step < newest:
-            folder.delete_folder()
+            folder.delete()
             deleted.append(step)
     return deleted
 

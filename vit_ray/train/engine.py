@@ -192,6 +192,33 @@ class DeepSpeedEngine:
         torch.distributed.all_reduce(squares)
         return {name: math.sqrt(float(squares[i])) for name, i in index.items()}
 
+    @torch.no_grad()
+    def activation_sizes(self, images: Tensor) -> dict[str, float]:
+        """Root mean square of each layer's output, the largest of the images (B, 3, H, W).
+
+        In the order of the forward pass; infinite where an output is not finite. All ranks call it.
+        """
+        sizes: dict[str, float] = {}
+
+        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                if isinstance(output, Tensor):
+                    size = output.float().flatten(1).square().mean(1).sqrt().amax()
+                    largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
+                    sizes[name] = max(sizes.get(name, 0.0), largest)
+
+            return hook
+
+        module: Any = self._engine.module
+        layers = _layers(getattr(module, "model", module))
+        hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers]
+        try:
+            self.predict(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return sizes
+
     def fragments(self) -> list[Fragment]:
         """What this rank owns."""
         return self._owned
@@ -287,6 +314,21 @@ def guard_steps(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         return plain_step(closure)
 
     optimizer.step = step  # type: ignore[method-assign]
+
+
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model, and what stands beside them."""
+    lists = (nn.ModuleList, nn.Sequential)
+    found = []
+    for name, layer in module.named_modules():
+        parent = module.get_submodule(name.rpartition(".")[0])
+        if (
+            name
+            and not isinstance(layer, lists)
+            and (parent is module or isinstance(parent, lists))
+        ):
+            found.append((name, layer))
+    return found
 
 
 def _as_float(norm: Any) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vit_ray.config import Recipe
-from vit_ray.measure.meters import Compute, StepTimes
+from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.train.schedule import lr_at
 
 Batch = Mapping[str, np.ndarray]
@@ -62,8 +62,8 @@ class Services(Protocol):
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint."""
 
-    def nonfinite(self, progress: Progress, samples: np.ndarray) -> None:
-        """A step was refused: report it, and raise, roll back or return as the recipe says."""
+    def nonfinite(self, progress: Progress, batch: Batch) -> None:
+        """The step of this batch was refused: report it; raise, roll back or return, by recipe."""
 
     def save_is_wanted(self) -> bool:
         """Whether this rank wants a checkpoint at once (notice that its node goes away)."""
@@ -145,7 +145,7 @@ def run_training(
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
-            services.nonfinite(progress, batch["sample"])
+            services.nonfinite(progress, batch)
         metrics = {
             "train/loss": agreed[0] / length.world_size,
             "train/lr": rate,
@@ -216,15 +216,12 @@ def _window_metrics(
     )
     slowest_s = services.max([times.median_s])[0]
     images_per_s = recipe.train.global_batch_size / mean_s
-    memory = {}
-    if torch.cuda.is_available():
-        memory["perf/memory_gib"] = services.max([torch.cuda.max_memory_allocated() / 2**30])[0]
     return {
         "train/images_per_s": images_per_s,
         "data/wait_fraction": wait,
         "perf/step_ms_median": times.median_s * 1e3,
         "perf/step_ms_max": slowest_s * 1e3,
-        **memory,
+        "perf/memory_gib": services.max([peak_memory_gib()])[0],
         **compute.rates(images_per_s / length.world_size),
     }
 

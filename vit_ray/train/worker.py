@@ -6,13 +6,10 @@ Nothing else in this room knows Ray.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import logging
-import os
-import sys
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,32 +24,29 @@ from torch import Tensor, nn
 from vit_ray.config import Recipe, accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
+from vit_ray.measure.profile import profiled
 from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.weights import NewHead
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 from vit_ray.train.checkpoint import (
     Checkpoint,
     Position,
-    Snapshot,
     folder_name,
-    list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
-    prune,
-    write_snapshot,
 )
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
 from vit_ray.train.footprint import largest_micro_batch
-from vit_ray.train.loop import Length, Progress, run_training
+from vit_ray.train.heart import Heart
+from vit_ray.train.loop import Batch, Length, Progress, run_training
 from vit_ray.train.micro_batch import CPU_MOST, halve_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.saving import CheckpointWriter
 from vit_ray.train.start import initialize_weights
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,12 +130,14 @@ class WorkerServices:
         self._written.set()
         self._is_started = job.kind == "evaluate"
         self._progress = Progress()
-        self._failed_saves = 0
+        self._writer = CheckpointWriter(self._run_folder, job.recipe.checkpoint, self._tell)
         micro = self._first_micro_batch(world_size)
         self._length = Length(job.total_steps, rank, world_size, micro)
         self._batches = self._start_stream() if job.kind == "train" else iter(())
         self._engine = self._build_engine(micro, world_size, start_step)
-        self._heart = Heart(job, rank, self._progress, self._hear_stop)
+        self._heart = Heart(
+            self._progress, job.recipe.train.step_timeout_s, self._beat, self._tell_hung
+        )
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -167,7 +163,7 @@ class WorkerServices:
             return
         reason = run_training(
             self._engine,
-            self._batches,
+            self._traced(self._batches),
             self._recipe,
             self._length,
             self,
@@ -231,20 +227,18 @@ class WorkerServices:
         self._heart.resume()
         self._written.clear()
         snapshot = self._engine.snapshot(self._position(progress))
-        name = folder_name(progress.step)
+        name, storage = folder_name(progress.step), self._run_folder.for_ray()
 
         def upload(_: Any, __: str) -> ray.train.Checkpoint:
             try:
-                self._write(snapshot, name)
+                self._writer.write(snapshot, name)
             finally:
                 self._written.set()
-            return ray.train.Checkpoint(
-                self._run_folder.child(name).path, self._run_folder.filesystem
-            )
+            return ray.train.Checkpoint(self._run_folder.child(name).path, storage)
 
         ray.train.report(
             dict(progress.history),
-            checkpoint=ray.train.Checkpoint(self._run_folder.path, self._run_folder.filesystem),
+            checkpoint=ray.train.Checkpoint(self._run_folder.path, storage),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,
@@ -267,15 +261,12 @@ class WorkerServices:
         """Set by the driver's poll (SIGTERM)."""
         return self._stop
 
-    def nonfinite(self, progress: Progress, samples: np.ndarray) -> None:
+    def nonfinite(self, progress: Progress, batch: Batch) -> None:
         """Report the refused step; then stop, go on, or roll back, as the recipe says."""
-        device = self._engine.device
-        all_samples = np.sort(all_rows(samples.astype(np.int64), device))
-        norms = self._engine.weight_norms()
+        samples = np.sort(all_rows(batch["sample"].astype(np.int64), self._engine.device))
         text = (
             f"loss or gradient of step {progress.step - 1} is not finite; the step was not "
-            f"applied. Samples {_abridged(all_samples.tolist())}. Weight norms "
-            + ", ".join(f"{name} {norm:.3g}" for name, norm in _largest(norms))
+            f"applied. Samples {_abridged(samples.tolist())}. {self._layers_of(batch)}"
         )
         self._tell("not finite", text)
         policy, train = self._recipe.train.nonfinite, self._recipe.train
@@ -286,6 +277,24 @@ class WorkerServices:
             )
         if policy == "rollback":
             self._roll_back()
+
+    def _layers_of(self, batch: Batch) -> str:
+        """Norms by layer, of weights and of the batch's activations; all ranks call it."""
+        engine, micro = self._engine, self._length.micro_batch_size
+        images = torch.from_numpy(np.ascontiguousarray(batch["image"]))
+        pieces = [
+            engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
+            for piece in torch.split(images, micro)
+        ]
+        names = list(pieces[0])
+        sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
+        activations = dict(zip(names, sizes, strict=True))
+        bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
+        where = f"first not finite in {bad}" if bad else "finite in the forward pass"
+        return (
+            f"Activations are {where}; their size by layer: {_listed(list(activations.items()))}. "
+            f"Largest weight norms: {_listed(_largest(engine.weight_norms()))}"
+        )
 
     # Inside
 
@@ -331,6 +340,14 @@ class WorkerServices:
                 yield from batches
 
         return joined()
+
+    def _traced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """With a profile of the steps that the recipe names, of the first worker."""
+        steps = self._recipe.train.profile_steps
+        if steps is None or self._length.rank > 0:
+            return batches
+        keep = self._job.recorder.content.remote
+        return profiled(batches, steps, self._progress.step + 1, keep)
 
     def _build_engine(self, micro: int, world_size: int, start_step: int | None) -> DeepSpeedEngine:
         recipe, job = self._recipe, self._job
@@ -482,113 +499,23 @@ class WorkerServices:
         except ray.exceptions.RayError:
             return None  # training goes on without its tracking
 
-    def _write(self, snapshot: Snapshot, name: str) -> None:
-        """In the upload thread. A failed save is told, and training goes on: the next may work."""
-        folder = self._run_folder.child(name)
-        try:
-            write_with_retries(snapshot, folder)
-        except OSError as error:
-            self._failed_saves += 1
-            self._tell("checkpoint failed", f"{folder.path}: {error}")
-            if self._failed_saves >= MAX_FAILED_SAVES:
-                raise OSError(
-                    f"{self._failed_saves} checkpoints in a row could not be written to "
-                    f"{folder.path}: {error}; free space there, or set output to another place"
-                ) from error
-            return
-        self._failed_saves = 0
-        if self._length.rank == 0:
-            keep = self._recipe.checkpoint
-            prune(self._run_folder, keep.keep_last, _best_step(self._run_folder, keep.keep_best))
+    def _beat(self, step: int) -> None:
+        """Tell the driver's recorder where this worker is, and hear from it."""
+        # The recorder lives with the driver; if it is gone, Ray ends this worker too.
+        with contextlib.suppress(ray.exceptions.RayError):
+            poll = self._job.recorder.poll.remote(self._length.rank, step)
+            self._stop = ray.get(poll, timeout=30) or self._stop
 
-    def _hear_stop(self, reason: str) -> None:
-        self._stop = reason
+    def _tell_hung(self, reason: str) -> None:
+        text = f"worker {self._length.rank}: {reason}"
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._job.recorder.event.remote("hung", text, self._progress.step), timeout=10)
 
     def _tell(self, kind: str, text: str) -> Any:
         """Send an event for the run's history; returns what to wait for, if it was sent."""
         if self._length.rank == 0 or kind in ("checkpoint failed", "preemption", "out of memory"):
             return self._job.recorder.event.remote(kind, text, self._progress.step)
         return None
-
-
-MAX_FAILED_SAVES = 3
-SAVE_ATTEMPTS = 4
-
-
-def write_with_retries(
-    snapshot: Snapshot, folder: Location, sleep: Callable[[float], None] = time.sleep
-) -> int:
-    """`write_snapshot`, tried again with growing pauses while the storage refuses it.
-
-    Raises:
-        OSError: the last attempt's error.
-    """
-    for attempt in range(SAVE_ATTEMPTS):
-        try:
-            return write_snapshot(snapshot, folder)
-        except OSError:
-            if attempt == SAVE_ATTEMPTS - 1:
-                raise
-            sleep(2.0**attempt)
-    raise AssertionError("unreachable")
-
-
-class Heart(threading.Thread):
-    """Tells the driver's recorder where this worker is, hears from it, and ends a hung step."""
-
-    def __init__(
-        self, job: TrainJob, rank: int, progress: Progress, hear_stop: Callable[[str], None]
-    ) -> None:
-        super().__init__(daemon=True, name="heart")
-        self._job, self._rank, self._progress = job, rank, progress
-        self._hear_stop = hear_stop
-        self._ended = threading.Event()
-        self.is_paused = False
-        self._last_step = -1
-        self._moved_s = time.monotonic()
-        self.start()
-
-    def run(self) -> None:
-        """Once a second."""
-        while not self._ended.wait(1.0):
-            self._watch_step()
-            # The recorder lives with the driver; if it is gone, Ray ends this worker too.
-            with contextlib.suppress(ray.exceptions.RayError):
-                answer = ray.get(
-                    self._job.recorder.poll.remote(self._rank, self._progress.step), timeout=30
-                )
-                if answer:
-                    self._hear_stop(answer)
-
-    def pause(self) -> None:
-        """Between steps (evaluation) no step can hang."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """Watch steps again, from now."""
-        self._moved_s = time.monotonic()
-        self.is_paused = False
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._ended.set()
-
-    def _watch_step(self) -> None:
-        if self._progress.step != self._last_step or self.is_paused:
-            self._last_step, self._moved_s = self._progress.step, time.monotonic()
-        elif self._last_step > 0 and (
-            time.monotonic() - self._moved_s > self._job.recipe.train.step_timeout_s
-        ):
-            self._end_process()
-
-    def _end_process(self) -> None:
-        """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
-        limit = self._job.recipe.train.step_timeout_s
-        text = f"worker {self._rank}: no step since {limit:g} s (train.step_timeout_s); restarting"
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self._job.recorder.event.remote("hung", text, self._last_step), timeout=10)
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        os._exit(1)
 
 
 def _preemption_notice() -> Any:
@@ -601,21 +528,13 @@ def _preemption_notice() -> Any:
     return get_train_context().preemption_context.preemption_info
 
 
-def _best_step(run_folder: Location, keep_best: bool) -> set[int]:
-    if not keep_best:
-        return set()
-    opened = [open_checkpoint(folder) for _, folder in list_checkpoints(run_folder)]
-    losses = {
-        c.position.step: c.position.metrics["eval/loss"]
-        for c in opened
-        if c is not None and c.position.eval_step == c.position.step
-    }
-    return {min(losses, key=lambda step: losses[step])} if losses else set()
-
-
 def _abridged(numbers: list[int], most: int = 64) -> str:
     shown = ", ".join(str(n) for n in numbers[:most])
     return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > most else shown
+
+
+def _listed(sizes: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {size:.3g}" for name, size in sizes)
 
 
 def _largest(norms: dict[str, float], most: int = 8) -> list[tuple[str, float]]:

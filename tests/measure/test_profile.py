@@ -1,0 +1,43 @@
+"""The trace of chosen steps."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from vit_ray.measure.profile import profiled
+
+
+def traced(num_batches: int, steps: tuple[int, int], next_step: int = 1) -> dict[str, bytes]:
+    """Train on so many batches, each step a product of its own width."""
+    kept: dict[str, bytes] = {}
+    for batch in profiled(iter(range(num_batches)), steps, next_step, kept.__setitem__):
+        torch.ones(1, 10 + batch) @ torch.ones(10 + batch, 1)
+    return kept
+
+
+def widths(trace: bytes) -> list[int]:
+    """Inner sizes of the products in a trace, in the order of time."""
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    products = [e for e in events if e.get("name") == "aten::mm"]
+    return [e["args"]["Input Dims"][0][1] for e in sorted(products, key=lambda e: e["ts"])]
+
+
+def test_just_the_chosen_steps_are_in_the_trace() -> None:
+    kept = traced(6, (3, 4))
+    assert list(kept) == ["trace-steps-3-4.json.gz"]
+    assert widths(kept["trace-steps-3-4.json.gz"]) == [12, 13]
+
+
+def test_a_run_that_ends_first_keeps_what_there_is() -> None:
+    (trace,) = traced(4, (3, 9)).values()
+    assert widths(trace) == [12, 13]
+
+
+@pytest.mark.parametrize(("next_step", "expected"), [(4, [10]), (5, None)])
+def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(
+    next_step: int, expected: list[int] | None
+) -> None:
+    kept = traced(3, (3, 4), next_step)
+    assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])

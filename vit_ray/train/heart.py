@@ -1,0 +1,71 @@
+"""A worker's heartbeat: a thread that tells where the worker is, and ends a step that hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from vit_ray.train.loop import Progress
+
+BEAT_S = 1.0
+
+
+class Heart(threading.Thread):
+    """Runs from its making until `stop`."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        timeout_s: float,
+        beat: Callable[[int], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            timeout_s: longest time that a step may take.
+            beat: called about once a second with the step.
+            tell: called with the reason before the process is ended.
+        """
+        super().__init__(daemon=True, name="heart")
+        self._progress, self._timeout_s = progress, timeout_s
+        self._beat, self._tell = beat, tell
+        self._ended = threading.Event()
+        self.is_paused = False
+        self._last_step = -1
+        self._moved_s = time.monotonic()
+        self.start()
+
+    def run(self) -> None:
+        """Beat until told to stop."""
+        while not self._ended.wait(BEAT_S):
+            self._watch_step()
+            self._beat(self._progress.step)
+
+    def pause(self) -> None:
+        """Between steps (evaluation) no step can hang."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Watch steps again, from now."""
+        self._moved_s = time.monotonic()
+        self.is_paused = False
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _watch_step(self) -> None:
+        if self._progress.step != self._last_step or self.is_paused:
+            self._last_step, self._moved_s = self._progress.step, time.monotonic()
+        elif self._last_step > 0 and time.monotonic() - self._moved_s > self._timeout_s:
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
+        self._tell(f"no step since {self._timeout_s:g} s (train.step_timeout_s); restarting")
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        os._exit(1)

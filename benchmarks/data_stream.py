@@ -33,7 +33,7 @@ import psutil
 
 SIZE = 224
 BATCH = 64
-WARM_UP_S = 5.0
+WARM_UP_S = 12.0
 CORES = os.cpu_count() or 1
 
 
@@ -100,6 +100,7 @@ def torch_loader(data: Path, decoder: str) -> Iterator[Any]:
         num_workers=CORES,
         worker_init_fn=one_thread,
         prefetch_factor=4,
+        persistent_workers=True,
     )
     while True:
         yield from loader
@@ -115,8 +116,8 @@ def webdataset_loader(data: Path, decoder: str) -> Iterator[Any]:
 
     shards = sorted(str(path) for path in (data / "tar").glob("*.tar"))
 
-    def crop(sample: dict[str, Any]) -> np.ndarray:
-        return CROPS[decoder](sample["jpg"], np.random.default_rng())
+    def crop(sample: dict[str, Any]) -> tuple[np.ndarray]:
+        return (CROPS[decoder](sample["jpg"], np.random.default_rng()),)
 
     stages = webdataset.WebDataset(shards, resampled=True, empty_check=False)
     dataset = stages.shuffle(500).map(crop).batched(BATCH)
@@ -124,7 +125,7 @@ def webdataset_loader(data: Path, decoder: str) -> Iterator[Any]:
         dataset, batch_size=None, num_workers=CORES, worker_init_fn=one_thread, prefetch_factor=4
     )
     while True:
-        yield from loader
+        yield from (images for (images,) in loader)
 
 
 def import_streaming() -> Any:
@@ -162,7 +163,12 @@ def mosaic_loader(data: Path, decoder: str) -> Iterator[Any]:
 
     dataset = Crops(local=str(data / "mds"), shuffle=True, batch_size=BATCH)
     loader = DataLoader(
-        dataset, BATCH, num_workers=CORES, worker_init_fn=one_thread, prefetch_factor=4
+        dataset,
+        BATCH,
+        num_workers=CORES,
+        worker_init_fn=one_thread,
+        prefetch_factor=4,
+        persistent_workers=True,
     )
     while True:
         yield from loader
@@ -231,7 +237,7 @@ def bare_loop(data: Path, decoder: str) -> Iterator[Any]:
         while sum(counts) - seen < BATCH:
             time.sleep(0.001)
         seen += BATCH
-        yield np.empty((BATCH, 1))
+        yield np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
 
 
 def crop_forever(files: list[bytes], decoder: str, counts: Any, worker: int) -> None:
@@ -278,7 +284,9 @@ def measure(name: str, data: Path, seconds: float) -> None:
         next(iter(batches))
     count, begin, cpu_s = 0, time.perf_counter(), tree_cpu_s()
     while time.perf_counter() - begin < seconds:
-        count += len(next(iter(batches)))
+        batch = next(iter(batches))
+        assert batch.shape[1:] == (SIZE, SIZE, 3), batch.shape
+        count += len(batch)
     rate = count / (time.perf_counter() - begin)
     cpu_ms = (tree_cpu_s() - cpu_s) / count * 1000
     figures = {"rate": rate, "cpu_ms": cpu_ms, "first_s": first_s, "started": started}

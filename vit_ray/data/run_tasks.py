@@ -13,9 +13,10 @@ class _Run:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"result": self.work(row["item"]), "error": ""}
-        except ValueError as error:
-            return {"result": None, "error": str(error)}
+            return {"result": self.work(row["item"]), "error": "", "is_storage": False}
+        except (ValueError, OSError) as error:
+            text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            return {"result": None, "error": text, "is_storage": isinstance(error, OSError)}
 
 
 def run_tasks(work: Callable[[Any], Any], items: Sequence[Any], num_cpus: float) -> list[Any]:
@@ -25,7 +26,7 @@ def run_tasks(work: Callable[[Any], Any], items: Sequence[Any], num_cpus: float)
         The results, in the order in which they were ready.
 
     Raises:
-        ValueError: as soon as `work` raises one; others go on no further.
+        ValueError, OSError: as soon as `work` raises one; others go on no further.
     """
     if not items:
         return []
@@ -36,6 +37,6 @@ def run_tasks(work: Callable[[Any], Any], items: Sequence[Any], num_cpus: float)
     results = []
     for row in mapped.iter_rows():
         if row["error"]:
-            raise ValueError(row["error"])
+            raise (OSError if row["is_storage"] else ValueError)(row["error"])
         results.append(row["result"])
     return results

@@ -36,6 +36,17 @@ def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest) -> None:
     assert kept.rows_per_group(dataset).sum() == 270
 
 
+def test_rows_are_counted_in_every_row_group(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks that end within row groups, side by side."""
+    monkeypatch.setattr("vit_ray.data.selection._ROWS_AT_A_TIME", 37)
+    part = RowSelection.all(dataset, seed=9).take(0.3)
+    is_chosen = part.mask(np.arange(300))
+    starts = dataset.first_samples[:-1]
+    np.testing.assert_array_equal(part.rows_per_group(dataset), np.add.reduceat(is_chosen, starts))
+
+
 def test_smaller_parts_are_inside_larger_ones() -> None:
     whole = RowSelection.all(manifest_of(1000))
     samples = np.arange(1000)

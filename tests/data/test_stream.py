@@ -1,4 +1,8 @@
+import contextlib
+import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +111,28 @@ class SlowAugmentation(Augmentation):
     def shape(self) -> tuple[int, int, int]:
         time.sleep(float(np.random.default_rng().choice([0, 0, 0, 0.3])))
         return super().shape
+
+
+class DeadlyAugmentation(Augmentation):
+    """Kills the first process that asks for it in the middle of a task, as a lost node would."""
+
+    marker: Path
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        if ray.get_runtime_context().get_task_id() is not None:
+            with contextlib.suppress(FileExistsError):
+                self.marker.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().shape
+
+
+def test_a_killed_reading_task_changes_nothing(spec: StreamSpec, tmp_path: Path) -> None:
+    deadly = DeadlyAugmentation("inception_crop", 16)
+    object.__setattr__(deadly, "marker", tmp_path / "killed")
+    killing = StreamSpec(**{**vars(spec), "augmentation": deadly})
+    assert_equal(global_batches(killing, 2, 0, 8 * BATCH), global_batches(spec, 1, 0, 8 * BATCH))
+    assert (tmp_path / "killed").exists()
 
 
 def test_each_image_comes_once_an_epoch(spec: StreamSpec) -> None:

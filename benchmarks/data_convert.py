@@ -1,0 +1,134 @@
+"""Conversion: images per second and peak memory, at two sizes of data, from files and tar shards.
+
+    python benchmarks/data_convert.py FOLDER_OF_JPEGS [--images 4000 16000] [--out FILE.md]
+
+The images are linked into class folders (or written into tar shards of 1,000) as often as it takes,
+and converted on all cores by a Ray of the run's own, every one decoded. Memory is what belongs to a
+process alone (resident less shared), sampled ten times a second: of the driver, of the largest
+task, and of all processes together, Ray's own included. Bounded memory shows in the last column.
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+SHARD_MIB = 64
+CLASSES = 10
+MIB = 1 << 20
+
+CONVERT = """
+import json, sys, time
+import ray
+from vit_ray.data.convert import convert
+
+ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+begun = time.perf_counter()
+report = convert(sys.argv[1], sys.argv[2], shard_mib=int(sys.argv[3]))
+seconds = time.perf_counter() - begun
+print(json.dumps({"seconds": seconds, "images": report.num_images, "bytes": report.bytes}))
+"""
+
+
+def link_files(images: list[Path], count: int, folder: Path) -> None:
+    for i in range(count):
+        target = folder / f"class_{i % CLASSES}" / f"{i:07d}.jpg"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.link(images[i % len(images)], target)
+
+
+def write_tars(images: list[Path], count: int, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for first in range(0, count, 1000):
+        with tarfile.open(folder / f"{first // 1000:05d}.tar", "w") as tar:
+            for i in range(first, min(first + 1000, count)):
+                content = images[i % len(images)].read_bytes()
+                add(tar, f"{i:07d}.jpg", content)
+                add(tar, f"{i:07d}.cls", str(i % CLASSES).encode())
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+LAYOUTS = {"class folders": link_files, "WebDataset tar": write_tars}
+
+
+def own_memory(root: psutil.Process) -> Iterator[tuple[bool, int]]:
+    """(whether it is a task, bytes) of the driver and of every process below it."""
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            memory = process.memory_info()
+            yield "ray::" in " ".join(process.cmdline()[:1]), memory.rss - memory.shared
+        except psutil.Error:
+            continue
+
+
+def measure(source: Path, destination: Path) -> dict[str, float]:
+    """One conversion in a process tree of its own."""
+    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB)]
+    peaks = {"driver": 0, "task": 0, "all": 0}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        root = psutil.Process(driver.pid)
+        while driver.poll() is None:
+            found = list(own_memory(root))
+            if found:
+                tasks = [size for is_task, size in found if is_task]
+                peaks["driver"] = max(peaks["driver"], found[0][1])
+                peaks["task"] = max(peaks["task"], *tasks, 0)
+                peaks["all"] = max(peaks["all"], sum(size for _, size in found))
+            time.sleep(0.1)
+        assert driver.stdout is not None
+        lines = driver.stdout.read().splitlines()
+    return {**json.loads(lines[-1]), **{name: size / MIB for name, size in peaks.items()}}
+
+
+def main() -> None:
+    """Run every layout at every size, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--images", type=int, nargs="+", default=[4000, 16000])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    images = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
+    mean_kib = sum(p.stat().st_size for p in images) / len(images) / 1024
+    lines = [
+        f"# data_convert: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
+        f"{os.cpu_count()} cores\n",
+        f"`python benchmarks/data_convert.py {args.folder.name} --images "
+        f"{' '.join(map(str, args.images))}`: {len(images)} JPEG files of {mean_kib:.0f} KiB on "
+        f"average, used again and again; every image is decoded; shards of {SHARD_MIB} MiB.\n",
+        "| source | images | images/s | MiB/s | driver, MiB | largest task, MiB | all, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for layout, write in LAYOUTS.items():
+        for count in args.images:
+            with tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch:
+                write(images, count, Path(scratch) / "source")
+                found = measure(Path(scratch) / "source", Path(scratch) / "set")
+            rate, mib = count / found["seconds"], found["bytes"] / MIB / found["seconds"]
+            lines.append(
+                f"| {layout} | {count:,} | {rate:.0f} | {mib:.0f} | {found['driver']:.0f} | "
+                f"{found['task']:.0f} | {found['all']:.0f} |"
+            )
+            print(lines[-1], flush=True)
+    report = "\n".join(lines) + "\n"
+    print(report)
+    if args.out:
+        args.out.write_text(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from vit_ray.evaluate.inspection import (
     position_similarity,
     position_vectors,
 )
-from vit_ray.evaluate.inspection_figures import inspect_model, overlay
+from vit_ray.evaluate.inspection_figures import inspect_model, overlay, tiled
 from vit_ray.models.weights import save_weights
 
 
@@ -69,6 +69,17 @@ def test_position_similarity_is_a_cosine_for_each_pair_of_patches() -> None:
     cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
     assert similarity[0, 2, 1, 1] == pytest.approx(cosine, rel=1e-5)
     np.testing.assert_allclose(similarity[1, 2, 1, 2], 1, rtol=1e-6)
+
+
+def test_each_tile_stands_where_its_patch_does() -> None:
+    similarity = np.random.default_rng(0).normal(size=(2, 3, 2, 3)).astype(np.float32)
+    tiles = tiled(similarity)
+    assert tiles.shape == (2 + 1 + 2, 3 + 1 + 3 + 1 + 3)
+    for row, column in np.ndindex(2, 3):
+        tile = tiles[3 * row : 3 * row + 2, 4 * column : 4 * column + 3]
+        np.testing.assert_array_equal(tile, similarity[row, column])
+    assert np.isnan(tiles[2]).all()
+    assert np.isnan(tiles[:, [3, 7]]).all()
 
 
 @pytest.mark.parametrize("positions", ["learned_1d", "learned_2d"])

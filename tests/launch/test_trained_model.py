@@ -287,7 +287,7 @@ def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path)
     run = write_run(tmp_path / "run", small_model("ViT"))
     exports = {"path": str(tmp_path / "model.npz")}
     other = {"name": "ViT", "image_size": 32, **TINY_VIT, "pool": "gap"}
-    with pytest.raises(ValueError, match=r"behind the class token.* set model.pool=cls"):
+    with pytest.raises(ValueError, match=r"on the class token.* set model.pool=cls"):
         export(recipe(tmp_path, init_from=run, export=exports, model=other))
 
 

@@ -16,7 +16,9 @@ from vit_ray.config import Recipe, describe_keys, load_recipe
 def run_job(
     what: str, main: Callable[[Recipe], int | None], plan: Callable[[Recipe], str] | None = None
 ) -> None:
-    """Parse the command line, load the recipe, run the job; errors of the user's end in one line.
+    """Parse the command line, load the recipe, run the job.
+
+    Errors of the user's and of the storage end in one line, with VIT_RAY_LOGS=1 in a traceback.
 
     Args:
         what: a sentence for `--help`.
@@ -32,7 +34,7 @@ def run_job(
             print(plan(recipe) if plan else "")
             return
         code = main(recipe)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("VIT_RAY_LOGS") == "1":
             raise
         print(f"error: {error}", file=sys.stderr)

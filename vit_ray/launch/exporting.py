@@ -54,14 +54,14 @@ def _check_head(report: LoadReport) -> None:
     if not ("head.weight" in report.new and "head.weight" in report.ignored):
         return
     if "class_token.token" in report.ignored:
-        behind, change = "the class token", "pool=cls"
+        how, change = "on the class token", "pool=cls"
     elif "representation.weight" in report.ignored:
-        behind, change = "a representation layer", "representation=true"
+        how, change = "behind a representation layer", "representation=true"
     else:
-        behind, change = "no representation layer", "representation=false"
+        how, change = "without a representation layer", "representation=false"
     raise ValueError(
-        f"the head of {report.source} was trained behind {behind}, which this model has otherwise; "
-        f"set model.{change} to export the trained head"
+        f"the head of {report.source} was trained {how}, and the recipe's model is built "
+        f"otherwise; set model.{change} to export the trained head"
     )
 
 

@@ -21,9 +21,10 @@ from transformers import (
 
 from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
 from vit_ray.models import build_model
+from vit_ray.models.fitting import fit_state_dict
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.weight_files import Origin, origin_of
-from vit_ray.models.weights import fit_state_dict, load_weights, save_weights
+from vit_ray.models.weights import load_weights, save_weights
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

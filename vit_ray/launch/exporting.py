@@ -9,8 +9,9 @@ from torch import nn
 
 from vit_ray.config import ExportConfig, Recipe
 from vit_ray.launch.trained_model import load_trained_model
+from vit_ray.models.fitting import LoadReport
 from vit_ray.models.weight_files import check_suffix
-from vit_ray.models.weights import LoadReport, save_weights
+from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from vit_ray.config import Recipe
 from vit_ray.models import build_model
-from vit_ray.models.weights import LoadReport
+from vit_ray.models.fitting import LoadReport
 from vit_ray.train.start import open_weights
 
 # A model that was pre-trained without labels, or published without a head, has no classes; its

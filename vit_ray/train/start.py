@@ -14,16 +14,10 @@ from torch import nn
 
 from vit_ray.config import ModelConfig
 from vit_ray.models import build_model
+from vit_ray.models.fitting import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.models.positions import ResizeMode
 from vit_ray.models.weight_files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, origin_of
-from vit_ray.models.weights import (
-    NOT_TOLD,
-    LoadReport,
-    NewHead,
-    WeightFile,
-    fit_state_dict,
-    read_weights,
-)
+from vit_ray.models.weights import WeightFile, read_weights
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position, find_weights
 

@@ -26,9 +26,9 @@ from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.measure.profile import profiled
 from vit_ray.models import build_model
+from vit_ray.models.fitting import NewHead
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.weights import NewHead
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import (
     Checkpoint,

@@ -146,9 +146,9 @@ def test_the_figures_of_any_budget_are_those_of_transformers_attention(
 
 
 def test_attention_of_one_image_and_layer_is_held_at_a_time() -> None:
-    model = small_model("ViT", depth=12, image_size=160).eval()
-    images = pictures(6, (160, 160))
-    matrix = 4 * (4 * 401**2)  # heads x float32 over 400 patches and the class token
+    model = small_model("ViT", depth=8, image_size=128).eval()
+    images = pictures(3, (128, 128))
+    matrix = 4 * (4 * 257**2)  # heads x float32 over 256 patches and the class token
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         attention_figures(model, images, budget_bytes=0)
     changes = [

@@ -200,6 +200,9 @@ def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_
     expected = F.interpolate(table, (6, 6), mode=mode, align_corners=mode == "bilinear")
     resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
     torch.testing.assert_close(resized, expected)
+    started = small_model("ViT", image_size=48)
+    initialize_weights(started, path, new_head=True, resize=mode)
+    assert torch.equal(started.positions[0].table, model.positions[0].table)
 
 
 @pytest.fixture

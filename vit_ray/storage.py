@@ -161,9 +161,14 @@ def locate(path: str) -> Location:
             S3 come from the environment (`AWS_*`) only.
 
     Raises:
-        ValueError: if the address has another scheme.
+        ValueError: if the address has another scheme, or holds credentials, which are not repeated.
     """
     if path.startswith("s3://"):
+        if "@" in path.split("/")[2]:
+            raise ValueError(
+                "an s3:// address has an @ in its bucket; credentials come from the environment "
+                "only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret."
+            )
         return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
     if "://" in path and not path.startswith("file://"):
         raise ValueError(

@@ -32,6 +32,9 @@ def test_a_manifest_says_what_was_converted(dataset: Manifest) -> None:
     assert dataset.rows.tolist() == [16] * 18 + [12]
     assert len(dataset.files) > 3
     assert sum(file.rows for file in dataset.files) == 300
+    sizes = [file.bytes for file in dataset.files]
+    assert max(sizes) < 0.15 * 2**20  # asked for 0.1 MiB, in whole row groups
+    assert np.mean(sizes) > 0.07 * 2**20
 
 
 def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest) -> None:
@@ -65,6 +68,12 @@ def test_a_path_without_a_data_set_is_refused(tmp_path: Path) -> None:
         open_dataset(str(tmp_path))
     with pytest.raises(ValueError, match="has a scheme that is not served"):
         open_dataset("gs://bucket/set")
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match="credentials come from the environment only") as caught:
+        open_dataset("s3://key:secret@bucket/set")
+    assert "secret@" not in str(caught.value)
 
 
 def test_an_unfinished_conversion_is_refused(tmp_path: Path) -> None:

@@ -5,14 +5,19 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.data.pictures import jpeg
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, FaultProxy, serve_s3
+from tests.data.test_sources import add
 from vit_ray import storage
 from vit_ray.data import open_dataset
 from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
@@ -20,16 +25,19 @@ from vit_ray.data.images import Augmentation
 from vit_ray.data.layout import World
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.reader import RowGroupReader
+from vit_ray.data.sources import index_unit, list_units
 from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate
 
 
 @pytest.fixture(scope="module")
 def buckets(tmp_path_factory: pytest.TempPathFactory, dataset: Manifest) -> Path:
-    """Buckets as folders: `sets/small` holds the data set, `sets/holed` lacks a shard of it."""
+    """Buckets as folders: `sets/small` holds the data set, `sets/holed` lacks a shard of it,
+    `sources` holds images in every layout."""
     folder = tmp_path_factory.mktemp("buckets")
     for name in ("empty", "converted", "sets/small", "sets/holed"):
         (folder / name).mkdir(parents=True)
+    write_sources(folder / "sources")
     for file in Path(dataset.root).iterdir():
         (folder / "sets" / "small" / file.name).write_bytes(file.read_bytes())
         if file.name != dataset.files[0].path:
@@ -135,6 +143,50 @@ def test_a_wrong_key_fails_soon_and_clearly(
     with pytest.raises(OSError, match=r"ACCESS_DENIED|403") as caught:
         open_dataset("s3://sets/small")
     assert "wrong" not in str(caught.value)
+
+
+def write_sources(folder: Path) -> None:
+    """The same four images in every layout."""
+    images = {f"{i}.jpg": jpeg(i) for i in range(4)}
+    for name, image in images.items():
+        for parent in (folder / "classes" / f"class_{int(name[0]) % 2}", folder / "list/images"):
+            parent.mkdir(parents=True, exist_ok=True)
+            (parent / name).write_bytes(image)
+    rows = [f"images/{name},class_{int(name[0]) % 2}" for name in images]
+    (folder / "list" / "list.csv").write_text("\n".join(["path,label", *rows]))
+    for name in ("tars", "hub"):
+        (folder / name).mkdir()
+    with tarfile.open(folder / "tars" / "0.tar", "w") as tar:
+        for name, image in images.items():
+            add(tar, name, image)
+            add(tar, name.replace("jpg", "cls"), name[:1].encode())
+    structs = [{"bytes": image, "path": name} for name, image in images.items()]
+    table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
+    pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
+
+
+def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]:
+    """Labels and bytes of every image of a source, by key."""
+    entries = [
+        entry
+        for unit in list_units(source, "auto")
+        for entry in index_unit(unit, locate(str(pack)))
+    ]
+    return {entry.key: (entry.labels, entry.read()) for entry in entries}
+
+
+@pytest.mark.parametrize("layout", ["classes", "tars", "hub", "list"])
+def test_sources_are_read_from_s3_as_from_disk(
+    s3: FaultProxy, buckets: Path, tmp_path: Path, layout: str
+) -> None:
+    here = indexed(str(buckets / "sources" / layout), tmp_path / "here.bin")
+    assert len(here) == 4
+    s3.faults.set("503", remaining=3, every=4)
+    there = with_retries(
+        lambda: indexed(f"s3://sources/{layout}", tmp_path / "there.bin"), "indexing"
+    )
+    assert there == here
+    assert s3.faults.injected
 
 
 SCRIPT = """

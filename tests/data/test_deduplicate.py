@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import cv2
@@ -6,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.pictures import encoded, picture
+from tests.data.test_bad_rows import damage
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import convert
 from vit_ray.data.deduplicate import deduplicate
@@ -95,3 +97,11 @@ def test_different_pictures_have_hashes_far_apart() -> None:
     hashes = np.stack([perceptual_hash(picture(seed)) for seed in range(100)])
     distances = np.bitwise_count(hashes[:, None] ^ hashes[None]).sum(axis=2)
     assert distances[~np.eye(100, dtype=bool)].min() > 60
+
+
+def test_an_image_that_changed_stops_it_by_name(sets: tuple[str, str], tmp_path: Path) -> None:
+    train, test = sets
+    shutil.copytree(train, tmp_path / "train")
+    damage(open_dataset(str(tmp_path / "train")), group=1, rows=[2])
+    with pytest.raises(ValueError, match=r"'a/.*\.(jpg|png)' in '.*part-.*' *: the bytes changed"):
+        deduplicate(str(tmp_path / "train"), [test], str(tmp_path / "clean"))

@@ -150,5 +150,5 @@ def test_what_the_codec_refuses_goes_through_pillow() -> None:
 def test_a_gpu_without_its_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert region_decoder(CPU) is device_decode.decode_with_pillow
-    with pytest.raises(RuntimeError, match=r"needs nvImageCodec .* 'vit-ray\[device-decode\]'"):
+    with pytest.raises(ValueError, match=r"needs nvImageCodec .* 'vit-ray\[device-decode\]'"):
         region_decoder(torch.device("cuda"))

@@ -45,12 +45,12 @@ def region_decoder(device: torch.device) -> RegionDecoder:
     """The best decoder for a device.
 
     Raises:
-        RuntimeError: on a GPU without nvImageCodec: Pillow would hold back any GPU.
+        ValueError: on a GPU without nvImageCodec: Pillow would hold back any GPU.
     """
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec"):
         return NvImageCodec(device)
     if device.type == "cuda":
-        raise RuntimeError(
+        raise ValueError(
             "data.decode=device needs nvImageCodec on every worker with a GPU; "
             "pip install 'vit-ray[device-decode]', or set data.decode=host"
         )

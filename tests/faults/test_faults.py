@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from vit_ray.config import Recipe
+from vit_ray.launch.tracking import replay
 from vit_ray.launch.trainer import train
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import folder_name
@@ -60,9 +62,10 @@ def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
     return driver
 
 
-def worker_pids() -> list[int]:
+def worker_pids(head: Head) -> list[int]:
     filters = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
-    return [actor.pid for actor in list_actors(filters=filters, detail=True)]
+    # By address: there may be other clusters on this machine.
+    return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]
 
 
 def points_are_counted_once(recipe: Recipe) -> bool:
@@ -77,7 +80,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
 ) -> None:
     recipe = long_recipe("worker-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    os.kill(worker_pids()[-1], signal.SIGKILL)
+    os.kill(worker_pids(ray_cluster)[-1], signal.SIGKILL)
     code, output = driver.wait()
     assert code == 0, output
     assert "worker failed" in output
@@ -137,7 +140,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
     recipe = long_recipe("hung", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     driver = start(recipe, ray_cluster, folder)
-    frozen = worker_pids()[0]
+    frozen = worker_pids(ray_cluster)[0]
     os.kill(frozen, signal.SIGSTOP)
     try:
         code, output = driver.wait(240)
@@ -151,3 +154,32 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
 def _continue(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # the restart has ended it
         os.kill(pid, signal.SIGCONT)
+
+
+def test_mlflow_away_for_good_costs_nothing_but_a_replay(
+    ray_cluster: Head, digits: Digits, folder: Path
+) -> None:
+    recipe = small_recipe("untracked", digits, folder)
+    with socket.socket() as held:  # nobody will ever listen here
+        held.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{held.getsockname()[1]}"
+        result = train(recipe.with_changes(tracking={"uri": away}))
+    assert result.is_complete
+    assert result.run_id is None
+    spool = Path(recipe.output) / recipe.name / "metrics.jsonl"
+    assert replay(spool, recipe.tracking.uri) > 0
+    (run,) = [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
+    assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8, 12, 16, 20, 24]
+
+
+def test_a_checkpoint_that_finds_no_room_is_told_and_the_next_one_counts(
+    ray_cluster: Head, digits: Digits, folder: Path
+) -> None:
+    recipe = small_recipe("no-room", digits, folder)
+    in_its_place = Path(recipe.output) / recipe.name / folder_name(8)
+    in_its_place.parent.mkdir(parents=True)
+    in_its_place.write_text("a file where the folder should be")
+    result = train(recipe)
+    assert result.is_complete
+    assert any(event.startswith("checkpoint failed: ") for event in result.events)
+    assert checkpoint_steps(recipe) == [16, 24]

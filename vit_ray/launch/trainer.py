@@ -212,7 +212,9 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> No
     recipe, workers = job.recipe, job.recipe.workers
     # Reports carry checkpoints only; at Ray's own 2 s each would wait for the controller.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
+    # An elastic group must give up the size that a node lost a moment ago had allowed.
+    start_timeout_s = "60" if len(workers.sizes) > 1 else "600"
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", start_timeout_s)
     _set_aside_ray_snapshot(job)
     storage = locate(recipe.output)
     trainer = TorchTrainer(

@@ -171,6 +171,9 @@ class WorkerServices:
             self._compute(),
         )
         if reason != "finished":
+            # The worker that heard it first may be another one; the recorder knows why.
+            poll = self._job.recorder.poll.remote(self._length.rank, self._progress.step)
+            reason = ray.get(poll) or reason
             text = f"{reason}; checkpoint at step {self._progress.step}"
             # Waited for: this process ends right after.
             ray.get(self._tell("stopped", text) or [])

@@ -1,0 +1,23 @@
+"""What a person sees of a run that works."""
+
+from vit_ray.launch.progress import describe
+from vit_ray.launch.recorder import Standing
+
+METRICS = {
+    "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
+    "perf/model_tflops_per_gpu": 512.4, "perf/mfu": 0.551, "perf/hfu": 0.602,
+    "data/wait_fraction": 0.03, "perf/step_ms_median": 310.2, "perf/step_ms_max": 333.3,
+    "perf/memory_gib": 71.25, "eval/top1": 0.8137,
+}  # fmt: skip
+
+
+def test_a_log_line_has_every_figure() -> None:
+    assert describe(Standing(metrics=METRICS)) == (
+        "loss 2.250, lr 3.00e-04, gradient 0.75, 1234 images/s, 512 TFLOP/s per worker, "
+        "MFU 55.1%, HFU 60.2%, data wait 3%, step 310 ms, slowest worker 333 ms, 71.2 GiB, "
+        "top-1 81.37%"
+    )
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert describe(Standing(metrics={"train/loss": 1.0})) == "loss 1.000"

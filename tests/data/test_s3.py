@@ -189,6 +189,20 @@ def test_sources_are_read_from_s3_as_from_disk(
     assert s3.faults.injected
 
 
+def test_a_tar_shard_is_indexed_in_few_requests(
+    s3: FaultProxy, buckets: Path, tmp_path: Path
+) -> None:
+    """600 files of a few bytes: 300 KiB of headers, which tarfile reads one by one."""
+    with tarfile.open(buckets / "sources" / "many.tar", "w") as tar:
+        for i in range(300):
+            add(tar, f"{i}.jpg", b"image")
+            add(tar, f"{i}.cls", b"1")
+    s3.faults.set("none", remaining=1, path="many.tar", every=10**6)
+    (unit,) = list_units("s3://sources/many.tar", "auto")
+    assert len(list(index_unit(unit, locate(str(tmp_path / "pack"))))) == 300
+    assert s3.faults.seen < 15
+
+
 SCRIPT = """
 import json, sys
 import ray

@@ -6,6 +6,7 @@ whose rows cannot be reached one by one are first packed into plain files of con
 """
 
 import csv
+import io
 import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -173,14 +174,15 @@ def _index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     location = locate(unit.path)
     with (
         location.filesystem.open_input_file(location.path) as file,
-        tarfile.open(fileobj=_seekable(file), mode="r:") as tar,
+        tarfile.open(fileobj=_buffered(file), mode="r:") as tar,
     ):
         for name, members in _samples(tar):
             yield _tar_entry(unit.path, f"{shard}/{name}", members, tar)
 
 
-def _seekable(file: Any) -> IO[bytes]:
-    return file  # pyarrow's files have what tarfile uses
+def _buffered(file: Any) -> IO[bytes]:
+    """In pieces of a MiB: tarfile reads 512 bytes at a time, each a request to an object store."""
+    return io.BufferedReader(file, 1 << 20)
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:

@@ -79,10 +79,15 @@ def is_transient(error: OSError) -> bool:
     return not isinstance(error, FileNotFoundError) and bool(_TRANSIENT.search(str(error)))
 
 
+def is_denied(error: Exception) -> bool:
+    """Whether the store refuses these credentials."""
+    return bool(_PERHAPS_THROTTLED.search(str(error)))
+
+
 def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:
     if isinstance(error, FileNotFoundError):
         return 1
-    if _PERHAPS_THROTTLED.search(str(error)):
+    if is_denied(error):
         return policy.denied_attempts
     return policy.attempts if is_transient(error) else 1
 

@@ -138,11 +138,14 @@ def test_a_folder_is_deleted_and_its_neighbour_is_not(s3: FaultProxy) -> None:
 def test_a_wrong_key_fails_soon_and_clearly(
     s3: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remote = open_dataset("s3://sets/small")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     storage._s3.cache_clear()
     with pytest.raises(OSError, match=r"ACCESS_DENIED|403") as caught:
         open_dataset("s3://sets/small")
     assert "wrong" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"part-.* cannot be read .*; check the credentials"):
+        RowGroupReader(remote).read(0)
 
 
 def write_sources(folder: Path) -> None:

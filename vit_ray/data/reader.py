@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.schema import SHARD_SCHEMA, checksum
-from vit_ray.retry import is_transient, with_retries
+from vit_ray.retry import is_denied, is_transient, with_retries
 from vit_ray.storage import Location
 
 _COLUMNS: Final = ["image", "labels", "key", "crc32"]
@@ -144,7 +144,10 @@ def _explained(location: Location) -> Iterator[None]:
 
 
 def _unreadable(location: Location, error: Exception) -> str:
-    return f"shard {location.path!r} cannot be read ({error}); run jobs/verify.py on the data set."
+    advice = "run jobs/verify.py on the data set"
+    if is_denied(error):
+        advice = "check the credentials in the environment, and the rights that they give"
+    return f"shard {location.path!r} cannot be read ({error}); {advice}."
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

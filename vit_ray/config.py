@@ -119,6 +119,10 @@ class DataConfig(Section):
     for storage and for its turn: three tasks keep two cores busy."""
     max_tasks: Positive | None = None
     """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
+    decode: Literal["host", "device"] = "host"
+    """Where training images become pixels: in reading tasks, or in the training workers, on the GPU
+    by nvImageCodec, where the CPUs cannot keep up. The crops are the same; pixels differ a little
+    (an antialiased resize of the region at full scale, where reading tasks decode it coarser)."""
     task_memory_mib: Positive = 256
     """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
     object_store_mib: Positive | None = None

@@ -243,6 +243,7 @@ def _spec(
         num_cpus=recipe.data.cpus_per_task,
         concurrency=recipe.data.max_tasks,
         held_mib=recipe.data.task_memory_mib,
+        decode=recipe.data.decode,
         object_store_mib=recipe.data.object_store_mib,
     )
 

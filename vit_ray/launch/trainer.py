@@ -20,6 +20,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from vit_ray.config import Recipe
+from vit_ray.data.bad_rows import BadRowLimit
 from vit_ray.data.stream import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
@@ -41,6 +42,9 @@ from vit_ray.train.checkpoint import (
     newest_verified_checkpoint,
 )
 from vit_ray.train.worker import TrainJob, train_worker
+
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+_GIVEN_START_TIMEOUT = os.environ.get(_START_TIMEOUT)
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
@@ -179,6 +183,7 @@ def _run(
         few_shot_classes=plan.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
+        note_bad_images=_bad_images(recipe, plan).note,
     )
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
@@ -194,6 +199,12 @@ def _run(
         with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
             ray.get(recorder.finish.remote(status))
             ray.kill(recorder)
+
+
+def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
+    """Of images that travel encoded, and turn out bad in a training worker."""
+    name = f"{recipe.output}/{recipe.name}"
+    return BadRowLimit(name, plan.num_images, recipe.data.max_bad_fraction)
 
 
 def _fit_or_say_why(job: TrainJob, plan: RunPlan, use_gpu: bool, cluster: ClusterShape) -> None:
@@ -214,7 +225,7 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> No
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     # An elastic group must give up the size that a node lost a moment ago had allowed.
     start_timeout_s = "60" if len(workers.sizes) > 1 else "600"
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", start_timeout_s)
+    os.environ[_START_TIMEOUT] = _GIVEN_START_TIMEOUT or start_timeout_s
     _set_aside_ray_snapshot(job)
     storage = locate(recipe.output)
     trainer = TorchTrainer(
@@ -299,7 +310,8 @@ class _Remaining:
         checkpoint = newest_verified_checkpoint(folder, self._tell)
         step = checkpoint.position.step if checkpoint else None
         discard_newer(folder, -1 if step is None else step)
-        ray.get(self.job.recorder.start_from.remote(step))
+        is_over = checkpoint is not None and bool(checkpoint.position.ended)
+        ray.get(self.job.recorder.start_from.remote(self.job.total_steps if is_over else step))
         batch = self.job.recipe.train.global_batch_size
         start = checkpoint.position.samples_seen if checkpoint else 0
         return PendingStream(

@@ -22,7 +22,7 @@ from vit_ray.config import Recipe
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.train.schedule import lr_at
 
-Batch = Mapping[str, np.ndarray]
+Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
 
 
@@ -186,9 +186,7 @@ def _step_seed(seed: int, step: int, rank: int) -> int:
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int) -> float:
     """Mean loss of this rank's share, after a backward pass of every micro-batch."""
-    tensors = [
-        torch.from_numpy(np.ascontiguousarray(batch[k])) for k in ("image", "labels", "sample")
-    ]
+    tensors = [as_tensor(batch[k]) for k in ("image", "labels", "sample")]
     images, labels, samples = (t.to(engine.device, non_blocking=True) for t in tensors)
     total = torch.zeros((), device=engine.device)
     count = len(images) // micro_batch_size
@@ -196,6 +194,13 @@ def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int) -> float:
         part = slice(piece * micro_batch_size, (piece + 1) * micro_batch_size)
         total += engine.backward(images[part], labels[part].long(), samples[part]).float()
     return float(total) / count
+
+
+def as_tensor(column: np.ndarray | Tensor) -> Tensor:
+    """A column of a batch; images may be a tensor already, on the device."""
+    if isinstance(column, Tensor):
+        return column
+    return torch.from_numpy(np.ascontiguousarray(column))
 
 
 def _is_due(every_minutes: float | None, elapsed_s: float) -> bool:

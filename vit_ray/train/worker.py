@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import ray.train
+import ray.train.torch
 import torch
 from ray.train import CheckpointUploadMode
 from torch import Tensor, nn
@@ -38,11 +39,12 @@ from vit_ray.train.checkpoint import (
     open_checkpoint,
 )
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
+from vit_ray.train.device_decode import DeviceDecoder
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
 from vit_ray.train.footprint import largest_micro_batch
 from vit_ray.train.heart import Heart
-from vit_ray.train.loop import Batch, Length, Progress, run_training
+from vit_ray.train.loop import Batch, Length, Progress, as_tensor, run_training
 from vit_ray.train.micro_batch import CPU_MOST, halve_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.saving import CheckpointWriter
@@ -67,6 +69,8 @@ class TrainJob:
     """Unix time at which Ray was up, for the time to the first step."""
     recorder: Any
     """Actor handle: `metrics`, `event`, `poll`, `start_point`, `fail`, `run_id`."""
+    note_bad_images: Callable[[dict[int, str]], None]
+    """Counts images that cannot be decoded here: sample number to description; may raise."""
 
 
 class HopelessError(RuntimeError):
@@ -225,9 +229,8 @@ class WorkerServices:
     def save(self, progress: Progress) -> None:
         """Snapshot now, write in Ray Train's upload thread while training goes on."""
         start_s = time.perf_counter()
-        self._heart.pause()
+        self._heart.pause()  # the report below waits for the slowest rank
         self._written.wait()  # storage slower than the cadence must not pile up copies
-        self._heart.resume()
         self._written.clear()
         snapshot = self._engine.snapshot(self._position(progress))
         name, storage = folder_name(progress.step), self._run_folder.for_ray()
@@ -235,6 +238,9 @@ class WorkerServices:
         def upload(_: Any, __: str) -> ray.train.Checkpoint:
             try:
                 self._writer.write(snapshot, name)
+            except OSError as error:
+                ray.get(self._job.recorder.fail.remote(str(error)))  # a restart would not help
+                raise
             finally:
                 self._written.set()
             return ray.train.Checkpoint(self._run_folder.child(name).path, storage)
@@ -247,6 +253,7 @@ class WorkerServices:
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=upload,
         )
+        self._heart.resume()
         stall_s = time.perf_counter() - start_s
         progress.history["checkpoint/stall_s"] = stall_s
         self.log(progress.step, {"checkpoint/stall_s": stall_s})
@@ -284,7 +291,7 @@ class WorkerServices:
     def _layers_of(self, batch: Batch) -> str:
         """Norms by layer, of weights and of the batch's activations; all ranks call it."""
         engine, micro = self._engine, self._length.micro_batch_size
-        images = torch.from_numpy(np.ascontiguousarray(batch["image"]))
+        images = as_tensor(batch["image"])
         pieces = [
             engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
             for piece in torch.split(images, micro)
@@ -293,7 +300,7 @@ class WorkerServices:
         sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
         activations = dict(zip(names, sizes, strict=True))
         bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
-        where = f"first not finite in {bad}" if bad else "finite in the forward pass"
+        where = f"first not finite in {bad}" if bad else "finite when the model is evaluated"
         return (
             f"Activations are {where}; their size by layer: {_listed(list(activations.items()))}. "
             f"Largest weight norms: {_listed(_largest(engine.weight_norms()))}"
@@ -323,20 +330,23 @@ class WorkerServices:
             raise HopelessError(str(error), is_agreed=False) from None
         self._tell("out of memory", f"{failed} images per pass do not fit; trying {limit}")
 
-    def _start_stream(self) -> Iterator[dict[str, np.ndarray]]:
+    def _start_stream(self) -> Iterator[Batch]:
         """The training batches; the first is being read while the engine is built."""
         shard = ray.train.get_dataset_shard("train")
-        batches = iter(
-            shard.iter_batches(
-                batch_size=self._length.share(self._recipe.train.global_batch_size),
-                prefetch_batches=self._recipe.data.prefetch_batches,
+        share = self._length.share(self._recipe.train.global_batch_size)
+        ahead = self._recipe.data.prefetch_batches
+        if self._recipe.data.decode == "device":
+            blocks = shard.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=ahead
             )
-        )
+            batches = self._decoded(blocks, share)
+        else:
+            batches = iter(shard.iter_batches(batch_size=share, prefetch_batches=ahead))
         reader = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
         first = reader.submit(next, batches, None)
         reader.shutdown(wait=False)
 
-        def joined() -> Iterator[dict[str, np.ndarray]]:
+        def joined() -> Iterator[Batch]:
             batch = first.result()
             if batch is not None:
                 yield batch
@@ -344,12 +354,28 @@ class WorkerServices:
 
         return joined()
 
+    def _decoded(self, blocks: Any, share: int) -> Iterator[Batch]:
+        """Batches of images that arrive encoded."""
+        size = self._recipe.model.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        try:
+            decoder = DeviceDecoder(
+                ray.train.torch.get_device(), (height, width), share, self._job.note_bad_images
+            )
+            yield from decoder.batches(blocks)
+        except ValueError as error:
+            raise HopelessError(str(error), is_agreed=False) from None
+
     def _traced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """With a profile of the steps that the recipe names, of the first worker."""
         steps = self._recipe.train.profile_steps
         if steps is None or self._length.rank > 0:
             return batches
-        keep = self._job.recorder.content.remote
+        recorder = self._job.recorder
+
+        def keep(name: str, content: bytes) -> None:
+            ray.get(recorder.content.remote(name, content))  # this process may be about to end
+
         return profiled(batches, steps, self._progress.step + 1, keep)
 
     def _build_engine(self, micro: int, world_size: int, start_step: int | None) -> DeepSpeedEngine:
@@ -429,13 +455,18 @@ class WorkerServices:
 
     def _roll_back(self) -> None:
         """Weights and optimizer of the last checkpoint; the data since then are passed over."""
-        newest = newest_checkpoint(self._run_folder)
+        # Until every rank has written, ranks could see another one as the newest.
+        self._heart.pause()
+        self._written.wait()
+        self.sum([0.0])
+        newest = newest_checkpoint(self._run_folder) if self._length.rank == 0 else None
         step = from_first(newest.position.step if newest else -1, self._engine.device)
         if step < 0:
             raise HopelessError("there is no checkpoint to roll back to; the run stops")
-        checkpoint = newest_checkpoint(self._run_folder)
+        checkpoint = self._chosen_checkpoint(step)
         assert checkpoint is not None
         self._engine.restore(checkpoint)
+        self._heart.resume()
         self._tell("rolled back", f"weights of step {step}, data go on at {self._progress.step}")
 
     def _measure(self, prefix: str) -> dict[str, float]:

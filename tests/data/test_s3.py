@@ -149,7 +149,7 @@ def test_a_wrong_key_fails_soon_and_clearly(
 
 
 def write_sources(folder: Path) -> None:
-    """The same four images in every layout."""
+    """The same four images in every layout, and a tar shard of many small files."""
     images = {f"{i}.jpg": jpeg(i) for i in range(4)}
     for name, image in images.items():
         for parent in (folder / "classes" / f"class_{int(name[0]) % 2}", folder / "list/images"):
@@ -163,6 +163,10 @@ def write_sources(folder: Path) -> None:
         for name, image in images.items():
             add(tar, name, image)
             add(tar, name.replace("jpg", "cls"), name[:1].encode())
+    with tarfile.open(folder / "many.tar", "w") as tar:
+        for i in range(300):
+            add(tar, f"{i}.jpg", b"image")
+            add(tar, f"{i}.cls", b"1")
     structs = [{"bytes": image, "path": name} for name, image in images.items()]
     table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
     pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
@@ -192,14 +196,8 @@ def test_sources_are_read_from_s3_as_from_disk(
     assert s3.faults.injected
 
 
-def test_a_tar_shard_is_indexed_in_few_requests(
-    s3: FaultProxy, buckets: Path, tmp_path: Path
-) -> None:
+def test_a_tar_shard_is_indexed_in_few_requests(s3: FaultProxy, tmp_path: Path) -> None:
     """600 files of a few bytes: 300 KiB of headers, which tarfile reads one by one."""
-    with tarfile.open(buckets / "sources" / "many.tar", "w") as tar:
-        for i in range(300):
-            add(tar, f"{i}.jpg", b"image")
-            add(tar, f"{i}.cls", b"1")
     s3.faults.set("none", remaining=1, path="many.tar", every=10**6)
     (unit,) = list_units("s3://sources/many.tar", "auto")
     assert len(list(index_unit(unit, locate(str(tmp_path / "pack"))))) == 300

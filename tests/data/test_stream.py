@@ -11,13 +11,11 @@ import ray
 from numpy.typing import NDArray
 
 from vit_ray.data.images import Augmentation
+from vit_ray.data.ingest import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.order import Order
 from vit_ray.data.selection import split_rows
 from vit_ray.data.stream import (
-    PendingEvaluation,
-    PendingStream,
-    StreamConfig,
     StreamSpec,
     evaluation_stream,
     split_stream,

@@ -7,14 +7,13 @@ the batch contract.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import cv2
 import ray
 import ray.data
-import ray.train
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.data._internal.iterator.stream_split_iterator import StreamSplitDataIterator
 from ray.data.block import Block, BlockAccessor, BlockMetadata
@@ -28,9 +27,6 @@ from vit_ray.data.layout import World, full_block_rows, legs, read_tasks
 from vit_ray.data.plan import rows_per_group
 
 __all__ = [
-    "PendingEvaluation",
-    "PendingStream",
-    "StreamConfig",
     "StreamSpec",
     "evaluation_stream",
     "split_stream",
@@ -43,42 +39,6 @@ _BLOCKS_READY: Final = 2
 _FIRST_LEG_TASKS: Final = 512
 _LATER_LEG_TASKS: Final = 8192
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a leg."""
-
-
-@dataclass(frozen=True)
-class PendingStream:
-    """A training stream that waits for the world size; `StreamConfig` makes the Dataset of it.
-
-    `micro_batch_size` may be a function of the world size, for groups that change size.
-    """
-
-    spec: StreamSpec
-    micro_batch_size: int | Callable[[int], int]
-    start: int
-    stop: int
-
-    def dataset(self, world_size: int) -> ray.data.Dataset:
-        """The stream for this many ranks."""
-        size = self.micro_batch_size
-        return training_stream(
-            self.spec,
-            world_size=world_size,
-            micro_batch_size=size if isinstance(size, int) else size(world_size),
-            start=self.start,
-            stop=self.stop,
-        )
-
-
-@dataclass(frozen=True)
-class PendingEvaluation:
-    """An evaluation stream that waits for the world size."""
-
-    spec: StreamSpec
-    batch_size: int
-
-    def dataset(self, world_size: int) -> ray.data.Dataset:
-        """The stream for this many ranks."""
-        return evaluation_stream(self.spec, world_size=world_size, batch_size=self.batch_size)
 
 
 def training_stream(
@@ -284,28 +244,3 @@ class _Blocks:
             batch, bad = reader.batches.batch(rank, first, last)
             reader.limit.note(bad)
             yield packed(batch) if reader.is_encoded else BlockAccessor.batch_to_block(batch)
-
-
-class StreamConfig(ray.train.DataConfig):
-    """Builds each stream for exactly the workers of each worker-group start.
-
-    A data set of the trainer is a `PendingStream`, a `PendingEvaluation`, or a callable that
-    returns one, which Ray Train calls at every start; a plain Dataset is split as it is.
-    """
-
-    def configure(
-        self,
-        datasets: dict[str, Any],
-        world_size: int,
-        worker_handles: Any = None,
-        worker_node_ids: Any = None,
-        **kwargs: Any,
-    ) -> list[dict[str, Any]]:
-        """One dict of iterators per rank."""
-        shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
-        for name, source in datasets.items():
-            is_pending = isinstance(source, PendingStream | PendingEvaluation)
-            dataset = source.dataset(world_size) if is_pending else source
-            for rank, shard in enumerate(split_stream(dataset, world_size)):
-                shards[rank][name] = shard
-        return shards

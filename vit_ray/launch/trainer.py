@@ -21,7 +21,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from vit_ray.config import Recipe
 from vit_ray.data.bad_rows import BadRowLimit
-from vit_ray.data.stream import PendingEvaluation, PendingStream, StreamConfig
+from vit_ray.data.ingest import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
     RunPlan,

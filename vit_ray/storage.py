@@ -1,13 +1,12 @@
 """Where data sets lie: a local folder or an `s3://` address, behind one pyarrow file system."""
 
-import contextlib
 import os
 import shutil
 import uuid
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pyarrow import fs
 
@@ -100,11 +99,16 @@ class Location:
                 Path(self.path).unlink(missing_ok=True)
             return
         # Here and not above: it takes half a second, and reading tasks never delete.
+        from botocore.exceptions import BotoCoreError
         from s3fs import S3FileSystem
 
-        store = S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-        with contextlib.suppress(FileNotFoundError):
+        store = S3FileSystem(skip_instance_cache=True, **_s3fs_options())
+        try:
             store.rm(self.path, recursive=True)
+        except FileNotFoundError:
+            pass
+        except BotoCoreError as error:  # no OSError, so nobody would try again
+            raise OSError(f"{self.path}: {error}") from error
 
     def for_ray(self) -> fs.FileSystem:
         """The file system through which Ray Train writes here.
@@ -115,7 +119,7 @@ class Location:
             return self.filesystem
         from s3fs import S3FileSystem
 
-        return fs.PyFileSystem(fs.FSSpecHandler(S3FileSystem(use_listings_cache=False)))
+        return fs.PyFileSystem(fs.FSSpecHandler(S3FileSystem(**_s3fs_options())))
 
     @property
     def uri(self) -> str:
@@ -178,6 +182,16 @@ def locate(path: str) -> Location:
     return Location(fs.LocalFileSystem(), local)
 
 
+def _region() -> str | None:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+
+
+def _s3fs_options() -> dict[str, Any]:
+    """botocore reads the region from AWS_DEFAULT_REGION only."""
+    region = {"region_name": _region()} if _region() else {}
+    return {"use_listings_cache": False, "client_kwargs": region}
+
+
 _CONNECT_TIMEOUT_S: Final = 5.0
 _REQUEST_TIMEOUT_S: Final = 30.0
 
@@ -190,7 +204,7 @@ def _s3() -> fs.S3FileSystem:
     return fs.S3FileSystem(
         endpoint_override=host or None,
         scheme=scheme or "https",
-        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        region=_region(),
         connect_timeout=_CONNECT_TIMEOUT_S,
         request_timeout=float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S)),
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),

@@ -18,7 +18,7 @@ from tests.end_to_end.runs import (
     weights_of,
 )
 from vit_ray.config import Recipe
-from vit_ray.launch.trainer import RunResult, evaluate, finetune, train
+from vit_ray.launch.trainer import RunFailedError, RunResult, evaluate, finetune, train
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,31 @@ def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(
     metrics = evaluate(again)
     # init_from takes the averaged weights where there are any.
     assert metrics["eval/top1"] == pytest.approx(result.metrics["eval/averaged_top1"])
+
+
+def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
+    digits: Digits, folder: Path, tmp_path: Path
+) -> None:
+    recipe = small_recipe(
+        "diverges",
+        digits,
+        folder,
+        optim={"learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant"},
+        train={"nonfinite": "rollback", "max_nonfinite_steps": 2},
+        checkpoint={"every_steps": 1},
+    )
+    wanted = (
+        r"step \d+ is not finite; the step was not applied. Samples \d+, \d+, .*"
+        r"first not finite in .*Largest weight norms: .*2 such steps in a row"
+    )
+    with pytest.raises(RunFailedError, match=wanted):
+        train(recipe)
+    (run,) = [r for r in runs_of(recipe) if r.info.run_name == "diverges"]
+    client = MlflowClient(recipe.tracking.uri)
+    history = Path(client.download_artifacts(run.info.run_id, "history", str(tmp_path)))
+    (attempt,) = history.glob("*.json")
+    kinds = [event["kind"] for event in json.loads(attempt.read_text())]
+    assert [k for k in kinds if k != "first step"] == ["not finite", "rolled back", "not finite"]
 
 
 def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(

@@ -40,13 +40,16 @@ _HARMLESS = (
     "data.cpus_per_task",
     "data.eval",
     "data.max_tasks",
+    "data.object_store_mib",
     "data.prefetch_batches",
+    "data.task_memory_mib",
     "data.train",  # the data set's fingerprint tells more than its path
     "evaluate.batch_size",
     "evaluate.few_shot_test",
     "evaluate.few_shot_train",
     "train.log_every_steps",
     "train.micro_batch_size",
+    "train.profile_steps",
     "train.step_timeout_s",
     "train.zero_stage",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def profiled(
@@ -59,7 +62,12 @@ def _started() -> Any:
 
 def _finish(tracer: Any, steps: tuple[int, int], keep: Callable[[str, bytes], Any]) -> None:
     tracer.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        tracer.export_chrome_trace(str(path))
-        keep(f"trace-steps-{steps[0]}-{steps[1]}.json.gz", gzip.compress(path.read_bytes()))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            tracer.export_chrome_trace(str(path))
+            content = gzip.compress(path.read_bytes())
+    except OSError as error:  # it costs itself, not the training
+        logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
+        return
+    keep(f"trace-steps-{steps[0]}-{steps[1]}.json.gz", content)

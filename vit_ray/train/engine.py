@@ -213,7 +213,9 @@ class DeepSpeedEngine:
         layers = _layers(getattr(module, "model", module))
         hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers]
         try:
-            self.predict(images)
+            # What torch.compile has made already would pass the hooks by.
+            with torch.compiler.set_stance("force_eager"):
+                self.predict(images)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -250,6 +252,8 @@ class DeepSpeedEngine:
             engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
+        if self.stage == 0 and engine.world_size == 1:
+            engine.enable_backward_allreduce = False  # it would copy all gradients for nobody
         if self._train.compile:
             engine.compile()
         return engine

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from vit_ray.train.loop import Progress
 
 BEAT_S = 1.0
+FIRST_STEP_S = 600.0
+"""Least time for the first step of an attempt, which compiles and waits for the first batch."""
 
 
 class Heart(threading.Thread):
@@ -35,7 +37,8 @@ class Heart(threading.Thread):
         self._beat, self._tell = beat, tell
         self._ended = threading.Event()
         self.is_paused = False
-        self._last_step = -1
+        self._last_step = progress.step
+        self._has_moved = False
         self._moved_s = time.monotonic()
         self.start()
 
@@ -59,13 +62,15 @@ class Heart(threading.Thread):
         self._ended.set()
 
     def _watch_step(self) -> None:
+        limit_s = self._timeout_s if self._has_moved else max(self._timeout_s, FIRST_STEP_S)
         if self._progress.step != self._last_step or self.is_paused:
+            self._has_moved |= self._progress.step != self._last_step
             self._last_step, self._moved_s = self._progress.step, time.monotonic()
-        elif self._last_step > 0 and time.monotonic() - self._moved_s > self._timeout_s:
-            self._end_process()
+        elif time.monotonic() - self._moved_s > limit_s:
+            self._end_process(limit_s)
 
-    def _end_process(self) -> None:
+    def _end_process(self, limit_s: float) -> None:
         """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
-        self._tell(f"no step since {self._timeout_s:g} s (train.step_timeout_s); restarting")
+        self._tell(f"no step since {limit_s:g} s (train.step_timeout_s); restarting")
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         os._exit(1)

@@ -54,7 +54,10 @@ class CheckpointWriter:
             return
         self._failed_saves = 0
         if snapshot.rank == 0:
-            prune(self._run_folder, self._keep.keep_last, self._best_step())
+            try:
+                prune(self._run_folder, self._keep.keep_last, self._best_step())
+            except OSError as error:  # the next one removes it
+                self._tell("old checkpoint left", f"{self._run_folder.path}: {error}")
 
     def _write_with_retries(self, snapshot: Snapshot, folder: Location) -> None:
         """`write_snapshot`, tried again with growing pauses while the storage refuses it."""

@@ -276,6 +276,8 @@ CONTENDERS: dict[str, tuple[Callable[[Path, str], Iterator[Any]], str]] = {
 def measure(name: str, data: Path, seconds: float) -> None:
     """Run one contender in this process and print its figures as JSON."""
     make, argument = CONTENDERS[name]
+    peak = {"store": 0}
+    threading.Thread(target=watch_store, args=(peak,), daemon=True).start()
     started = time.perf_counter()
     batches: Iterable[Any] = iter(make(data, argument))
     next(iter(batches))
@@ -289,11 +291,24 @@ def measure(name: str, data: Path, seconds: float) -> None:
         count += len(batch)
     rate = count / (time.perf_counter() - begin)
     cpu_ms = (tree_cpu_s() - cpu_s) / count * 1000
-    figures = {"rate": rate, "cpu_ms": cpu_ms, "first_s": first_s, "started": started}
+    figures = {"rate": rate, "cpu_ms": cpu_ms, "first_s": first_s, "started": started, **peak}
     print(json.dumps(figures), flush=True)
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(0)
+
+
+def watch_store(peak: dict[str, int]) -> None:
+    """Peak of the object store in bytes, by Ray's own count, in contenders that use Ray."""
+    while True:
+        time.sleep(0.5)
+        if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+            continue
+        from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+        address = sys.modules["ray"].get_runtime_context().gcs_address
+        stats = get_memory_info_reply(get_state_from_address(address)).store_stats
+        peak["store"] = max(peak["store"], stats.object_store_bytes_used)
 
 
 def tree_cpu_s() -> float:
@@ -309,7 +324,7 @@ def run_apart(name: str, data: Path, seconds: float) -> dict[str, Any]:
     """One contender in a fresh process; its peak memory is that of the whole process tree."""
     command = [sys.executable, __file__, str(data), "--seconds", str(seconds), "--only", name]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    peaks = {"rss": 0, "shared": 0}
+    peaks = {"rss": 0}
     watcher = threading.Thread(target=watch_memory, args=(process, peaks), daemon=True)
     watcher.start()
     out, err = process.communicate()
@@ -323,7 +338,7 @@ def run_apart(name: str, data: Path, seconds: float) -> dict[str, Any]:
 
 
 def watch_memory(process: "subprocess.Popen[str]", peaks: dict[str, int]) -> None:
-    """Peak private and shared memory of a process and its descendants, in bytes."""
+    """Peak memory that belongs to a process or its descendants alone, in bytes."""
     while process.poll() is None:
         try:
             root = psutil.Process(process.pid)
@@ -331,7 +346,6 @@ def watch_memory(process: "subprocess.Popen[str]", peaks: dict[str, int]) -> Non
         except psutil.Error:
             continue
         peaks["rss"] = max(peaks["rss"], sum(info.rss - info.shared for info in infos))
-        peaks["shared"] = max(peaks["shared"], max(info.shared for info in infos))
         time.sleep(0.5)
 
 
@@ -381,7 +395,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     ours, our_cpu_ms = (results["vit_ray stream"][name] for name in ("rate", "cpu_ms"))
     lines = [
         "| contender | images/s | ours / it | CPU ms an image | its / ours | first batch, s | "
-        "private RSS, MiB | shared, MiB |",
+        "private RSS, MiB | object store, MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
@@ -391,7 +405,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"| {name} | {row['rate']:.0f} | {ours / row['rate']:.2f} | {row['cpu_ms']:.3f} | "
             f"{row['cpu_ms'] / our_cpu_ms:.2f} | {row['first_s']:.1f} | "
-            f"{row['rss'] >> 20} | {row['shared'] >> 20} |"
+            f"{row['rss'] >> 20} | {row['store'] >> 20 or ''} |"
         )
     return "\n".join(lines)
 

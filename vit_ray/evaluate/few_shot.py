@@ -61,7 +61,8 @@ def few_shot_accuracy(
         ranks = _ranks_in_class(y_train, num_classes, seed)
         for shot in shots:
             chosen = ranks < shot
-            predicted = _predict(x_train[chosen], y_train[chosen], x_test, num_classes, l2)
+            examples = x_train[chosen].astype(np.float64)
+            predicted = _predict(examples, y_train[chosen], x_test, num_classes, l2)
             accuracies[shot].append(float(np.mean(predicted == y_test)))
     return {shot: float(np.mean(values)) for shot, values in accuracies.items()}
 
@@ -102,7 +103,11 @@ def _solve_shifted(gram: FloatArray, l2: float, right: FloatArray) -> FloatArray
 
 
 def _predict(
-    x_train: FloatArray, y_train: IntArray, x_test: FloatArray, num_classes: int, l2: float
+    x_train: FloatArray,
+    y_train: IntArray,
+    x_test: NDArray[np.floating],
+    num_classes: int,
+    l2: float,
 ) -> IntArray:
     mean, std = x_train.mean(axis=0), x_train.std(axis=0) + STD_FLOOR
     targets = 2.0 * np.eye(num_classes)[y_train] - 1.0
@@ -110,7 +115,7 @@ def _predict(
     return np.argmax(_augmented(x_test, mean, std) @ weights, axis=1)
 
 
-def _augmented(x: FloatArray, mean: FloatArray, std: FloatArray) -> FloatArray:
+def _augmented(x: NDArray[np.floating], mean: FloatArray, std: FloatArray) -> FloatArray:
     bias = np.full((len(x), 1), BIAS_CONSTANT)
     return np.concatenate([(x - mean) / std, bias], axis=1)
 
@@ -128,8 +133,9 @@ def _ranks_in_class(labels: IntArray, num_classes: int, seed: int) -> IntArray:
 
 def _checked(
     which: str, features: NDArray[np.floating], labels: NDArray[np.integer], num_classes: int
-) -> tuple[FloatArray, IntArray]:
-    x, y = np.asarray(features, dtype=np.float64), np.asarray(labels, dtype=np.int64)
+) -> tuple[NDArray[np.floating], IntArray]:
+    # Left as narrow as they came: of a large pool only the examples drawn are solved in float64.
+    x, y = np.asarray(features), np.asarray(labels, dtype=np.int64)
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(
             f"few-shot: {which} features {x.shape} and labels {y.shape} must be (N, D) and (N,)"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+GATHERED_BYTES: Final = 64 << 20
+"""Large enough for the links' full speed, small beside what training leaves free on a device."""
 
 
 def all_sum(values: Sequence[float], device: torch.device) -> list[float]:
@@ -20,12 +24,40 @@ def all_max(values: Sequence[float], device: torch.device) -> list[float]:
     return _reduced(values, device, dist.ReduceOp.MAX)
 
 
-def all_rows(rows: np.ndarray, device: torch.device) -> np.ndarray:
-    """Every rank's (n, ...) rows, concatenated in rank order; n and dtype equal on all ranks."""
-    mine = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return torch.cat(parts).cpu().numpy()
+def all_rows(
+    rows: np.ndarray,
+    device: torch.device,
+    *,
+    places: np.ndarray | None = None,
+    most_bytes: int = GATHERED_BYTES,
+) -> np.ndarray:
+    """Every rank's (n, ...) rows in one host array, on every rank.
+
+    n may differ between ranks; dtype and the other sides may not.
+
+    Args:
+        places: index in the result of each of all ranks' rows, counted in rank order; unset = as
+            they are counted.
+        most_bytes: what a device holds of them at a time, all ranks' together; at least a row of
+            each.
+    """
+    mine = torch.tensor([len(rows)], dtype=torch.int64, device=device)
+    counts = [int(count) for count in _gathered(mine)]
+    whole = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
+    places = np.arange(len(whole)) if places is None else places
+    places_by_rank = np.split(places, np.cumsum(counts)[:-1])
+    row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
+    step = max(1, most_bytes // (row_bytes * len(counts)))
+    for first in range(0, max(counts), step):
+        # All ranks take part in every turn with equally many rows, the last of them padded.
+        piece = np.zeros((min(step, max(counts) - first), *rows.shape[1:]), rows.dtype)
+        own = rows[first : first + step]
+        piece[: len(own)] = own
+        parts = _gathered(torch.from_numpy(piece).to(device))
+        for targets, part in zip(places_by_rank, parts, strict=True):
+            now = targets[first : first + step]
+            whole[now] = part[: len(now)].cpu().numpy()
+    return whole
 
 
 def from_first(value: int, device: torch.device) -> int:
@@ -33,6 +65,12 @@ def from_first(value: int, device: torch.device) -> int:
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.broadcast(tensor, src=0)
     return int(tensor)
+
+
+def _gathered(mine: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return parts
 
 
 def _reduced(values: Sequence[float], device: torch.device, how: Any) -> list[float]:

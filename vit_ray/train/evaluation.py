@@ -37,20 +37,23 @@ def measure_accuracy(
 def collect_features(
     engine: DeepSpeedEngine, batches: Iterable[Batch]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, D) float32 and first labels (N,) of every image, in one order on all ranks."""
-    features, labels, samples, weights = [], [], [], []
+    """Features (N, D) float32 and first labels (N,) of every image, in one order on all ranks.
+
+    They lie in host memory; a device holds no more of them than a batch, or a part in passing.
+    """
+    features, labels, samples = [], [], []
     for batch, head_inputs, _ in _predictions(engine, batches):
-        features.append(head_inputs.cpu().numpy())
-        labels.append(batch["labels"][:, 0].astype(np.int64))
-        samples.append(batch["sample"])
-        weights.append(batch["weight"])
-    parts = [np.concatenate(part) for part in (features, labels, samples, weights)]
-    all_features, all_labels, all_samples, all_weights = (
-        all_rows(part, engine.device) for part in parts
+        real = batch["weight"] > 0
+        features.append(head_inputs.cpu().numpy()[real])
+        labels.append(batch["labels"][real, 0].astype(np.int64))
+        samples.append(batch["sample"][real])
+    order = np.argsort(all_rows(np.concatenate(samples), engine.device))
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    all_features, all_labels = (
+        all_rows(np.concatenate(part), engine.device, places=places) for part in (features, labels)
     )
-    real = np.flatnonzero(all_weights > 0)
-    order = real[np.argsort(all_samples[real], kind="stable")]
-    return all_features[order], all_labels[order]
+    return all_features, all_labels
 
 
 def measure_few_shot(

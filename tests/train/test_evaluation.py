@@ -1,0 +1,87 @@
+"""Features and accuracy of a set that several ranks share, against one rank that has it all."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.engine_runs import build_engine
+from tests.train.ranks import run_ranks
+from vit_ray.config import EvalConfig, TrainConfig
+from vit_ray.train.evaluation import collect_features, measure_accuracy, measure_few_shot
+
+NUM_IMAGES, BATCH = 19, 4
+
+
+def share(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Whole batches of this rank, equally many on all; the last of the set are padding."""
+    rng = np.random.default_rng(0)
+    passes = -(-NUM_IMAGES // (BATCH * world_size))
+    rows = passes * BATCH * world_size
+    images = rng.integers(0, 256, (rows, 8, 8, 3), np.uint8)
+    samples = np.where(np.arange(rows) < NUM_IMAGES, np.arange(rows), -1)
+    labels = np.where(samples[:, None] < 0, -1, np.arange(rows)[:, None] % 5).astype(np.int32)
+    batches = []
+    for number in range(rank, passes * world_size, world_size):
+        part = slice(number * BATCH, (number + 1) * BATCH)
+        batches.append(
+            {
+                "image": images[part],
+                "labels": labels[part],
+                "sample": samples[part],
+                "weight": (samples[part] >= 0).astype(np.float32),
+            }
+        )
+    return batches
+
+
+def evaluated(rank: int) -> dict[int, Any]:
+    """By ZeRO stage: features and labels, accuracy, few-shot accuracy."""
+    world_size = torch.distributed.get_world_size()
+    batches = share(rank, world_size)
+    found = {}
+    for stage in (0, 3):
+        train = TrainConfig(zero_stage=stage, precision="fp32")
+        engine = build_engine(train, world_size, 1)
+        few_shot = EvalConfig(shots=(1, 3), few_shot_seeds=2)
+        found[stage] = (
+            *collect_features(engine, batches),
+            measure_accuracy(engine, batches, train),
+            measure_few_shot(engine, batches, batches, few_shot, num_classes=5),
+        )
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return run_ranks(1, evaluated)[0][0]
+
+
+@pytest.fixture(scope="module")
+def shared() -> list[dict[int, Any]]:
+    # 19 images in 6 batches of 4: rank 0 has 11 of them, and of rank 1's 3 batches one is padding.
+    return run_ranks(2, evaluated)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_all_ranks_have_every_images_features_in_the_sets_order(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    features, labels, *_ = alone
+    assert features.shape == (NUM_IMAGES, 30)
+    assert labels.tolist() == [i % 5 for i in range(NUM_IMAGES)]
+    for rank in shared:
+        # The same sums in batches of the same size; ZeRO 3 takes them by a kernel of its own.
+        np.testing.assert_allclose(rank[stage][0], features, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(rank[stage][1], labels)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    for rank in shared:
+        assert rank[stage][2] == pytest.approx(alone[2], rel=1e-5)
+        assert rank[stage][3] == pytest.approx(alone[3])

@@ -6,7 +6,7 @@ import pytest
 
 from vit_ray.config import Recipe, recipe_from_dict
 from vit_ray.storage import locate
-from vit_ray.train.micro_batch import halve_limit, micro_batch_size, read_limit
+from vit_ray.train.micro_batch import lower_limit, micro_batch_size, read_limit
 
 
 def recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
@@ -46,10 +46,30 @@ def test_a_number_is_the_most_for_an_elastic_group() -> None:
     ]
 
 
-def test_the_limit_halves_and_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
+def test_the_limit_falls_and_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
     folder = locate(str(tmp_path / "run"))
     assert read_limit(folder) is None
-    assert halve_limit(folder, 24) == 12
-    assert read_limit(folder) == 12
+    assert lower_limit(folder, 24) == 18
+    assert read_limit(folder) == 18
     with pytest.raises(ValueError, match="one image per pass does not fit"):
-        halve_limit(folder, 1)
+        lower_limit(folder, 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "tried"),
+    [
+        (1, [96, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
+        (3, [32, 16, 8, 4, 2, 1]),
+        (8, [12, 6, 4, 3, 2, 1]),
+    ],
+)
+def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
+    tmp_path: Path, world: int, tried: list[int]
+) -> None:
+    folder = locate(str(tmp_path / "run"))
+    images = [micro_batch_size(recipe("auto", world), world)]
+    while images[-1] > 1:
+        limit = lower_limit(folder, images[-1])
+        assert micro_batch_size(recipe("auto", world), world, read_limit(folder)) <= limit
+        images.append(micro_batch_size(recipe("auto", world), world, limit))
+    assert images == tried

@@ -45,7 +45,7 @@ from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
 from vit_ray.train.footprint import largest_micro_batch
 from vit_ray.train.heart import Heart
 from vit_ray.train.loop import Batch, Length, Progress, as_tensor, run_training
-from vit_ray.train.micro_batch import CPU_MOST, halve_limit, micro_batch_size, read_limit
+from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.saving import CheckpointWriter
 from vit_ray.train.start import initialize_weights
@@ -325,10 +325,10 @@ class WorkerServices:
         """The group is restarted, and reads the new limit."""
         failed = self._length.micro_batch_size
         try:
-            limit = halve_limit(self._run_folder, failed)
+            limit = lower_limit(self._run_folder, failed)
         except ValueError as error:
             raise HopelessError(str(error), is_agreed=False) from None
-        self._tell("out of memory", f"{failed} images per pass do not fit; trying {limit}")
+        self._tell("out of memory", f"{failed} images per pass do not fit; trying at most {limit}")
 
     def _start_stream(self) -> Iterator[Batch]:
         """The training batches; the first is being read while the engine is built."""

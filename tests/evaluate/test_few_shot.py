@@ -92,14 +92,19 @@ def test_half_precision_features_are_solved_in_double_precision():
 
 def test_a_class_with_too_few_examples_is_named():
     labels = np.array([0, 0, 0, 1, 1, 2])
+    examples = np.bincount(labels)
     with pytest.raises(
         ValueError, match=r"class 2 has 1 examples.*5 are needed; use shots up to 1"
     ):
-        require_shots(labels, num_classes=3, shots=(1, 5))
+        require_shots(examples, shots=(1, 5))
+    with pytest.raises(ValueError, match=r"class 2 \('dog'\) has 1 examples"):
+        require_shots(examples, shots=(5,), classes=["ant", "cat", "dog"])
+    with pytest.raises(ValueError, match=r"class 1 has 0 examples.*1 are needed; give a larger"):
+        require_shots(np.array([3, 0]), shots=(1,))
     features = np.zeros((6, 4))
     with pytest.raises(ValueError, match="class 2 has 1 examples"):
         few_shot_accuracy(features, labels, features, labels, num_classes=3, shots=(2,))
-    require_shots(labels, num_classes=3, shots=(1,))
+    require_shots(examples, shots=(1,))
 
 
 def test_bad_features_and_labels_are_refused():

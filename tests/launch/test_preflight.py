@@ -1,6 +1,7 @@
 """What is wrong is said before anything starts."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from tests.conftest import Digits
 from tests.end_to_end.runs import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.data.subset import subset
+from vit_ray.launch import preflight
 from vit_ray.launch.cluster import ClusterShape, local_cpus
 from vit_ray.launch.preflight import check_cluster, find_resume_point, plan_run
 from vit_ray.launch.trainer import evaluate, finetune, train
@@ -54,6 +57,45 @@ def test_a_recipe_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_run(recipe.with_changes(**changes))
+
+
+def few_shot(recipe: Recipe, digits: Digits, *shots: int) -> Recipe:
+    sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
+    return recipe.with_changes(evaluate={**sets, "shots": list(shots)})
+
+
+def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: Digits) -> None:
+    folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
+    scarce = min(folders, key=lambda folder: (len(list(folder.iterdir())), folder.name))
+    count = len(list(scarce.iterdir()))
+    wanted = (
+        rf"evaluate.shots=\[1, {count + 1}\]: class \d+ \('{scarce.name}'\) has {count} "
+        rf"examples in evaluate.few_shot_train, {count + 1} are needed; use shots up to {count} or"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        plan_run(few_shot(recipe, digits, 1, count + 1))
+    plan_run(few_shot(recipe, digits, 1, count))
+
+
+def test_a_subset_has_only_the_images_that_are_left_of_a_class(
+    recipe: Recipe, digits: Digits, tmp_path: Path
+) -> None:
+    # Of one row group of 32 rows all but the first are left out.
+    subset(digits.train, str(tmp_path / "one"), count=1)
+    one = replace(digits, train=str(tmp_path / "one"))
+    with pytest.raises(ValueError, match=r"has 0 examples.*1 are needed; give a larger"):
+        plan_run(few_shot(recipe, one, 1))
+
+
+def test_of_a_huge_pool_only_so_many_labels_are_read(
+    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(preflight, "MOST_LABELS_READ", 100)
+    plan_run(few_shot(recipe, digits, 1000))
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+    caplog.clear()
+    plan_run(few_shot(recipe, digits, 2))
+    assert not caplog.text
 
 
 def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:

@@ -72,10 +72,26 @@ class RowGroupReader:
         Raises:
             ValueError: if the shard is missing, truncated, or not what the manifest says.
         """
+        columns = self._columns(group, _COLUMNS)
+        crc32 = columns["crc32"].to_numpy()
+        return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
+
+    def first_labels(self, group: int) -> NDArray[np.int32]:
+        """The first label of each image of a row group that counts; reads no other column.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        labels = self._columns(group, ["labels"])["labels"]
+        first = labels.values.to_numpy()[labels.offsets.to_numpy()[:-1]]
+        return np.delete(first, self._manifest.dropped.get(group, []))
+
+    def _columns(self, group: int, names: list[str]) -> dict[str, pa.Array]:
+        """Columns of a row group as it is stored."""
         location = self._manifest.shard_location(group)
         with _explained(location):
             table = with_retries(
-                lambda: self._read_once(group, location), f"reading {location.path}"
+                lambda: self._read_once(group, location, names), f"reading {location.path}"
             )
         expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
         if table.num_rows != expected:
@@ -84,15 +100,13 @@ class RowGroupReader:
                 f"{int(self._manifest.row_group[group])} and the manifest says {expected}: it was "
                 f"changed after conversion; run jobs/verify.py."
             )
-        columns = {name: _one_chunk(table[name]) for name in _COLUMNS}
-        crc32 = columns["crc32"].to_numpy()
-        return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
+        return {name: _one_chunk(table[name]) for name in names}
 
-    def _read_once(self, group: int, location: Location) -> pa.Table:
+    def _read_once(self, group: int, location: Location, names: list[str]) -> pa.Table:
         index = int(self._manifest.file_index[group])
         try:
             return self._file(index, location).read_row_group(
-                int(self._manifest.row_group[group]), columns=_COLUMNS, use_threads=False
+                int(self._manifest.row_group[group]), columns=names, use_threads=False
             )
         except OSError:
             self._open.pop(index, None)

@@ -55,7 +55,7 @@ def few_shot_accuracy(
             f"few-shot: train features have width {x_train.shape[1]}, test features "
             f"{x_test.shape[1]}; take both from the same model"
         )
-    require_shots(y_train, num_classes=num_classes, shots=shots)
+    require_shots(np.bincount(y_train, minlength=num_classes), shots=shots)
     accuracies: dict[int, list[float]] = {shot: [] for shot in shots}
     for seed in range(seeds):
         ranks = _ranks_in_class(y_train, num_classes, seed)
@@ -67,19 +67,25 @@ def few_shot_accuracy(
     return {shot: float(np.mean(values)) for shot, values in accuracies.items()}
 
 
-def require_shots(labels: NDArray[np.integer], *, num_classes: int, shots: Sequence[int]) -> None:
+def require_shots(
+    examples: NDArray[np.integer], *, shots: Sequence[int], classes: Sequence[str] = ()
+) -> None:
     """Check, before hours of training, that every class has enough examples.
+
+    Args:
+        examples: (K,), how many each class has.
+        classes: names, where they are known.
 
     Raises:
         ValueError: naming the class, its count and the largest shot number that would work.
     """
-    counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=num_classes)
-    scarce = int(np.argmin(counts))
-    if counts[scarce] < max(shots):
+    scarce = int(np.argmin(examples))
+    if examples[scarce] < max(shots):
+        name = f" ({classes[scarce]!r})" if classes else ""
+        remedy = f"use shots up to {examples[scarce]} or a" if examples[scarce] else "give a"
         raise ValueError(
-            f"evaluate.shots={list(shots)}: class {scarce} has {counts[scarce]} examples in "
-            f"evaluate.few_shot_train, {max(shots)} are needed; use shots up to "
-            f"{counts[scarce]} or a larger few_shot_train"
+            f"evaluate.shots={list(shots)}: class {scarce}{name} has {examples[scarce]} examples "
+            f"in evaluate.few_shot_train, {max(shots)} are needed; {remedy} larger few_shot_train"
         )
 
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Final
+
+import numpy as np
 
 from vit_ray.config import AugmentConfig, Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.images import Augmentation
+from vit_ray.data.labels import first_labels
 from vit_ray.data.manifest import Manifest
 from vit_ray.data.selection import RowSelection, split_rows
 from vit_ray.data.stream import StreamSpec
+from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.start import find_weight_file
+
+logger = logging.getLogger(__name__)
+
+MOST_LABELS_READ: Final = 2_000_000
+"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
 
     Raises:
         ValueError: a data set is missing or broken, the batch does not divide, the run has no
-            length, or the classes of two sets differ.
+            length, the classes of two sets differ, or a class has fewer images than shots.
     """
     path = recipe.data.train if needs_train or recipe.data.train else recipe.data.eval
     if path is None:
@@ -214,6 +226,31 @@ def _add_evaluation(
     if "few_shot_test" in streams:
         train, test = (streams[f"few_shot_{part}"].manifest for part in ("train", "test"))
         _check_classes("evaluate.few_shot_test", test, train)
+        _check_shots(train.path, train.fingerprint, recipe.evaluate.shots)
+
+
+@lru_cache(maxsize=4)
+def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
+    """Read labels until every class has its examples; once for all trials of a sweep."""
+    manifest = open_dataset(path)
+    examples = np.zeros(manifest.num_classes, np.int64)
+    for labels in first_labels(manifest):
+        examples += np.bincount(labels, minlength=len(examples))
+        if examples.min() >= max(shots):
+            return
+        if examples.sum() > MOST_LABELS_READ:
+            logger.warning(
+                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
+                "classes have fewer than %d there; whether they have them at all shows at the "
+                "first evaluation",
+                manifest.num_images,
+                examples.sum(),
+                (examples < max(shots)).sum(),
+                len(examples),
+                max(shots),
+            )
+            return
+    require_shots(examples, shots=shots, classes=manifest.classes)
 
 
 def _check_classes(key: str, one: Manifest, other: Manifest) -> None:

@@ -1,18 +1,24 @@
-"""Training steps per second of ViT-S/16 and ViT-B/16: this project's model and its peers.
+"""Training steps per second of a ViT: this project's model and its peers.
 
     python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
         [--rounds 7] [--threads 1] [--modes eager compiled] [--out FILE.md]
 
 A step is forward, softmax cross-entropy, backward and AdamW on one random batch that stays on the
-device; all models have the same size, batch, dtype, activation (tanh GELU) and optimiser. One
-process measures every model in turn, round after round, so that a change of the machine's pace
-falls on all of them. The ratio is the median over rounds of their time by our time in that round
-(above 1: ours is faster); beside wall time stands the CPU time of the process, which other
-programs on the machine disturb less. A peer that cannot be imported is listed as such. On a GPU
-where there is one, else on the CPU.
+device; all models have the same size, batch, dtype, activation (tanh GELU) and optimiser. In
+bfloat16 everything is, weights and AdamW's moments too, for all of them. One process measures every
+model in turn, round after round, so that a change of the machine's pace falls on all of them. The
+ratio is the median over rounds of their time by our time in that round (above 1: ours is faster);
+beside wall time stands the CPU time of the process, which other programs on the machine disturb
+less. A peer that cannot be imported is listed as such, and the batch is halved while any of them
+runs out of memory. On a GPU where there is one, else on the CPU.
+
+MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the count of the
+paper's Table 6, which takes every block whole; beside it stands the share by the products that were
+really computed, as torch counts them (ours works out only the class token in its last block).
 """
 
 import argparse
+import gc
 import platform
 import statistics
 import subprocess
@@ -25,17 +31,26 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from vit_ray.measure.devices import peak_flops
 from vit_ray.models import build_model
+from vit_ray.models.catalog import PlainVit, find_spec
+from vit_ray.models.flops import forward_macs
 
 NUM_CLASSES = 1000
 IMAGE_SIZE = 224
-SIZES = {  # width, MLP width, heads; 12 blocks each
-    "ViT-S/16": (384, 1536, 6),
-    "ViT-B/16": (768, 3072, 12),
+TIMM_NAMES = {
+    "ViT-Ti/16": "vit_tiny_patch16_224",
+    "ViT-S/16": "vit_small_patch16_224",
+    "ViT-B/16": "vit_base_patch16_224",
+    "ViT-L/16": "vit_large_patch16_224",
+    "ViT-H/14": "vit_huge_patch14_224",
 }
-TIMM_NAMES = {"ViT-S/16": "vit_small_patch16_224", "ViT-B/16": "vit_base_patch16_224"}
 OURS = "vit_ray"
+# What this project holds itself to on an H200 in bfloat16, compiled.
+MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.55}
+RATIO_BAR = 1.1
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -47,9 +62,17 @@ class Row:
     model: str
     mode: str
     peer: str
+    batch: int
+    dtype: torch.dtype
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    macs: int = 0
+    """Multiply-adds of one image's forward pass that are really computed."""
     note: str = ""
+
+    @property
+    def images_per_s(self) -> float:
+        return self.batch / statistics.median(self.wall_s)
 
 
 def our_model(name: str) -> nn.Module:
@@ -61,11 +84,15 @@ def transformers_model(name: str) -> nn.Module:
     """Hugging Face transformers' ViT with its fused attention."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    width, mlp_dim, num_heads = SIZES[name]
+    spec, _ = find_spec(name, {})
+    assert isinstance(spec, PlainVit)
     config = ViTConfig(
-        hidden_size=width,
-        intermediate_size=mlp_dim,
-        num_attention_heads=num_heads,
+        hidden_size=spec.size.width,
+        intermediate_size=spec.size.mlp_dim,
+        num_attention_heads=spec.size.num_heads,
+        num_hidden_layers=spec.size.depth,
+        patch_size=spec.patch_size,
+        image_size=IMAGE_SIZE,
         num_labels=NUM_CLASSES,
         hidden_act="gelu_pytorch_tanh",
         layer_norm_eps=1e-6,
@@ -134,12 +161,26 @@ class Trainee:
 
 
 def measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) -> list[Row]:
-    """Every peer's seconds a step, their rounds interleaved."""
+    """Every peer's seconds a step, at the largest batch from this one down that fits them all."""
+    while True:
+        try:
+            return _measure(name, mode, batch, dtype, rounds)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+        gc.collect()  # what the failed attempt held
+        torch.cuda.empty_cache()
+        batch //= 2
+
+
+def _measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) -> list[Row]:
+    """Rounds of all peers, interleaved."""
     torch._dynamo.reset()
     trainees: dict[str, Trainee] = {}
-    rows = {peer: Row(name, mode, peer) for peer in PEERS}
+    rows = {peer: Row(name, mode, peer, batch, dtype) for peer in PEERS}
     for peer, build in PEERS.items():
         try:
+            rows[peer].macs = computed_macs(build, name)
             trainees[peer] = Trainee(build(name), mode == "compiled", batch, dtype)
         except ImportError as error:
             rows[peer].note = f"cannot be imported: {error}"
@@ -156,26 +197,57 @@ def measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) -
     return list(rows.values())
 
 
-def table(rows: list[Row], batch: int) -> str:
-    """Markdown: images per second at the median, and theirs over ours."""
+def computed_macs(build: Callable[[str], nn.Module], name: str) -> int:
+    """Of one image's forward pass, counted by torch on a model without memory."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        build(name)(torch.empty(1, 3, IMAGE_SIZE, IMAGE_SIZE))
+    return int(counter.get_total_flops()) // 2
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: images per second at the median, share of the peak, and theirs over ours."""
     lines = [
-        "| model | mode | implementation | images/s | theirs / ours, wall "
-        "| theirs / ours, CPU time | step, fastest to slowest |",
-        "|---|---|---|---|---|---|---|",
+        "| model | mode | implementation | batch | images/s | MFU | by products computed "
+        "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest |",
+        "|" + "---|" * 10,
     ]
     for row in rows:
-        head = f"| {row.model} | {row.mode} | {row.peer}"
+        head = f"| {row.model} | {row.mode} | {row.peer} | {row.batch}"
         if not row.wall_s:
-            lines.append(f"{head} | - | - | - | {row.note} |")
+            lines.append(f"{head} | - | - | - | - | - | {row.note} |")
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
-        rate = batch / statistics.median(row.wall_s)
         lines.append(
-            f"{head} | {rate:.2f} | {_ratio(row.wall_s, ours.wall_s):.3f} "
-            f"| {_ratio(row.cpu_s, ours.cpu_s):.3f} "
+            f"{head} | {row.images_per_s:.2f} | {_mfu(row)} | {_ratio(row.wall_s, ours.wall_s):.3f}"
+            f"{_bar(row, RATIO_BAR if row.peer != OURS else None, '.1f')}"
+            f" | {_ratio(row.cpu_s, ours.cpu_s):.3f} "
             f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s |"
         )
     return "\n".join(lines)
+
+
+def _mfu(row: Row) -> str:
+    """Two cells: the share of the peak by the paper's count, and by what was computed."""
+    precision = "bf16" if row.dtype == torch.bfloat16 else "fp32"
+    peak = (
+        peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+    )
+    if peak is None:
+        return "- | -"
+    shares = [
+        6 * macs * row.images_per_s / peak
+        for macs in (forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE), row.macs)
+    ]
+    bar = _bar(row, MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
+    return f"{shares[0]:.1%}{bar} | {shares[1]:.1%}"
+
+
+def _bar(row: Row, bar: float | None, style: str) -> str:
+    """The bar, where one holds: on an H200, compiled, in bfloat16."""
+    is_held = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+    if bar is None or not is_held or row.mode != "compiled" or row.dtype != torch.bfloat16:
+        return ""
+    return f" (bar {bar:{style}})"
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> float:
@@ -196,9 +268,11 @@ def machine() -> str:
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument(
+        "--models", nargs="+", choices=list(TIMM_NAMES), default=["ViT-S/16", "ViT-B/16"]
+    )
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"])
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="at most")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of torch; CPU time is even only with one")
@@ -211,11 +285,10 @@ def main() -> None:
         for name in arguments.models:
             dtype = getattr(torch, arguments.dtype)
             rows += measure(name, mode, arguments.batch, dtype, arguments.rounds)
-            print(table(rows, arguments.batch), flush=True)
+            print(table(rows), flush=True)
     text = (
         f"{machine()}; {date.today().isoformat()}\n\n"
-        f"batch {arguments.batch}, {arguments.dtype}, {arguments.rounds} rounds\n\n"
-        f"{table(rows, arguments.batch)}\n"
+        f"{arguments.dtype}, {arguments.rounds} rounds\n\n{table(rows)}\n"
     )
     if arguments.out:
         arguments.out.write_text(text)

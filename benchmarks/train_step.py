@@ -1,15 +1,18 @@
 """What the trainer costs: the whole step of a job against the same model in a bare torch loop.
 
     python benchmarks/train_step.py [--model ViT-S/16] [--batch 4] [--steps 12] [--rounds 2]
-        [--precision fp32] [--compile] [--out FILE.md]
+        [--precision fp32] [--compile] [--rows bare zero0 ...] [--out FILE.md]
 
 Rows, each in a process of its own, one after the other in every round, on one worker: a loop of
-plain torch on a batch that lies ready; this project's loop and DeepSpeed engine on the same, under
-ZeRO 0 (which one worker needs) and 1; and the job as `jobs/pretrain.py` runs it under ZeRO 0, with
-Ray Train and the stream from JPEGs. The time of a step is the median after three steps to warm up
-(the job's: after the first), the best of the rounds. In bf16 the bare loop is autocast over fp32
-weights, the engine's weights are bf16 with an fp32 master. On a GPU where there is one; MFU is
-against its dense peak. The first row needs torch alone; a row whose libraries are missing is listed
+plain torch on a batch that lies ready; in bf16 another one under autocast; this project's loop and
+DeepSpeed engine on the same, under ZeRO 0 (which one worker needs) and 1; and the job as
+`jobs/pretrain.py` runs it under ZeRO 0, with Ray Train and the stream from JPEGs. The time of a
+step is the median after three steps to warm up (the job's: after the first), the best of the
+rounds. In bf16 the bare loop and the engine both keep bf16 weights and gradients and an fp32 master
+that AdamW steps; the loop under autocast, which keeps fp32 weights only, is there to compare. On a
+GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
+stands beside what `vit_ray.train.footprint` predicts, which knows nothing of --compile. MFU is
+against the dense peak. The bare loops need torch alone; a row whose libraries are missing is listed
 as such.
 """
 
@@ -22,42 +25,104 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
+GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
+MEMORY_BAR = 0.10
+OUT_OF_MEMORY = "OutOfMemoryError"
 
 
-def bare_loop(args: argparse.Namespace) -> list[float]:
-    """Plain torch: fp32 weights, autocast for bf16, AdamW, clipping; nothing else."""
+@dataclass
+class Measured:
+    """What a row's process found out."""
+
+    step_s: float
+    memory_gib: float | None = None
+    """Most that torch held of the GPU."""
+    predicted_gib: float | None = None
+    data_wait: float | None = None
+    """Share of the steps' time that waited for data."""
+
+
+class MasterAdamW:
+    """AdamW on fp32 masters of bf16 weights, as plain torch has it: fused, with foreach copies."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self.weights = weights
+        self.masters = [weight.detach().float().requires_grad_() for weight in weights]
+        is_fused = weights[0].device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(self.masters, lr=1e-4, fused=is_fused)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip and apply the gradients of the weights, and drop them."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
+    """Plain torch: AdamW with clipping; nothing else."""
     from vit_ray.models import build_model
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(args.model, CLASSES, SIZE).to(device)
+    has_masters = args.precision == "bf16" and not autocast
+    dtype = torch.bfloat16 if has_masters else torch.float32
+    model = build_model(args.model, CLASSES, SIZE).to(device, dtype)
     call = torch.compile(model) if args.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    images = torch.randn(args.batch, 3, SIZE, SIZE, device=device)
+    step = MasterAdamW(list(model.parameters())).step if has_masters else plain_step(model)
+    images = torch.randn(args.batch, 3, SIZE, SIZE, device=device, dtype=dtype)
     labels = torch.randint(CLASSES, (args.batch,), device=device)
     times = []
     for _ in range(WARM_UP + args.steps):
         start_s = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = F.cross_entropy(call(images).float(), labels)
         loss.backward()
+        step()
+        float(loss.detach())
+        times.append(time.perf_counter() - start_s)
+    return Measured(statistics.median(times[WARM_UP:]), peak_gib())
+
+
+def plain_step(model: nn.Module) -> Any:
+    is_fused = torch.cuda.is_available()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=is_fused)
+
+    def step() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        float(loss.detach())
-        times.append(time.perf_counter() - start_s)
-    return times[WARM_UP:]
+
+    return step
 
 
-def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> list[float]:
+def peak_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+
+
+def predicted_gib(recipe: Any, batch: int) -> float | None:
+    from vit_ray.train.footprint import estimate_memory
+
+    if not torch.cuda.is_available():
+        return None
+    return estimate_memory(recipe, CLASSES, batch, world_size=1).total
+
+
+def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     """This project's loop and engine, without Ray, on batches that lie ready."""
     import numpy as np
 
@@ -103,7 +168,9 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> list[float]:
 
     length = Length(WARM_UP + args.steps + 1, 0, 1, args.batch)
     run_training(engine, batches(), recipe, length, Alone(), Progress(), Compute(1))
-    return times[WARM_UP:]
+    return Measured(
+        statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
+    )
 
 
 class Alone:
@@ -131,8 +198,8 @@ class Alone:
         return None
 
 
-def whole_job(args: argparse.Namespace) -> list[float]:
-    """`train`, as `jobs/pretrain.py` calls it; the median of all steps but the first ones."""
+def whole_job(args: argparse.Namespace) -> Measured:
+    """`train`, as `jobs/pretrain.py` calls it; the median of all steps but the first."""
     import cv2
     import numpy as np
 
@@ -150,8 +217,13 @@ def whole_job(args: argparse.Namespace) -> list[float]:
         recipe = recipe_of(args, f"{folder}/set", folder)
         connect(recipe)
         convert(f"{folder}/images", f"{folder}/set")
-        result = train(recipe)
-        return [result.metrics["perf/step_ms_median"] / 1e3]
+        metrics = train(recipe).metrics
+    return Measured(
+        metrics["perf/step_ms_median"] / 1e3,
+        metrics["perf/memory_gib"] if torch.cuda.is_available() else None,
+        predicted_gib(recipe, args.batch),
+        metrics["data/wait_fraction"],
+    )
 
 
 def recipe_of(args: argparse.Namespace, data: str, folder: str) -> Any:
@@ -180,37 +252,80 @@ def recipe_of(args: argparse.Namespace, data: str, folder: str) -> Any:
 
 
 ROWS = {
-    "bare torch loop": bare_loop,
-    "loop + DeepSpeed (ZeRO 0), ready batches": engine_loop,
-    "loop + DeepSpeed (ZeRO 1), ready batches": partial(engine_loop, zero_stage=1),
-    "whole job: Ray Train + DeepSpeed + stream": whole_job,
+    "bare": ("bare torch loop", bare_loop),
+    "autocast": ("bare torch loop, autocast over fp32 weights", partial(bare_loop, autocast=True)),
+    "zero0": ("loop + DeepSpeed (ZeRO 0), ready batches", engine_loop),
+    "zero1": ("loop + DeepSpeed (ZeRO 1), ready batches", partial(engine_loop, zero_stage=1)),
+    "job": ("whole job: Ray Train + DeepSpeed + stream", whole_job),
 }
 
 
-def run_apart(name: str) -> float | str:
-    """Median seconds of a step in a fresh process, or why there is none."""
+def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
+    """A row in a fresh process, or why there is none."""
     # What a worker with one CPU gets from Ray, for all rows.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *sys.argv, "--only", name]
+    command = [sys.executable, *sys.argv, "--batch", str(args.batch), "--only", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
-    return float(json.loads(lines[-1])["step_s"])
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_s"')]
+    if lines:
+        return Measured(**json.loads(lines[-1]))
+    if OUT_OF_MEMORY in done.stderr:
+        return OUT_OF_MEMORY
+    return (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
 
 
-def table(best: dict[str, float | str], args: argparse.Namespace) -> str:
-    bare = best["bare torch loop"]
-    assert isinstance(bare, float), bare
-    lines = ["| row | ms a step | images/s | it / bare loop | MFU |", "|---|---|---|---|---|"]
-    for name, step_s in best.items():
-        if isinstance(step_s, str):
-            lines.append(f"| {name} | not run: `{step_s}` | | | |")
+def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
+    """The best round of every row; `args.batch` ends as the largest that fits all of them."""
+    best: dict[str, Measured | str] = {}
+    for _ in range(args.rounds):
+        for name in args.rows:
+            found = run_apart(name, args)
+            print(name, found, flush=True)
+            if found == OUT_OF_MEMORY and args.batch > 1:
+                args.batch //= 2
+                return measure(args)
+            known = best.get(name)
+            if isinstance(known, Measured) and isinstance(found, Measured):
+                found = min(known, found, key=lambda row: row.step_s)
+            best[name] = known if isinstance(known, Measured) and isinstance(found, str) else found
+    return best
+
+
+def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
+    """Markdown."""
+    lines = [
+        "| row | ms a step | images/s | it / bare loop | MFU | waits for data "
+        "| GiB at most | predicted | predicted / measured |",
+        "|" + "---|" * 9,
+    ]
+    for name, row in best.items():
+        if isinstance(row, str):
+            lines.append(f"| {ROWS[name][0]} | not run: `{row}` | | | | | | | |")
             continue
-        rate, share = args.batch / step_s, step_s / bare
-        figures = f"{step_s * 1e3:.1f} | {rate:.1f} | {share:.3f} | {mfu(args, rate)}"
-        lines.append(f"| {name} | {figures} |")
+        rate = args.batch / row.step_s
+        cells = [ROWS[name][0], f"{row.step_s * 1e3:.1f}", f"{rate:.1f}"]
+        cells += [share_of_bare(name, row, best.get("bare")), mfu(args, rate)]
+        cells += [f"{row.data_wait:.1%}" if row.data_wait is not None else ""]
+        lines.append(f"| {' | '.join(cells + memory_cells(row))} |")
     return "\n".join(lines)
+
+
+def share_of_bare(name: str, row: Measured, bare: Measured | str | None) -> str:
+    if not isinstance(bare, Measured):
+        return ""
+    bar = GPU_BAR if torch.cuda.is_available() else CPU_BAR
+    is_held = name == "job" and (torch.cuda.is_available() or bare.step_s >= 0.5)
+    return f"{row.step_s / bare.step_s:.3f}" + (f" (bar {bar})" if is_held else "")
+
+
+def memory_cells(row: Measured) -> list[str]:
+    if row.memory_gib is None:
+        return ["", "", ""]
+    if row.predicted_gib is None:
+        return [f"{row.memory_gib:.2f}", "", ""]
+    ratio = row.predicted_gib / row.memory_gib
+    bar = f"(bar {1 - MEMORY_BAR:.1f} to {1 + MEMORY_BAR:.1f})"
+    return [f"{row.memory_gib:.2f}", f"{row.predicted_gib:.2f}", f"{ratio:.3f} {bar}"]
 
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:
@@ -228,30 +343,24 @@ def mfu(args: argparse.Namespace, images_per_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="ViT-S/16")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="at most")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS))
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.only:
-        times = ROWS[args.only](args)
-        print(json.dumps({"step_s": statistics.median(times)}), flush=True)
+        print(json.dumps(asdict(ROWS[args.only][1](args))), flush=True)
         return
-    best: dict[str, float | str] = {}
-    for _ in range(args.rounds):
-        for name in ROWS:
-            found = run_apart(name)
-            print(name, found, flush=True)
-            known = best.get(name)
-            if known is None or (
-                isinstance(found, float) and (isinstance(known, str) or found < known)
-            ):
-                best[name] = found
+    has_autocast = args.precision == "bf16"
+    args.rows = args.rows or [name for name in ROWS if name != "autocast" or has_autocast]
+    best = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     chosen = f"{args.model}, batch {args.batch}, {args.precision}, {device}"
+    chosen += ", compiled" if args.compile else ", eager"
     report = f"# train_step: {time.strftime('%Y-%m-%d')}, {chosen}\n\n{table(best, args)}\n"
     print(report)
     if args.out:

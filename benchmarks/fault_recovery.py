@@ -1,19 +1,31 @@
-"""Seconds from a fault until the run is further than it was before it.
+"""Seconds that a fault costs: until the run is further than before it, or the longest step.
 
-    python benchmarks/fault_recovery.py [--rounds 2] [--out FILE.md]
+    python benchmarks/fault_recovery.py [--rounds 2] [--faults "node lost" ...] [--out FILE.md]
 
-A small ViT on scikit-learn's digits, 2 workers under ZeRO 2, a checkpoint every 40 steps, on one
-machine. After the second checkpoint, in a run of its own each: a worker is killed with -9; a worker
-is frozen (`train.step_timeout_s` 10, which is part of the time); the driver is killed with -9 and
-the job started again; the driver gets SIGTERM and the job is started again. The time ends when a
-step is done that was not done before, so repeating the steps since the checkpoint is part of it.
+A small ViT on scikit-learn's digits, 2 workers under ZeRO 2, a checkpoint every 40 steps, on two
+Ray nodes of one machine; each fault meets a run of its own after its second checkpoint.
+
+Faults that end a worker or the driver: a worker is killed with -9; a worker is frozen
+(`train.step_timeout_s` 10, which is part of the time); the driver is killed with -9 and the job
+started again; the driver gets SIGTERM and the job is started again; a node is taken away from an
+elastic run of 1 or 2 workers. The time ends when a step is done that was not done before, so
+repeating the steps since the checkpoint is part of it.
+
+Faults that training goes on through: the loss of one batch is not finite and
+`train.nonfinite=rollback`; a checkpoint finds a file where its folder should be, as a full disk
+would refuse it (all four tries fail); MLflow's server does not answer, all the time. What counts is
+the longest pause between two steps, beside the median.
 """
 
 import argparse
+import itertools
+import json
 import os
 import platform
 import secrets
 import signal
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,14 +39,20 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import ray
+from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
 from vit_ray.config import load_recipe
 from vit_ray.data.convert import convert
 from vit_ray.data.digits import write_digits
 from vit_ray.launch.recorder import NAMESPACE
+from vit_ray.launch.trainer import train
+from vit_ray.train.checkpoint import folder_name
 
 ROOT = Path(__file__).parents[1]
+BAD_PASS = 100
+WARM_UP = 20  # steps that do not count as a pause
+CLUSTER = Cluster()
 DASHBOARD: list[str] = []
 """Of this process's cluster; there may be others on the machine."""
 
@@ -42,32 +60,32 @@ DASHBOARD: list[str] = []
 class Run:
     """A driver process, and what its recorder says."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._spool = folder / "runs" / name / "metrics.jsonl"
+    def __init__(self, name: str, folder: Path, changes: dict[str, Any]) -> None:
+        self.folder = folder / "runs" / name
+        self._spool = self.folder / "metrics.jsonl"
         recipe = load_recipe(ROOT / "jobs" / "recipes" / "digits.yaml").with_changes(
             name=name,
             output=str(folder / "runs"),
-            data={"train": str(folder / "train"), "eval": None},
+            data={"train": str(folder / "train"), "eval": None, "cpus_per_task": 0.25},
             optim={"epochs": None, "steps": 4000},
             checkpoint={"every_steps": 40},
             evaluate={"every_steps": None},
             train={"step_timeout_s": 10.0},
+            workers={"cpus_per_worker": 0.75},
             tracking={"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
         )
-        path = folder / f"{name}.yaml"
-        path.write_text(recipe.model_dump_json())
-        self._command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
-        self.process = self.start()
+        self._recipe = folder / f"{name}.yaml"
+        self._recipe.write_text(recipe.with_changes(**changes).model_dump_json())
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        address = ray.get_runtime_context().gcs_address
+    def start(self, script: Path = ROOT / "jobs" / "pretrain.py", *options: str) -> "Run":
+        self._command = [sys.executable, str(script), *options, str(self._recipe)]
         self.process = subprocess.Popen(
             self._command,
-            env={**os.environ, "RAY_ADDRESS": address},
+            env={**os.environ, "RAY_ADDRESS": CLUSTER.address},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        return self.process
+        return self
 
     def step(self) -> int:
         """Steps done; 0 while there is no recorder."""
@@ -84,6 +102,16 @@ class Run:
             assert time.monotonic() < deadline, f"step {step} is not reached in 300 s"
             time.sleep(0.1)
 
+    def pauses_s(self) -> list[float]:
+        """Seconds between the steps that were logged, those of warming up left out."""
+        records = [json.loads(line) for line in self._spool.read_text().splitlines()]
+        times = [r["time_ms"] / 1e3 for r in records if "train/loss" in r.get("values", {})]
+        return [b - a for a, b in itertools.pairwise(times[WARM_UP:])]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
 
 def workers() -> list[int]:
     filters: list[Any] = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
@@ -99,8 +127,7 @@ def freeze_a_worker(run: Run) -> None:
 
 
 def kill_the_driver(run: Run) -> None:
-    run.process.kill()
-    run.process.wait()
+    run.end()
     run.start()
 
 
@@ -110,50 +137,141 @@ def end_the_driver(run: Run) -> None:
     run.start()
 
 
-FAULTS: dict[str, Callable[[Run], None]] = {
-    "worker killed with -9": kill_a_worker,
-    "worker frozen (found after 10 s)": freeze_a_worker,
-    "driver killed with -9, job started again": kill_the_driver,
-    "SIGTERM, job started again": end_the_driver,
+def lose_a_node(run: Run) -> None:
+    (lost,) = CLUSTER.worker_nodes
+    CLUSTER.remove_node(lost, allow_graceful=False)
+
+
+ENDING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
+    "worker killed with -9": (kill_a_worker, {}),
+    "worker frozen (found after 10 s)": (freeze_a_worker, {}),
+    "driver killed with -9, job started again": (kill_the_driver, {}),
+    "SIGTERM, job started again": (end_the_driver, {}),
+    "node lost, goes on with one worker": (lose_a_node, {"workers": {"num_workers": [1, 2]}}),
 }
 
 
-def recovery_s(fault: Callable[[Run], None], name: str, folder: Path) -> float:
-    run = Run(name, folder)
-    run.wait_for(90)
+def recovery(name: str, run: Run) -> str:
+    """Seconds until a step is done that was not done before the fault."""
+    run.start().wait_for(90)
     step, start_s = run.step(), time.monotonic()
-    fault(run)
+    ENDING[name][0](run)
     run.wait_for(step + 2)  # the workers may have done one more by then
-    elapsed_s = time.monotonic() - start_s
-    run.process.kill()
-    run.process.wait()
-    return elapsed_s
+    return f"{time.monotonic() - start_s:.1f}"
+
+
+def poison_one_batch() -> None:
+    """Called by Ray in every process that it starts."""
+    from vit_ray.train import worker
+
+    plain, passes = worker.classification_loss, itertools.count(1)
+
+    def loss(*arguments: Any) -> Any:
+        return plain(*arguments) * (float("nan") if next(passes) == BAD_PASS else 1.0)
+
+    worker.classification_loss = loss
+
+
+def meet_a_bad_batch(run: Run) -> None:
+    run.start(Path(__file__).resolve(), "--poisoned").wait_for(BAD_PASS + 20)
+
+
+def refuse_a_checkpoint(run: Run) -> None:
+    (run.folder / folder_name(400)).parent.mkdir(parents=True)
+    (run.folder / folder_name(400)).write_text("a file where the folder should be")
+    run.start().wait_for(790)
+
+
+def go_without_mlflow(run: Run) -> None:
+    run.start().wait_for(200)
+
+
+def away() -> str:
+    with socket.socket() as free:  # nobody listens there
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+PASSING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
+    "loss of one batch not finite, rolled back": (
+        meet_a_bad_batch,
+        {"train": {"log_every_steps": 1, "nonfinite": "rollback"}},
+    ),
+    "checkpoint cannot be written": (
+        refuse_a_checkpoint,
+        # The next one would wait for the tries of this one, which take 7 s.
+        {"train": {"log_every_steps": 1}, "checkpoint": {"every_steps": 400}},
+    ),
+    "MLflow away": (
+        go_without_mlflow,
+        {"train": {"log_every_steps": 1}, "tracking": {"uri": away()}},
+    ),
+}
+
+
+def longest_pause(name: str, run: Run) -> str:
+    """Seconds between two steps, the longest and the median."""
+    PASSING[name][0](run)
+    pauses = run.pauses_s()
+    return f"{max(pauses):.2f} (median {statistics.median(pauses):.3f})"
+
+
+def add_node() -> None:
+    """A worker and data tasks fit on each."""
+    CLUSTER.add_node(num_cpus=1)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+    write_digits(folder / "images")
+    convert(str(folder / "images" / "train"), str(folder / "train"))
+    found: dict[str, list[str]] = {}
+    for turn in range(args.rounds):
+        for index, (name, (_, changes)) in enumerate({**ENDING, **PASSING}.items()):
+            if args.faults and not any(wanted in name for wanted in args.faults):
+                continue
+            run = Run(f"run-{turn}-{index}", folder, changes)
+            try:
+                value = (recovery if name in ENDING else longest_pause)(name, run)
+            except AssertionError as error:
+                value = f"failed: {error}"
+            finally:
+                run.end()
+                if not CLUSTER.worker_nodes:
+                    add_node()
+            found.setdefault(name, []).append(value)
+            print(name, value, flush=True)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--faults", nargs="*", help="parts of their names; all of them by default")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--poisoned", type=Path, metavar="RECIPE", help="a driver with a bad batch")
     args = parser.parse_args()
-    started = ray.init(num_cpus=4, log_to_driver=False, logging_level="ERROR")
+    if args.poisoned:
+        ray.init(runtime_env={"worker_process_setup_hook": poison_one_batch}, log_to_driver=False)
+        train(load_recipe(args.poisoned))
+        return
+    add_node()
+    add_node()
+    started = ray.init(CLUSTER.address, log_to_driver=False, logging_level="ERROR")
     DASHBOARD.append(f"http://{started.dashboard_url}")
-    found: dict[str, list[float]] = {name: [] for name in FAULTS}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_digits(folder / "images")
-        convert(str(folder / "images" / "train"), str(folder / "train"))
-        for turn in range(args.rounds):
-            for index, (name, fault) in enumerate(FAULTS.items()):
-                found[name].append(recovery_s(fault, f"run-{turn}-{index}", folder))
-                print(name, f"{found[name][-1]:.1f} s", flush=True)
-    rows = [f"| {n} | {' '.join(f'{s:.1f}' for s in times)} |" for n, times in found.items()]
+        found = measure(args, Path(temporary))
+    rows = [
+        f"| {name} | {'until further' if name in ENDING else 'longest step'} | {' '.join(values)} |"
+        for name, values in found.items()
+    ]
     head = f"# fault_recovery: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
     head += f"{os.cpu_count()} cores"
-    report = "\n".join([head, "", "| fault | seconds, each round |", "|---|---|", *rows, ""])
+    report = "\n".join([head, "", "| fault | what | seconds |", "|---|---|---|", *rows, ""])
     print(report)
     if args.out:
         args.out.write_text(report)
     ray.shutdown()
+    CLUSTER.shutdown()
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from vit_ray.train.checkpoint import Position, Snapshot, list_checkpoints, newes
 from vit_ray.train.saving import MAX_FAILED_SAVES, SAVE_ATTEMPTS, CheckpointWriter
 
 
-def snapshot(step: int, **position: Any) -> Snapshot:
+def snapshot(step: int, rank: int = 0, world_size: int = 1, **position: Any) -> Snapshot:
     where = Position(step, step, step * 8, 8, {"w": [2]}, {}, "print", **position)
-    return Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where)
+    return Snapshot(rank, world_size, {f"weight|w|{rank}": torch.ones(2)}, where)
 
 
 class FullDisk:
@@ -82,3 +82,17 @@ def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.M
         metrics = {"eval/loss": loss}
         disk.writer.write(snapshot(step, eval_step=step, metrics=metrics), f"step-{step:08d}")
     assert [step for step, _ in list_checkpoints(run)] == [4, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_old_ones_go_with_the_last_rank_that_writes_whichever_it_is(
+    run: Location, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    disk = FullDisk(run, monkeypatch, 0)
+    first, last = order
+    for rank in order:
+        disk.writer.write(snapshot(1, rank, 2), "step-00000001")
+    disk.writer.write(snapshot(2, first, 2), "step-00000002")
+    assert [step for step, _ in list_checkpoints(run)] == [2, 1]
+    disk.writer.write(snapshot(2, last, 2), "step-00000002")
+    assert [step for step, _ in list_checkpoints(run)] == [2]

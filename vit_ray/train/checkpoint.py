@@ -254,6 +254,12 @@ def open_checkpoint(folder: Location) -> Checkpoint | None:
     return Checkpoint(folder, shards, position) if position else None
 
 
+def count_ranks(folder: Location) -> int:
+    """Ranks that have written their part of the checkpoint in `folder`."""
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    return sum(name.startswith("rank-") and name.endswith(".json") for name in names)
+
+
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
     """(step, folder) of everything that looks like a checkpoint, newest first."""
     steps = []

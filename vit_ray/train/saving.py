@@ -9,6 +9,7 @@ from vit_ray.config import CheckpointConfig
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import (
     Snapshot,
+    count_ranks,
     list_checkpoints,
     open_checkpoint,
     prune,
@@ -20,7 +21,7 @@ SAVE_ATTEMPTS = 4
 
 
 class CheckpointWriter:
-    """Writes one rank's part of each checkpoint; rank 0 also removes what is not kept."""
+    """Writes one rank's part of each checkpoint; the last rank also removes what is not kept."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class CheckpointWriter:
                 ) from error
             return
         self._failed_saves = 0
-        if snapshot.rank == 0:
-            try:
+        try:
+            if count_ranks(folder) == snapshot.world_size:
                 prune(self._run_folder, self._keep.keep_last, self._best_step())
-            except OSError as error:  # the next one removes it
-                self._tell("old checkpoint left", f"{self._run_folder.path}: {error}")
+        except OSError as error:  # the next one removes it
+            self._tell("old checkpoint left", f"{self._run_folder.path}: {error}")
 
     def _write_with_retries(self, snapshot: Snapshot, folder: Location) -> None:
         """`write_snapshot`, tried again with growing pauses while the storage refuses it."""

@@ -310,7 +310,8 @@ class WorkersConfig(Section):
     cpus_per_worker: PositiveFloat = 1.0
     """CPUs that a worker reserves; the rest of the cluster feeds it."""
     max_failures: int = Field(default=5, ge=-1)
-    """Worker failures survived before the run ends; -1 = any number."""
+    """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
+    number. Lack of memory and the loss of preempted nodes are not counted."""
     collective_timeout_s: Positive = 600
     """A collective operation that takes longer fails the attempt."""
 
@@ -530,6 +531,11 @@ class Recipe(Section):
     plan: PlanConfig = PlanConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
+
+    @property
+    def run_folder(self) -> str:
+        """Where the run of this name keeps its checkpoints."""
+        return f"{self.output.rstrip('/')}/{self.name}"
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, as MLflow's parameters take them."""

@@ -94,7 +94,9 @@ class Driver:
     """`python jobs/NAME.py ...` as a process against the session's cluster."""
 
     def __init__(self, head: Head, job: str, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, str(ROOT / "jobs" / f"{job}.py"), *arguments]
+        """`job`: a name in jobs/, or a module with its packages."""
+        target = ["-m", job] if "." in job else [str(ROOT / "jobs" / f"{job}.py")]
+        command = [sys.executable, *target, *arguments]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,

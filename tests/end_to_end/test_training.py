@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.conftest import Digits
+from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
     STEPS,
+    Driver,
     checkpoint_steps,
     curve,
     runs_of,
     same_weights,
     small_recipe,
     weights_of,
+    write_recipe,
 )
 from vit_ray.config import Recipe
+from vit_ray.launch.lease import held
 from vit_ray.launch.trainer import RunFailedError, RunResult, evaluate, finetune, train
+from vit_ray.storage import locate
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,34 @@ def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
     (attempt,) = history.glob("*.json")
     kinds = [event["kind"] for event in json.loads(attempt.read_text())]
     assert [k for k in kinds if k != "first step"] == ["not finite", "rolled back", "not finite"]
+
+
+def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
+    ray_cluster: Head, straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
+) -> None:
+    recipe = small_recipe(
+        "small-memory",
+        digits,
+        folder,
+        train={"micro_batch_size": "auto"},
+        workers={"max_failures": 0},
+    )
+    arguments = str(write_recipe(recipe, folder))
+    code, output = Driver(ray_cluster, "tests.end_to_end.small_memory", arguments).wait()
+    assert code == 0, output
+    assert "32 images per pass do not fit" in output
+    whole, (run,) = straight[1], [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
+    one, other = (dict(curve(recipe, run_id or "")) for run_id in (run.info.run_id, whole.run_id))
+    assert one.keys() == other.keys()
+    for step, loss in other.items():
+        assert one[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_run_that_another_driver_works_on_is_refused(digits: Digits, folder: Path) -> None:
+    recipe = small_recipe("taken", digits, folder)
+    refusal = pytest.raises(ValueError, match=r"run 'taken' in .* is being worked on")
+    with held(locate(recipe.run_folder)), refusal:
+        train(recipe)
 
 
 def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(

@@ -1,6 +1,7 @@
 """The actor through which a run tells of itself."""
 
 import gzip
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from vit_ray.launch import recorder as recorder_module
 from vit_ray.launch.recorder import start_recorder
 
 
-def started(folder: Path) -> Any:
+def started(folder: Path, parent: Any = None) -> Any:
     config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
     spool = folder / "run" / "metrics.jsonl"
-    return start_recorder(config, "run", spool, run_id=None, params={}, tags={}, resume_step=None)
+    return start_recorder(
+        config, "run", spool, run_id=None, params={}, tags={}, resume_step=None, parent=parent
+    )
 
 
 def test_a_second_driver_of_a_run_is_refused_until_the_first_has_ended(
@@ -38,9 +41,55 @@ def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path
     recorder = started(tmp_path)
     content = gzip.compress(b"a trace")
     ray.get(recorder.content.remote("trace.json.gz", content))
-    run_id = ray.get(recorder.run_id.remote())
     assert ray.get(recorder.finish.remote("FINISHED"))
+    run_id = ray.get(recorder.run_id.remote())
     ray.kill(recorder)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     path = client.download_artifacts(run_id, "profile/trace.json.gz", str(tmp_path))
     assert Path(path).read_bytes() == content
+
+
+def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
+    ray_cluster: object, tmp_path: Path
+) -> None:
+    recorder = started(tmp_path)
+
+    def failed(*, is_counted: bool = True) -> bool:
+        call = recorder.worker_failed.remote("worker 1: lost", 1, is_counted=is_counted)
+        return bool(ray.get(call))
+
+    def starts_from(step: int | None) -> None:
+        ray.get(recorder.start_from.remote(step))
+
+    starts_from(None)
+    assert not failed()
+    starts_from(8)
+    assert not failed()
+    starts_from(8)
+    assert not failed(is_counted=False)
+    assert failed()
+    reason = ray.get(recorder.failure.remote())
+    assert reason == (
+        "worker 1: lost (failure 2 without a new checkpoint between; workers.max_failures=1)"
+    )
+    ray.kill(recorder)
+
+
+def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(
+    ray_cluster: object, tmp_path: Path
+) -> None:
+    parent = started(tmp_path)
+    early = started(tmp_path / "early", parent)
+    ray.get(parent.request_stop.remote("SIGTERM"))
+    late = started(tmp_path / "late", parent)
+    for child in (early, late):
+        _wait_until_told(child)
+        ray.kill(child)
+    ray.kill(parent)
+
+
+def _wait_until_told(child: Any) -> None:
+    deadline = time.monotonic() + 60
+    while ray.get(child.poll.remote(0, 1)) != "SIGTERM":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -28,12 +28,9 @@ def run_quickstart(recipe: Recipe) -> int:
     )
     connect(recipe)
     _convert_digits(recipe)
-    pretrained = train(recipe)
-    print_result(pretrained)
-    result = run_sweep(sweep)
-    print_sweep(result)
+    code = print_result(train(recipe)) or print_sweep(run_sweep(sweep))
     print(f"All of it took {time.monotonic() - start_s:.0f} s.")
-    return 0
+    return code
 
 
 def _is_converted(path: str) -> bool:

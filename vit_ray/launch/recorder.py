@@ -60,7 +60,8 @@ class Recorder:
     ) -> None:
         self._name, self._parent, self._spool = run_name, parent, Path(spool)
         self._started_s = time.time()
-        self._children: dict[str, int] = {}
+        self._child_steps: dict[str, int] = {}
+        self._children: list[Any] = []
         self._tracker = Tracker.start(
             config,
             run_name,
@@ -74,11 +75,14 @@ class Recorder:
         self._stop: str | None = None
         self._failure: str | None = None
         self._start_step: int | None = None
+        self._failures_in_a_row = 0
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
         if config.system_metrics and (run := self._tracker.run_id):
             self._system = SystemMetrics(run, config.uri, "node-0").start()
             self._samplers = sample_other_nodes(run, config.uri)
+        if parent is not None:
+            parent.adopt.remote(ray.get_runtime_context().current_actor)
 
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
@@ -110,8 +114,14 @@ class Recorder:
 
     def child_step(self, name: str, step: int) -> None:
         """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""
-        self._children[name] = step
-        self._standing.step = sum(self._children.values())
+        self._child_steps[name] = step
+        self._standing.step = sum(self._child_steps.values())
+
+    def adopt(self, child: Any) -> None:
+        """The recorder of a run under this one, which is to stop when this one is."""
+        self._children.append(child)
+        if self._stop:
+            child.request_stop.remote(self._stop)
 
     def fail(self, reason: str) -> None:
         """The workers end, and a restart would not help."""
@@ -121,8 +131,25 @@ class Recorder:
         """What `fail` was told."""
         return self._failure
 
+    def worker_failed(self, text: str, limit: int, *, is_counted: bool) -> bool:
+        """A worker group has failed; returns whether the run must end.
+
+        Args:
+            limit: failures in a row, with no checkpoint between them, that it survives; -1 = any.
+            is_counted: False where the cause is dealt with by the restart itself.
+        """
+        self.event("worker failed", text, 0)
+        self._failures_in_a_row += is_counted
+        if self._failure is None and -1 < limit < self._failures_in_a_row:
+            count = self._failures_in_a_row
+            counted = f"failure {count} without a new checkpoint between"
+            self._failure = f"{text} ({counted}; workers.max_failures={limit})"
+        return self._failure is not None
+
     def start_from(self, step: int | None) -> None:
         """The controller's choice of checkpoint for the workers that start next."""
+        if step != self._start_step:
+            self._failures_in_a_row = 0
         self._start_step = step
 
     def start_point(self) -> tuple[int | None, str | None]:
@@ -130,8 +157,14 @@ class Recorder:
         return self._start_step, self._failure
 
     def request_stop(self, reason: str) -> None:
-        """Ask all workers to checkpoint and end."""
+        """Ask all workers, of the runs under this one too, to checkpoint and end."""
         self._stop = reason
+        for child in self._children:
+            child.request_stop.remote(reason)
+
+    def stop_reason(self) -> str | None:
+        """What `request_stop` was told."""
+        return self._stop
 
     def standing(self) -> Standing:
         """For the display, and at the end for the result."""

@@ -39,8 +39,11 @@ def print_result(result: RunResult) -> int:
     return 0 if result.is_complete else 3
 
 
-def print_sweep(result: SweepResult) -> int:
-    """The grid, the choice and the test accuracy."""
+def print_sweep(result: SweepResult | None) -> int:
+    """The grid, the choice and the test accuracy; exit code 3 if it was stopped on request."""
+    if result is None:
+        print("stopped on request; the same command goes on from the checkpoints of its runs")
+        return 3
     table = Table(title="Learning rates, chosen on the dev split")
     table.add_column("learning rate", justify="right")
     table.add_column("dev top-1", justify="right")

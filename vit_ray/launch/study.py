@@ -17,6 +17,7 @@ from mlflow.entities import Run
 
 from vit_ray.config import Recipe, StudyModel
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.lease import held
 from vit_ray.launch.page import page_of
 from vit_ray.launch.past_runs import finished_children, newest_run
 from vit_ray.launch.preflight import RunPlan, check_cluster, plan_run, spool_path
@@ -29,9 +30,11 @@ from vit_ray.launch.trainer import (
     RunResult,
     finished_status,
     run_facts,
+    stopping_on_sigterm,
     train,
 )
 from vit_ray.models.flops import forward_macs
+from vit_ray.storage import locate
 
 # What decides a cell's result; a finished cell counts only if these are as they were.
 _DECISIVE = ("seed", "model.", "data.", "optim.", "train.", "evaluate.", "init_")
@@ -141,32 +144,43 @@ def run_study(recipe: Recipe) -> StudyResult:
     finished = _finished_cells(recipe, cells, plans, parent_id)
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
-    recorder = start_recorder(
-        recipe.tracking,
-        recipe.name,
-        spool_path(recipe),
-        run_id=parent_id,
-        params=recipe.flat(),
-        tags=run_facts("study", plans[0], cluster),
-        resume_step=None,
-    )
+    with held(locate(recipe.run_folder)):
+        recorder = start_recorder(
+            recipe.tracking,
+            recipe.name,
+            spool_path(recipe),
+            run_id=parent_id,
+            params=recipe.flat(),
+            tags=run_facts("study", plans[0], cluster),
+            resume_step=None,
+        )
+        is_complete = False
+        try:
+            outcome = _run_all(recipe, cells, plans, finished, recorder)
+            is_complete = outcome.is_complete
+            return outcome
+        finally:
+            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            ray.kill(recorder)
+
+
+def _run_all(
+    recipe: Recipe,
+    cells: list[Cell],
+    plans: list[RunPlan],
+    finished: dict[str, CellResult],
+    recorder: Any,
+) -> StudyResult:
     parent_id = ray.get(recorder.run_id.remote())
-    is_complete = False
-    try:
-        with shown_progress(recorder, recipe.name, sum(plan.total_steps for plan in plans)):
-            results = _run_cells(recipe, cells, plans, finished, recorder, parent_id)
-        ray.get(recorder.metrics.remote(len(results), _totals(results)))
-        page = page_of(recipe, parent_id)
-        if page is not None:
-            ray.get(recorder.artifact.remote(str(page)))
-            ray.get(recorder.artifact.remote(str(page.with_suffix(".csv"))))
-        hint = ray.get(recorder.hint.remote())
-        outcome = StudyResult(results, len(cells), parent_id, page, hint)
-        is_complete = outcome.is_complete
-        return outcome
-    finally:
-        ray.get(recorder.finish.remote(finished_status(is_complete)))
-        ray.kill(recorder)
+    total_steps = sum(plan.total_steps for plan in plans)
+    with shown_progress(recorder, recipe.name, total_steps), stopping_on_sigterm(recorder):
+        results = _run_cells(cells, plans, finished, recorder, parent_id)
+    ray.get(recorder.metrics.remote(len(results), _totals(results)))
+    page = page_of(recipe, parent_id)
+    if page is not None:
+        ray.get(recorder.artifact.remote(str(page)))
+        ray.get(recorder.artifact.remote(str(page.with_suffix(".csv"))))
+    return StudyResult(results, len(cells), parent_id, page, ray.get(recorder.hint.remote()))
 
 
 def cell_metrics(
@@ -237,7 +251,6 @@ def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
 
 
 def _run_cells(
-    recipe: Recipe,
     cells: list[Cell],
     plans: list[RunPlan],
     finished: dict[str, CellResult],
@@ -247,6 +260,8 @@ def _run_cells(
     family = Family(recorder, ray.get_runtime_context().get_node_id())
     results = []
     for cell, plan in zip(cells, plans, strict=True):
+        if ray.get(recorder.stop_reason.remote()):
+            break  # between two cells
         if cell.name in finished:
             results.append(finished[cell.name])
         else:

@@ -16,6 +16,7 @@ from ray import tune
 
 from vit_ray.config import Recipe, SweepConfig
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.lease import held
 from vit_ray.launch.preflight import check_cluster, plan_run, spool_path
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorder import start_recorder
@@ -25,8 +26,10 @@ from vit_ray.launch.trainer import (
     RunResult,
     finished_status,
     run_facts,
+    stopping_on_sigterm,
     train,
 )
+from vit_ray.storage import locate
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ def final_recipe(recipe: Recipe, learning_rate: float, seed: int) -> Recipe:
     )
 
 
-def run_sweep(recipe: Recipe) -> SweepResult:
-    """Try every rate, choose on the dev split, retrain, test.
+def run_sweep(recipe: Recipe) -> SweepResult | None:
+    """Try every rate, choose on the dev split, retrain, test; None if it was told to stop.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -111,42 +114,53 @@ def run_sweep(recipe: Recipe) -> SweepResult:
     steps = [plan_run(trial).total_steps for trial in trials]
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
-    recorder = start_recorder(
-        recipe.tracking,
-        recipe.name,
-        spool_path(recipe),
-        run_id=None,
-        params=recipe.flat(),
-        tags=run_facts("sweep", plan, cluster),
-        resume_step=None,
-    )
+    with held(locate(recipe.run_folder)):
+        recorder = start_recorder(
+            recipe.tracking,
+            recipe.name,
+            spool_path(recipe),
+            run_id=None,
+            params=recipe.flat(),
+            tags=run_facts("sweep", plan, cluster),
+            resume_step=None,
+        )
+        is_complete = False
+        try:
+            total_steps = sum(steps) + config.seeds * plan.total_steps
+            with (
+                shown_progress(recorder, recipe.name, total_steps),
+                stopping_on_sigterm(recorder),
+            ):
+                outcome = _run_stages(recipe, trials, recorder)
+            is_complete = outcome is not None
+            return outcome
+        finally:
+            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            ray.kill(recorder)
+
+
+def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
+    config = sweep_of(recipe)
     parent_id = ray.get(recorder.run_id.remote())
     family = Family(recorder, ray.get_runtime_context().get_node_id())
-    is_complete = False
-    try:
-        total_steps = sum(steps) + config.seeds * plan.total_steps
-        with shown_progress(recorder, recipe.name, total_steps):
-            tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", family)
-            rows = [
-                _row(rate, *found) for rate, found in zip(config.learning_rates, tried, strict=True)
-            ]
-            best = _best(rows)
-            finals = [
-                _under(final_recipe(recipe, best, recipe.seed + k), parent_id)
-                for k in range(config.seeds)
-            ]
-            results = _run_all(finals, "finetune", family)
-        errors = [error for _, error in results if error]
-        if errors:
-            raise RunFailedError(f"retraining with learning rate {best:g} failed: {errors[0]}")
-        accuracies = [result.metrics["eval/top1"] for result, _ in results if result]
-        outcome = SweepResult(rows, best, accuracies, parent_id, ray.get(recorder.hint.remote()))
-        _record_outcome(recorder, outcome)
-        is_complete = True
-        return outcome
-    finally:
-        ray.get(recorder.finish.remote(finished_status(is_complete)))
-        ray.kill(recorder)
+    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", family)
+    if tried is None:
+        return None
+    rows = [_row(rate, *found) for rate, found in zip(config.learning_rates, tried, strict=True)]
+    best = _best(rows)
+    finals = [
+        _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
+    ]
+    results = _run_all(finals, "finetune", family)
+    if results is None:
+        return None
+    errors = [error for _, error in results if error]
+    if errors:
+        raise RunFailedError(f"retraining with learning rate {best:g} failed: {errors[0]}")
+    accuracies = [result.metrics["eval/top1"] for result, _ in results if result]
+    outcome = SweepResult(rows, best, accuracies, parent_id, ray.get(recorder.hint.remote()))
+    _record_outcome(recorder, outcome)
+    return outcome
 
 
 def max_concurrent(recipe: Recipe) -> int:
@@ -168,11 +182,17 @@ def _under(recipe: Recipe, parent_id: str | None) -> Recipe:
 
 def _run_all(
     recipes: list[Recipe], kind: Any, family: Family
-) -> list[tuple[RunResult | None, str]]:
-    """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes."""
+) -> list[tuple[RunResult | None, str]] | None:
+    """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes.
+
+    None if the sweep was told to stop: its trials have written checkpoints, and go on from there.
+    """
 
     def trial(config: dict[str, Any]) -> None:
         recipe = recipes[config["index"]]
+        if reason := ray.get(family.recorder.stop_reason.remote()):
+            tune.report({"error": reason})  # its turn came when the sweep was to stop
+            return
         try:
             result = train(recipe, kind=kind, family=family, tags={"vit_ray.sweep_stage": kind})
         except (ValueError, RuntimeError) as error:
@@ -203,7 +223,7 @@ def _run_all(
             found[index] = (None, outcome.metrics["error"])
         elif outcome.metrics:
             found[index] = (RunResult(**outcome.metrics["result"]), "")
-    return found
+    return None if ray.get(family.recorder.stop_reason.remote()) else found
 
 
 def _row(rate: float, result: RunResult | None, error: str) -> SweepRow:

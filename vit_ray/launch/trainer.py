@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
 import ray.train
+import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -23,6 +24,7 @@ from vit_ray.config import Recipe
 from vit_ray.data.bad_rows import BadRowLimit
 from vit_ray.data.ingest import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.launch.cluster import ClusterShape, connect
+from vit_ray.launch.lease import held
 from vit_ray.launch.preflight import (
     RunPlan,
     check_cluster,
@@ -118,7 +120,9 @@ def train(
         check_weights(recipe)
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
-    return _run(recipe, plan, kind, tags or {}, cluster, use_gpu, resume_from, family)
+    # A sweep or study holds its trainings, too.
+    with held(locate(recipe.run_folder)) if family is None else contextlib.nullcontext():
+        return _run(recipe, plan, kind, tags or {}, cluster, use_gpu, resume_from, family)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -160,6 +164,8 @@ def _run(
     resume_from: Checkpoint | None,
     family: Family | None = None,
 ) -> RunResult:
+    if len(recipe.workers.sizes) > 1 and not use_gpu:
+        plan = _without_reserving(plan, cluster)
     recorder = start_recorder(
         recipe.tracking,
         recipe.name,
@@ -178,7 +184,7 @@ def _run(
         num_images=plan.num_images,
         total_steps=plan.total_steps,
         data_fingerprint=plan.manifest.fingerprint,
-        run_folder=f"{recipe.output.rstrip('/')}/{recipe.name}",
+        run_folder=recipe.run_folder,
         new_head=_HEADS.get(kind, "auto"),
         few_shot_classes=plan.few_shot_classes,
         ray_ready_s=cluster.ready_s,
@@ -189,7 +195,7 @@ def _run(
     try:
         with (
             shown_progress(recorder, recipe.name, plan.total_steps, is_shown=family is None),
-            _stopping_on_sigterm(recorder),
+            stopping_on_sigterm(recorder),
         ):
             _fit_or_say_why(job, plan, use_gpu, cluster)
         result = _result(job, recorder)
@@ -201,10 +207,18 @@ def _run(
             ray.kill(recorder)
 
 
+def _without_reserving(plan: RunPlan, cluster: ClusterShape) -> RunPlan:
+    """An elastic group on CPUs takes all that are left: a task that needs some would never run."""
+    streams = {
+        name: replace(spec, num_cpus=0.0, concurrency=spec.concurrency or int(cluster.num_cpus))
+        for name, spec in plan.streams.items()
+    }
+    return replace(plan, streams=streams)
+
+
 def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
     """Of images that travel encoded, and turn out bad in a training worker."""
-    name = f"{recipe.output}/{recipe.name}"
-    return BadRowLimit(name, plan.num_images, recipe.data.max_bad_fraction)
+    return BadRowLimit(recipe.run_folder, plan.num_images, recipe.data.max_bad_fraction)
 
 
 def _fit_or_say_why(job: TrainJob, plan: RunPlan, use_gpu: bool, cluster: ClusterShape) -> None:
@@ -249,10 +263,11 @@ def _fit(job: TrainJob, plan: RunPlan, use_gpu: bool, *, hides_gpus: bool) -> No
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.
             worker_runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if hides_gpus else None,
             failure_config=FailureConfig(  # type: ignore[call-arg]
-                max_failures=workers.max_failures, controller_failure_limit=20
+                max_failures=-1,  # `_Failures` counts
+                controller_failure_limit=20,
             ),
             checkpoint_config=CheckpointConfig(num_to_keep=None),
-            callbacks=[_Failures(job.recorder)],  # type: ignore[list-item]
+            callbacks=[_Failures(job.recorder, workers.max_failures)],  # type: ignore[list-item]
         ),
         datasets=_datasets(job, plan),
         dataset_config=StreamConfig(),
@@ -274,16 +289,33 @@ def _datasets(job: TrainJob, plan: RunPlan) -> dict[str, Any]:
 
 
 class _Failures(UserCallback):
-    """In Ray Train's controller: every failure of a worker becomes part of the run's history."""
+    """In Ray Train's controller: every failure becomes part of the run's history, and is counted.
 
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
+    Ray Train itself counts all failures since the start: a run of weeks would end at the sixth
+    node that it lost, however far apart they were.
+    """
+
+    def __init__(self, recorder: Any, max_failures: int) -> None:
+        self._recorder, self._max_failures = recorder, max_failures
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Ray calls it before it decides whether to restart the group."""
-        for rank, error in worker_exceptions.items():
-            text = f"worker {rank}: {_cause(error)}"
-            self._recorder.event.remote("worker failed", text, 0)
+        """Ray calls it before it restarts the group.
+
+        Raises:
+            RunFailedError: the run must end; Ray does not restart after an error here.
+        """
+        errors = worker_exceptions.values()
+        # The one has a smaller micro-batch for its remedy, the other is part of renting such nodes.
+        is_remedied = any(
+            isinstance(error, torch.OutOfMemoryError) or getattr(error, "preempted", False)
+            for error in errors
+        )
+        rank, first = min(worker_exceptions.items())
+        ends = self._recorder.worker_failed.remote(
+            f"worker {rank}: {_cause(first)}", self._max_failures, is_counted=not is_remedied
+        )
+        if ray.get(ends):
+            raise RunFailedError("see the recorder")
 
 
 @dataclass(frozen=True)
@@ -402,7 +434,7 @@ def _git(*arguments: str, cwd: str) -> str:
 
 
 @contextmanager
-def _stopping_on_sigterm(recorder: Any) -> Iterator[None]:
+def stopping_on_sigterm(recorder: Any) -> Iterator[None]:
     """SIGTERM asks the workers for a checkpoint and a clean end; a second one ends at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's trial: its driver is stopped by Ray Tune

@@ -1,0 +1,105 @@
+"""One driver at a time for a run."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from vit_ray.launch import lease
+from vit_ray.launch.lease import FILE, Holder, held
+from vit_ray.storage import Location, locate
+
+HOLD = """
+import sys
+from vit_ray.launch.lease import held
+from vit_ray.storage import locate
+with held(locate(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Location:
+    return locate(str(tmp_path / "runs" / "a"))
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(lease, "POLL_S", 0.02)
+    monkeypatch.setattr(lease, "RENEW_S", 0.05)
+
+
+def elsewhere(run: Location) -> Holder:
+    """The file of a driver on another machine."""
+    holder = replace(Holder.this_process(), host="node-7")
+    run.child(FILE).write(json.dumps(asdict(holder)).encode())
+    return holder
+
+
+def test_a_run_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
+    run: Location,
+) -> None:
+    command = [sys.executable, "-c", HOLD, run.path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        refusal = rf"run 'a' in .*/runs is being worked on .* process {other.pid} on "
+        with pytest.raises(ValueError, match=refusal), held(run):
+            pass
+        other.kill()
+    assert run.child(FILE).exists()
+    with held(run):
+        pass
+    assert not run.child(FILE).exists()
+
+
+def test_a_driver_on_another_machine_that_renews_the_file_keeps_the_run(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = elsewhere(run)
+    changed = json.dumps(asdict(replace(theirs, beat=1))).encode()
+    monkeypatch.setattr(time, "sleep", lambda _: run.child(FILE).write(changed))
+    with (
+        pytest.raises(ValueError, match=r"process \d+ on node-7; wait for it or stop it"),
+        held(run),
+    ):
+        pass
+
+
+def test_the_file_of_a_machine_that_is_gone_is_taken_over(run: Location, patience: None) -> None:
+    theirs = elsewhere(run)
+    with held(run):
+        assert json.loads(run.child(FILE).read())["token"] != theirs.token
+
+
+def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_it(
+    run: Location, patience: None
+) -> None:
+    lost, reasons = threading.Event(), []
+
+    def on_lost(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    with held(run, on_lost):
+        first = run.child(FILE).read()
+        while run.child(FILE).read() == first:
+            assert not lost.wait(0.01)
+        elsewhere(run)
+        assert lost.wait(30)
+    assert "on node-7 has taken over the run" in reasons[0]
+    assert run.child(FILE).exists()  # it is theirs
+
+
+def test_a_damaged_file_holds_nobody_off(run: Location) -> None:
+    run.child(FILE).write(b"{")
+    with held(run):
+        pass

@@ -1,0 +1,170 @@
+"""One driver at a time for a run, whatever cluster it is on.
+
+The driver keeps a small file in the run's folder and renews it. A second driver refuses to start
+while the file is being renewed; the file of a driver that is gone is taken over, at once on the
+same machine, and after some waiting on another. Clocks are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from vit_ray.storage import Location
+
+RENEW_S = 10.0
+PATIENCE_S = 35.0
+"""How long a file that nobody renews is watched before it is taken over."""
+POLL_S = 1.0
+FILE = "driver.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who works on a run."""
+
+    host: str
+    pids: str
+    """Where its process number counts: the machine's boot and the namespace of processes."""
+    pid: int
+    started: str
+    """In the kernel's ticks; tells a process from a later one with the same number."""
+    token: str
+    beat: int = 0
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """The holder that this driver would be."""
+        pid = os.getpid()
+        return cls(platform.node(), _pids(), pid, _started(pid), uuid.uuid4().hex)
+
+    def is_gone(self) -> bool | None:
+        """Whether its process has ended; None if that cannot be told from here."""
+        if (self.host, self.pids) != (platform.node(), _pids()):
+            return None
+        return _started(self.pid) != self.started
+
+
+@contextmanager
+def held(folder: Location, on_lost: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Hold the run in `folder` inside this block.
+
+    Args:
+        on_lost: called with the reason when another driver has taken the run all the same, which
+            happens where this one could not reach its storage for a long time; by default the
+            process ends.
+
+    Raises:
+        ValueError: another driver holds it.
+        OSError: the folder cannot be written.
+    """
+    file = folder.child(FILE)
+    _wait_until_free(file, folder)
+    mine = Holder.this_process()
+    _write(file, mine)
+    ended = threading.Event()
+    renewing = threading.Thread(
+        target=_renew, args=(file, mine, ended, on_lost or _end_process), name="lease", daemon=True
+    )
+    renewing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewing.join()
+        _release(file, mine)
+
+
+def _wait_until_free(file: Location, folder: Location) -> None:
+    holder = _read(file)
+    is_free = holder is None or holder.is_gone()
+    if holder is None or is_free:
+        return
+    if is_free is None and not _is_renewed(file, holder):
+        return
+    runs, _, name = folder.uri.rpartition("/")
+    raise ValueError(
+        f"run {name!r} in {runs} is being worked on by another driver: process {holder.pid} on "
+        f"{holder.host}; wait for it or stop it, or choose another name"
+    )
+
+
+def _is_renewed(file: Location, holder: Holder) -> bool:
+    """Whether a holder on another machine lives; a file that disappears was let go of."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        now = _read(file)
+        if now != holder:
+            return now is not None
+        time.sleep(POLL_S)
+    return False
+
+
+def _renew(
+    file: Location, mine: Holder, ended: threading.Event, on_lost: Callable[[str], None]
+) -> None:
+    while not ended.wait(RENEW_S):
+        try:
+            found = _read(file)
+            if found is not None and found.token != mine.token:
+                on_lost(f"process {found.pid} on {found.host} has taken over the run")
+                return
+            mine = replace(mine, beat=mine.beat + 1)
+            _write(file, mine)
+        except OSError as error:  # what cannot be reached now may be reached the next time
+            logger.warning("%s cannot be renewed: %s", file.path, error)
+
+
+def _release(file: Location, mine: Holder) -> None:
+    try:
+        found = _read(file)
+        if found is not None and found.token == mine.token:
+            file.delete()
+    except OSError as error:  # the run is over; the next driver waits until it is sure of that
+        logger.warning("%s stays behind: %s", file.path, error)
+
+
+def _read(file: Location) -> Holder | None:
+    try:
+        return Holder(**json.loads(file.read()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        return None  # of another version, or damaged
+
+
+def _write(file: Location, holder: Holder) -> None:
+    file.write(json.dumps(asdict(holder)).encode())
+
+
+def _end_process(reason: str) -> None:
+    """Two drivers of one run would mix their checkpoints; Ray ends the workers of this one."""
+    print(f"error: {reason}; this driver ends", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _started(pid: int) -> str:
+    """Empty if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]  # dead, and not yet taken notice of
+
+
+def _pids() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -10,7 +10,8 @@ step may begin. Writing goes on beside the training and slows it; what the steps
 checkpoints took beyond the median one, the stall included, is the time lost.
 
 Peers, in the same run, after it: two processes that hold the same fp32 values in the same halves
-and do nothing else. `torch.save` to a file of each, with fsync and without; and
+and do nothing else, no training and no Ray either. A copy of every tensor in memory, the least that
+writing beside a training needs; `torch.save` to a file of each, with fsync and without; and
 `torch.distributed.checkpoint.async_save`, the time until it returns and until all is written. The
 slower of the two processes counts; the first save of each, which makes buffers, is left out.
 """
@@ -102,14 +103,18 @@ def train_with_checkpoints(args: argparse.Namespace, folder: Path) -> tuple[list
     return [stalls[step] or 0.0 for step in due], lost, [num_bytes], [typical_s]
 
 
+def parameter_counts(model: str) -> dict[str, int]:
+    with torch.device("meta"):
+        parameters = build_model(model, CLASSES, IMAGE_SIZE).named_parameters()
+    return {name: parameter.numel() for name, parameter in parameters}
+
+
 def state_of(rank: int, model: str) -> dict[str, Tensor]:
     """This process's half of every parameter, in every kind."""
-    with torch.device("meta"):
-        parameters = dict(build_model(model, CLASSES, IMAGE_SIZE).named_parameters())
     return {
-        f"{kind}|{name}|{rank}": torch.randn(parameter.numel() // WORKERS)
+        f"{kind}|{name}|{rank}": torch.randn(count // WORKERS)
         for kind in KINDS
-        for name, parameter in parameters.items()
+        for name, count in parameter_counts(model).items()
     }
 
 
@@ -127,7 +132,13 @@ def save_by_dcp(state: dict[str, Tensor], folder: Path) -> Callable[[], None]:
     return lambda: future.result()
 
 
+def copy_only(state: dict[str, Tensor], folder: Path) -> Callable[[], None]:
+    copied = {name: values.clone() for name, values in state.items()}
+    return copied.clear
+
+
 PEERS: dict[str, Callable[[dict[str, Tensor], Path], Callable[[], None]]] = {
+    "a copy in memory, nothing written": copy_only,
     "torch.save": lambda state, folder: save_plainly(state, folder, is_synced=False),
     "torch.save, fsync": lambda state, folder: save_plainly(state, folder, is_synced=True),
     "torch.distributed.checkpoint.async_save": save_by_dcp,
@@ -176,6 +187,7 @@ def measure_peers(args: argparse.Namespace, folder: Path) -> dict[str, list[list
 def report_of(args: argparse.Namespace, folder: Path) -> str:
     stalls, lost, (num_bytes,), (typical_s,) = train_with_checkpoints(args, folder)
     median, share = statistics.median(stalls), num_bytes / WORKERS / GIB
+    huge = sum(parameter_counts("ViT-H/14").values()) * len(KINDS) * 4 / GIB
     lines = [
         f"{args.model}, fp32, Adam and average, ZeRO 1 on {WORKERS} workers: "
         f"{num_bytes / GIB:.2f} GiB per checkpoint, {share:.2f} GiB per worker; median step "
@@ -185,6 +197,8 @@ def report_of(args: argparse.Namespace, folder: Path) -> str:
         f"- share of {CADENCE_S} s: {median / CADENCE_S:.3%}, the worst "
         f"{max(stalls) / CADENCE_S:.3%} (bar {BAR:.0%})",
         f"- per GiB of a worker's part: {median / share:.3f} s",
+        f"- reckoned from that for ViT-H/14 on one worker, {huge:.2f} GiB: "
+        f"{huge * median / share:.1f} s, {huge * median / share / CADENCE_S:.2%}",
         f"- time lost in all, steps slowed by the writing included: "
         f"{statistics.median(lost):.2f} s, the median of {' '.join(f'{s:.2f}' for s in lost)}; "
         f"{statistics.median(lost) / CADENCE_S:.3%} of {CADENCE_S} s",

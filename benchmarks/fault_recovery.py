@@ -14,7 +14,7 @@ repeating the steps since the checkpoint is part of it.
 Faults that training goes on through: the loss of one batch is not finite and
 `train.nonfinite=rollback`; a checkpoint finds a file where its folder should be, as a full disk
 would refuse it (all four tries fail); MLflow's server does not answer, all the time. What counts is
-the longest pause between two steps, beside the median.
+the longest pause between two steps, beside the median, and beside a run that meets no fault.
 """
 
 import argparse
@@ -143,11 +143,13 @@ def lose_a_node(run: Run) -> None:
 
 
 ENDING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
+    # First: Ray 2.60 keeps what a killed driver had asked for, for three minutes, and an elastic
+    # group does not start on it.
+    "node lost, goes on with one worker": (lose_a_node, {"workers": {"num_workers": [1, 2]}}),
     "worker killed with -9": (kill_a_worker, {}),
     "worker frozen (found after 10 s)": (freeze_a_worker, {}),
     "driver killed with -9, job started again": (kill_the_driver, {}),
     "SIGTERM, job started again": (end_the_driver, {}),
-    "node lost, goes on with one worker": (lose_a_node, {"workers": {"num_workers": [1, 2]}}),
 }
 
 
@@ -177,12 +179,12 @@ def meet_a_bad_batch(run: Run) -> None:
 
 
 def refuse_a_checkpoint(run: Run) -> None:
-    (run.folder / folder_name(400)).parent.mkdir(parents=True)
-    (run.folder / folder_name(400)).write_text("a file where the folder should be")
-    run.start().wait_for(790)
+    (run.folder / folder_name(200)).parent.mkdir(parents=True)
+    (run.folder / folder_name(200)).write_text("a file where the folder should be")
+    run.start().wait_for(390)
 
 
-def go_without_mlflow(run: Run) -> None:
+def go_on(run: Run) -> None:
     run.start().wait_for(200)
 
 
@@ -193,6 +195,7 @@ def away() -> str:
 
 
 PASSING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
+    "nothing, to compare": (go_on, {"train": {"log_every_steps": 1}}),
     "loss of one batch not finite, rolled back": (
         meet_a_bad_batch,
         {"train": {"log_every_steps": 1, "nonfinite": "rollback"}},
@@ -200,10 +203,10 @@ PASSING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
     "checkpoint cannot be written": (
         refuse_a_checkpoint,
         # The next one would wait for the tries of this one, which take 7 s.
-        {"train": {"log_every_steps": 1}, "checkpoint": {"every_steps": 400}},
+        {"train": {"log_every_steps": 1}, "checkpoint": {"every_steps": 200}},
     ),
     "MLflow away": (
-        go_without_mlflow,
+        go_on,
         {"train": {"log_every_steps": 1}, "tracking": {"uri": away()}},
     ),
 }

@@ -1,0 +1,127 @@
+"""Short trainings whose loss curves are kept as a file, `golden_losses.json`.
+
+Renew it where an algorithm is meant to change, and say so in the commit:
+    python -m tests.train.golden_runs
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+
+from tests.train.ranks import run_ranks
+from vit_ray.config import OptimConfig, TrainConfig
+from vit_ray.models import build_model
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.schedule import lr_at
+
+FILE = Path(__file__).with_name("golden_losses.json")
+STEPS, BATCH, MICRO, WORKERS = 16, 32, 8, 2
+ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2}
+ADAM = {
+    "name": "adamw",
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "clip_norm": 1.0,
+    "schedule": "linear",
+    "end_learning_rate": 1e-5,
+    "warmup_steps": 4,
+}
+SGD = {
+    "name": "sgd",
+    "learning_rate": 0.03,
+    "momentum": 0.9,
+    "clip_norm": 0.0,
+    "schedule": "steps",
+    "warmup_steps": 2,
+}
+
+# Name -> family, its options, sections `train` and `optim`: what the paper trains, made small.
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "ViT, Adam, sigmoid loss": (
+        "ViT",
+        {**ENCODER, "patch_size": 8, "representation": True, "head_bias": -2.0},
+        {"loss": "sigmoid", "averaging": 0.9},
+        ADAM,
+    ),
+    "BiT ResNet, SGD with momentum": ("ResNet", {"stages": (1, 1), "width_factor": 1}, {}, SGD),
+    "hybrid, Adam, softmax with smoothing": (
+        "R+ViT",
+        {**ENCODER, "stages": (1, 1), "width_factor": 1},
+        {"label_smoothing": 0.1},
+        {**ADAM, "schedule": "cosine", "learning_rate": 3e-3},
+    ),
+    "masked patches, Adam": (
+        "ViT",
+        {**ENCODER, "patch_size": 4},
+        {"loss": "masked_patch", "masked_target": "mean_color"},
+        ADAM,
+    ),
+}
+
+
+def loss_curves(rank: int, changes: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Loss of each step, by the name of the run; `changes` are laid over `optim`, by that name."""
+    changes = changes or {}
+    return {name: _loss_curve(name, changes.get(name, {})) for name in RUNS}
+
+
+def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
+    family, options, train_section, optim_section = RUNS[name]
+    train = TrainConfig(precision="fp32", zero_stage=2, **train_section)
+    optim = OptimConfig(**{**optim_section, **changes}, steps=STEPS)
+    torch.manual_seed(0)
+    model: torch.nn.Module = build_model(family, 10, 32, **options)
+    if train.loss == "masked_patch":
+        model = MaskedPatchObjective(model, train.masked_target, seed=0)
+    engine = DeepSpeedEngine(
+        model,
+        train,
+        optim,
+        micro_batch_size=MICRO,
+        accumulation_steps=BATCH // (MICRO * WORKERS),
+        loss_function=_loss_function(train),
+    )
+    losses = [_step(engine, step, lr_at(step, optim, STEPS)) for step in range(STEPS)]
+    engine.close()
+    return losses
+
+
+def _loss_function(train: TrainConfig) -> Any:
+    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor) -> Any:
+        pixels = normalize(images, torch.float32)
+        if train.loss == "masked_patch":
+            return module(pixels, samples, 0)
+        return classification_loss(module(pixels), labels, train).mean()
+
+    return loss
+
+
+def _step(engine: DeepSpeedEngine, step: int, learning_rate: float) -> float:
+    torch.manual_seed(1000 * step + engine.rank)
+    losses = []
+    for first in range(engine.rank * MICRO, BATCH, WORKERS * MICRO):
+        samples = torch.arange(step * BATCH + first, step * BATCH + first + MICRO)
+        losses.append(engine.backward(*_images(samples), samples))
+    engine.step(learning_rate)
+    mean = torch.stack(losses).mean()
+    torch.distributed.all_reduce(mean)
+    return float(mean) / WORKERS
+
+
+def _images(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real digits (UCI): uint8 (B, 32, 32, 3), 4 x 4 pixels for each of 8 x 8; labels (B, 1)."""
+    digits = load_digits()
+    grey = torch.from_numpy(digits.images)[samples] * 15
+    large = grey.to(torch.uint8).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    return large[..., None].expand(-1, -1, -1, 3), torch.from_numpy(digits.target)[samples][:, None]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(run_ranks(WORKERS, loss_curves)[0], indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,17 @@ GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.
 PLAIN_LINEAR = torch.nn.functional.linear
 OPTIM = OptimConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0)
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+
+
+class Run(NamedTuple):
+    """What a run of some steps came to."""
+
+    losses: list[float]
+    averaged: torch.Tensor
+    """Logits of `IMAGES` with the averaged weights, after the last step."""
 
 
 def loss_of(train: TrainConfig) -> Any:
@@ -92,8 +103,15 @@ def position(engine: DeepSpeedEngine, step: int) -> Position:
     )
 
 
-def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-    """For each config: losses of 5 steps, saving after 2; the checkpoint lies in folder/NAME."""
+def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:
+    with engine.averaged():
+        run = Run(losses, engine.predict(IMAGES.to(engine.dtype))[1])
+    engine.close()
+    return run
+
+
+def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Run]:
+    """For each config: a run of 5 steps, saved after 2; the checkpoint lies in folder/NAME."""
     world_size = torch.distributed.get_world_size()
     results = {}
     for config in configs:
@@ -105,13 +123,12 @@ def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) ->
         write_snapshot(engine.snapshot(position(engine, 2)), target)
         torch.distributed.barrier()
         losses += run_steps(engine, 2, 5, micro)
-        results[name] = losses
-        engine.close()
+        results[name] = finished(engine, losses)
     return results
 
 
-def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-    """For each config: losses of steps 2 to 4 after resuming from folder/FROM."""
+def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, Run]:
+    """For each config: steps 2 to 4 after resuming from folder/FROM."""
     world_size = torch.distributed.get_world_size()
     results = {}
     for config in configs:
@@ -120,6 +137,6 @@ def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[str, 
         assert checkpoint is not None
         engine = build_engine(train, world_size, config["micro"])
         engine.restore(checkpoint)
-        results[config["name"], config["from"]] = run_steps(engine, 2, 5, config["micro"])
-        engine.close()
+        losses = run_steps(engine, 2, 5, config["micro"])
+        results[config["name"], config["from"]] = finished(engine, losses)
     return results

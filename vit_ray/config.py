@@ -304,7 +304,7 @@ class WorkersConfig(Section):
     """Ray Train workers: how many, on what, and how failures are met."""
 
     num_workers: Positive | tuple[Positive, Positive] = 1
-    """Workers, or (min, max) for an elastic run."""
+    """Workers, or (min, max) for an elastic run, which takes those counts that divide the batch."""
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU per worker; `auto` = if the cluster has any."""
     cpus_per_worker: PositiveFloat = 1.0
@@ -531,6 +531,12 @@ class Recipe(Section):
     plan: PlanConfig = PlanConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Worker counts that training may have: those that divide its batch; all if none does."""
+        sizes = list(self.workers.sizes)
+        return [n for n in sizes if self.train.global_batch_size % n == 0] or sizes
 
     @property
     def run_folder(self) -> str:

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tests.conftest import Digits
 from vit_ray.data import open_dataset
 from vit_ray.data.labels import first_labels
 from vit_ray.data.manifest import Manifest
+from vit_ray.data.reader import RowGroupReader
 from vit_ray.data.subset import subset
 
 
@@ -34,3 +37,10 @@ def test_rows_that_a_subset_leaves_out_are_left_out(digits: Digits, tmp_path: Pa
         for row in range(int(part.rows[group]))
     ]
     assert found.tolist() == kept
+
+
+def test_an_image_without_labels_has_none(digits: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = RowGroupReader(open_dataset(digits.train))
+    labels = pa.array([[3, 4], [], [5], []], pa.list_(pa.int32()))
+    monkeypatch.setattr(reader, "_columns", lambda *_: {"labels": labels})
+    assert reader.first_labels(0).tolist() == [3, -1, 5, -1]

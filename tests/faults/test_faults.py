@@ -22,10 +22,11 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from vit_ray.config import Recipe
+from vit_ray.launch.sweep import trial_recipe
 from vit_ray.launch.tracking import replay
 from vit_ray.launch.trainer import train
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import folder_name
+from vit_ray.train.checkpoint import folder_name, newest_checkpoint
 
 # Long enough that there is time to interfere after the first checkpoint.
 STEPS = 600
@@ -116,6 +117,45 @@ def test_sigterm_makes_a_checkpoint_and_ends_clean(
     assert stopped_at < STEPS
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
+
+
+def test_sigterm_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
+    ray_cluster: Head, digits: Digits, folder: Path
+) -> None:
+    pretrained = small_recipe("pretrained", digits, folder, optim={"steps": 8})
+    train(pretrained)
+    recipe = long_recipe("sweep", digits, folder).with_changes(
+        init_from=pretrained.run_folder,
+        workers={"num_workers": 1},
+        sweep={"learning_rates": [0.001, 0.01], "dev_fraction": 0.1, "seeds": 1},
+    )
+    trials = [trial_recipe(recipe, rate) for rate in (0.001, 0.01)]
+    arguments = str(write_recipe(recipe, folder))
+    driver = Driver(ray_cluster, "sweep", arguments)
+    wait_until(lambda: any(checkpoint_steps(trial) for trial in trials), driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    assert "stopped on request" in output
+    stopped_at = [checkpoint_steps(trial)[-1:] for trial in trials]
+    assert all(steps < [STEPS] for steps in stopped_at)
+    code, output = Driver(ray_cluster, "sweep", arguments).wait()
+    assert code == 0, output
+    assert "test top-1, trained on all data" in output
+    ends = [run.data.tags.get("vit_ray.events.resumed") for run in runs_of(recipe)]
+    assert any(ends), stopped_at
+
+
+def test_an_elastic_group_that_could_take_every_cpu_still_gets_its_data(
+    ray_cluster: Head, digits: Digits, folder: Path
+) -> None:
+    recipe = small_recipe(
+        "takes-all", digits, folder, workers={"num_workers": [1, 4], "cpus_per_worker": 1.0}
+    )
+    assert train(recipe).is_complete
+    newest = newest_checkpoint(locate(recipe.run_folder))
+    assert newest is not None
+    assert len(newest.shards) == 2  # three do not divide the batch, and four leave no CPU
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(

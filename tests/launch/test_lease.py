@@ -32,6 +32,7 @@ def run(tmp_path: Path) -> Location:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(lease, "RELEASE_S", 0.1)
     monkeypatch.setattr(lease, "POLL_S", 0.02)
     monkeypatch.setattr(lease, "RENEW_S", 0.05)
 
@@ -44,7 +45,7 @@ def elsewhere(run: Location) -> Holder:
 
 
 def test_a_run_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
-    run: Location,
+    run: Location, patience: None
 ) -> None:
     command = [sys.executable, "-c", HOLD, run.path]
     pipe = subprocess.PIPE
@@ -93,10 +94,25 @@ def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_it(
         first = run.child(FILE).read()
         while run.child(FILE).read() == first:
             assert not lost.wait(0.01)
-        elsewhere(run)
-        assert lost.wait(30)
+        while not lost.wait(0.2):
+            elsewhere(run)  # again, if a renewal has just been written over it
     assert "on node-7 has taken over the run" in reasons[0]
     assert run.child(FILE).exists()  # it is theirs
+
+
+def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
+    hold = "from vit_ray.launch import lease\nlease.RENEW_S = 0.05\n" + HOLD
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", hold, run.path]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stderr is not None
+        assert other.stdout.readline() == "held\n"
+        while other.poll() is None:
+            elsewhere(run)
+            time.sleep(0.05)
+        assert other.returncode == 1
+        assert "on node-7 has taken over the run; this driver ends" in other.stderr.read()
 
 
 def test_a_damaged_file_holds_nobody_off(run: Location) -> None:

@@ -121,6 +121,40 @@ def test_a_flipped_bit_is_found_marked_and_passed_over(run: Location) -> None:
     assert second.position.step == 1
 
 
+@pytest.mark.parametrize("file", ["rank-00001-of-00002.safetensors", "rank-00001-of-00002.json"])
+def test_a_file_cut_short_is_found_marked_and_passed_over(run: Location, file: str) -> None:
+    """As a loss of power leaves them: there, and empty."""
+    write(run, 1)
+    (Path(write(run, 2).path) / file).write_bytes(b"")
+    told: list[str] = []
+    checkpoint = newest_verified_checkpoint(run, told.append)
+    assert checkpoint is not None
+    assert checkpoint.position.step == 1
+    assert file in told[0]
+    assert (Path(run.path) / "step-00000002" / "damaged.json").exists()
+
+
+def test_a_checkpoint_that_is_being_removed_is_not_called_damaged(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run, 1)
+    gone = write(run, 2)
+    plain = Location.read_range
+
+    def removed(self: Location, offset: int, length: int) -> bytes:
+        if self.path.startswith(gone.path):
+            gone.delete()
+        return plain(self, offset, length)
+
+    monkeypatch.setattr(Location, "read_range", removed)
+    told: list[str] = []
+    checkpoint = newest_verified_checkpoint(run, told.append)
+    assert checkpoint is not None
+    assert checkpoint.position.step == 1
+    assert told == []
+    assert not gone.exists()
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(run: Location) -> None:
     folder = write(run, 1)
     path = Path(folder.path) / "rank-00000-of-00002.safetensors"

@@ -77,13 +77,18 @@ class RowGroupReader:
         return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
 
     def first_labels(self, group: int) -> NDArray[np.int32]:
-        """The first label of each image of a row group that counts; reads no other column.
+        """The first label of each image of a row group that counts, -1 where it has none.
+
+        Reads no other column.
 
         Raises:
             ValueError: as `read`.
         """
         labels = self._columns(group, ["labels"])["labels"]
-        first = labels.values.to_numpy()[labels.offsets.to_numpy()[:-1]]
+        offsets = labels.offsets.to_numpy()
+        first = np.full(len(labels), -1, np.int32)
+        has_any = np.diff(offsets) > 0
+        first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
     def _columns(self, group: int, names: list[str]) -> dict[str, pa.Array]:

@@ -170,8 +170,7 @@ def _import_what_tasks_need() -> None:
 def _warm_up(spec: StreamSpec) -> None:
     """Let idle workers import while the stream's coordinator starts; nobody waits for it."""
     cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-    fitting = int(cpus / spec.num_cpus) if spec.num_cpus else _WARM_WORKERS
-    tasks = min(fitting, spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
+    tasks = min(int(cpus / spec.num_cpus), spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
     for _ in range(tasks):
         _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
 

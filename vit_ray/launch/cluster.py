@@ -50,6 +50,7 @@ def connect(recipe: Recipe) -> ClusterShape:
             ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
         else:
             ray.init(
+                address="local",  # not another one that happens to run here
                 num_cpus=max(os.cpu_count() or 1, local_cpus(recipe)),
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,

@@ -34,8 +34,8 @@ def describe_training(recipe: Recipe) -> str:
 
 def _shown_sizes(recipe: Recipe) -> list[int]:
     """Every group size of a short elastic range, the ends of a long one."""
-    sizes = recipe.workers.sizes
-    return list(sizes) if len(sizes) <= 4 else [sizes[0], sizes[-1]]
+    sizes = recipe.group_sizes
+    return sizes if len(sizes) <= 4 else [sizes[0], sizes[-1]]
 
 
 def _describe_group(

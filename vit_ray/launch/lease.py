@@ -23,9 +23,11 @@ from pathlib import Path
 from vit_ray.storage import Location
 
 RENEW_S = 10.0
-PATIENCE_S = 35.0
-"""How long a file that nobody renews is watched before it is taken over."""
-POLL_S = 1.0
+PATIENCE_S = 90.0
+"""How long a file that nobody renews is watched before it is taken over: some failed renewals."""
+RELEASE_S = 20.0
+"""How long a process that was killed may take to end, such as a trial of a sweep."""
+POLL_S = 0.5
 FILE = "driver.json"
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,14 @@ class Holder:
     def this_process(cls) -> Holder:
         """The holder that this driver would be."""
         pid = os.getpid()
-        return cls(platform.node(), _pids(), pid, _started(pid), uuid.uuid4().hex)
+        return cls(platform.node(), _pids(), pid, _started(pid) or "", uuid.uuid4().hex)
 
     def is_gone(self) -> bool | None:
         """Whether its process has ended; None if that cannot be told from here."""
         if (self.host, self.pids) != (platform.node(), _pids()):
             return None
-        return _started(self.pid) != self.started
+        started = _started(self.pid)
+        return None if started is None else started != self.started
 
 
 @contextmanager
@@ -89,10 +92,7 @@ def held(folder: Location, on_lost: Callable[[str], None] | None = None) -> Iter
 
 def _wait_until_free(file: Location, folder: Location) -> None:
     holder = _read(file)
-    is_free = holder is None or holder.is_gone()
-    if holder is None or is_free:
-        return
-    if is_free is None and not _is_renewed(file, holder):
+    if holder is None or not _is_still_held(file, holder):
         return
     runs, _, name = folder.uri.rpartition("/")
     raise ValueError(
@@ -101,15 +101,18 @@ def _wait_until_free(file: Location, folder: Location) -> None:
     )
 
 
-def _is_renewed(file: Location, holder: Holder) -> bool:
-    """Whether a holder on another machine lives; a file that disappears was let go of."""
-    deadline = time.monotonic() + PATIENCE_S
+def _is_still_held(file: Location, first: Holder) -> bool:
+    """Whether its holder lives; one that ends, or lets go of it, is waited for."""
+    is_elsewhere = first.is_gone() is None
+    deadline = time.monotonic() + (PATIENCE_S if is_elsewhere else RELEASE_S)
     while time.monotonic() < deadline:
         now = _read(file)
-        if now != holder:
-            return now is not None
+        if now is None or now.is_gone():
+            return False
+        if is_elsewhere and now != first:
+            return True
         time.sleep(POLL_S)
-    return False
+    return not is_elsewhere
 
 
 def _renew(
@@ -155,14 +158,25 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _started(pid: int) -> str:
-    """Empty if there is no such process."""
+def _started(pid: int) -> str | None:
+    """Empty if there is no such process; None if it is hidden."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return ""
+    except (FileNotFoundError, ProcessLookupError):
+        return None if _is_hidden(pid) else ""
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]  # dead, and not yet taken notice of
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether the process is there, of another user whose /proc is not shown (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return False
 
 
 def _pids() -> str:

@@ -104,7 +104,7 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
         raise ValueError(
             f"plan.device={plan.device!r} is not known; use one of {', '.join(device_names())}"
         )
-    num_gpus = plan.num_gpus or recipe.workers.sizes[-1]
+    num_gpus = plan.num_gpus or recipe.group_sizes[-1]
     if batch % num_gpus:
         raise ValueError(
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "

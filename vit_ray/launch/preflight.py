@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,8 @@ from vit_ray.data.selection import RowSelection, split_rows
 from vit_ray.data.stream import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.storage import locate
+from vit_ray.launch.lease import FILE as LEASE_FILE
+from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.start import find_weight_file
@@ -86,7 +88,7 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
         ValueError: with the arithmetic and the nearest valid value.
     """
     batch = recipe.train.global_batch_size
-    for world_size in recipe.workers.sizes:
+    for world_size in recipe.group_sizes:
         if batch % world_size:
             nearest = max(1, round(batch / world_size)) * world_size
             raise ValueError(
@@ -110,7 +112,7 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
         ValueError: more GPUs or CPUs are asked for than there are.
     """
     workers = recipe.workers
-    least = workers.sizes[0]
+    least = recipe.group_sizes[0]
     wants = workers.use_gpu
     use_gpu = cluster.num_gpus > 0 if wants == "auto" else wants
     if use_gpu and cluster.num_gpus < least:
@@ -131,16 +133,21 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     return use_gpu
 
 
-def find_resume_point(recipe: Recipe) -> Checkpoint | None:
+def find_resume_point(
+    recipe: Recipe, tell: Callable[[str], None] = logger.warning
+) -> Checkpoint | None:
     """The checkpoint that a run of this name goes on from, as `resume` allows.
+
+    Args:
+        tell: hears of each damaged one that is passed over.
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does
             not, or was of another model, data set, seed or batch.
     """
-    folder = locate(recipe.output).child(recipe.name)
-    checkpoint = newest_verified_checkpoint(folder)
-    if recipe.resume is False and folder.list_files(recursive=False):
+    folder = locate(recipe.run_folder)
+    checkpoint = newest_verified_checkpoint(folder, tell)
+    if recipe.resume is False and _holds_a_run(folder):
         raise ValueError(
             f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
             f"{checkpoint.position.step if checkpoint else 0}); choose another name, or set "
@@ -154,6 +161,10 @@ def find_resume_point(recipe: Recipe) -> Checkpoint | None:
             )
         return None
     return checkpoint
+
+
+def _holds_a_run(folder: Location) -> bool:
+    return any(info.base_name != LEASE_FILE for info in folder.list_files())
 
 
 def check_weights(recipe: Recipe) -> None:
@@ -235,7 +246,7 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
     manifest = open_dataset(path)
     examples = np.zeros(manifest.num_classes, np.int64)
     for labels in first_labels(manifest):
-        examples += np.bincount(labels, minlength=len(examples))
+        examples += np.bincount(labels[labels >= 0], minlength=len(examples))
         if examples.min() >= max(shots):
             return
         if examples.sum() > MOST_LABELS_READ:

@@ -75,7 +75,7 @@ class Recorder:
         self._stop: str | None = None
         self._failure: str | None = None
         self._start_step: int | None = None
-        self._failures_in_a_row = 0
+        self._saves_wanted = 0
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
         if config.system_metrics and (run := self._tracker.run_id):
@@ -104,13 +104,13 @@ class Recorder:
         """Something for the run's history."""
         self._standing.events.append(Event(kind, text, step, time.time()))
 
-    def poll(self, rank: int, step: int) -> str | None:
-        """A worker's heartbeat; answers with a reason to stop, if there is one."""
+    def poll(self, rank: int, step: int) -> tuple[str | None, int]:
+        """A worker's heartbeat; answers why to stop, if at all, and how many saves were wanted."""
         if rank == 0:
             self._standing.step = max(self._standing.step, step)
             if self._parent is not None:
                 self._parent.child_step.remote(self._name, step)
-        return self._stop
+        return self._stop, self._saves_wanted
 
     def child_step(self, name: str, step: int) -> None:
         """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""
@@ -131,25 +131,8 @@ class Recorder:
         """What `fail` was told."""
         return self._failure
 
-    def worker_failed(self, text: str, limit: int, *, is_counted: bool) -> bool:
-        """A worker group has failed; returns whether the run must end.
-
-        Args:
-            limit: failures in a row, with no checkpoint between them, that it survives; -1 = any.
-            is_counted: False where the cause is dealt with by the restart itself.
-        """
-        self.event("worker failed", text, 0)
-        self._failures_in_a_row += is_counted
-        if self._failure is None and -1 < limit < self._failures_in_a_row:
-            count = self._failures_in_a_row
-            counted = f"failure {count} without a new checkpoint between"
-            self._failure = f"{text} ({counted}; workers.max_failures={limit})"
-        return self._failure is not None
-
     def start_from(self, step: int | None) -> None:
         """The controller's choice of checkpoint for the workers that start next."""
-        if step != self._start_step:
-            self._failures_in_a_row = 0
         self._start_step = step
 
     def start_point(self) -> tuple[int | None, str | None]:
@@ -161,6 +144,10 @@ class Recorder:
         self._stop = reason
         for child in self._children:
             child.request_stop.remote(reason)
+
+    def request_save(self) -> None:
+        """Ask the workers for a checkpoint at once."""
+        self._saves_wanted += 1
 
     def stop_reason(self) -> str | None:
         """What `request_stop` was told."""

@@ -26,13 +26,13 @@ from vit_ray.launch.recorder import start_recorder
 from vit_ray.launch.tracking import Tracker
 from vit_ray.launch.trainer import (
     Family,
-    RunFailedError,
     RunResult,
     finished_status,
     run_facts,
     stopping_on_sigterm,
     train,
 )
+from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
 
@@ -200,7 +200,7 @@ def cell_metrics(
         "study/train_images": float(plan.num_images),
     }
     if images_per_s:
-        num_workers = cell.recipe.workers.sizes[-1]
+        num_workers = cell.recipe.group_sizes[-1]
         metrics["cost/core_days"] = images_seen / images_per_s * num_workers / 86_400
     return metrics
 

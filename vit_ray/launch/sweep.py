@@ -22,13 +22,13 @@ from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorder import start_recorder
 from vit_ray.launch.trainer import (
     Family,
-    RunFailedError,
     RunResult,
     finished_status,
     run_facts,
     stopping_on_sigterm,
     train,
 )
+from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 
 
@@ -170,7 +170,7 @@ def max_concurrent(recipe: Recipe) -> int:
         return limit
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     workers = recipe.workers
-    size = workers.sizes[0]
+    size = recipe.group_sizes[0]
     by_cpu = resources.get("CPU", 1) // (size * workers.cpus_per_worker + recipe.data.cpus_per_task)
     by_gpu = resources.get("GPU", 0) // size if resources.get("GPU", 0) else by_cpu
     return max(1, int(min(by_cpu, by_gpu)))

@@ -5,8 +5,9 @@ A checkpoint is a folder `step-00001000` under the run's folder. Rank r of n wri
 that it owns, and then `rank-0000r-of-0000n.json` with that file's size and checksum. KIND is
 `weight`, `average` or a state of the optimizer. Rank 0's JSON also holds the run's position.
 
-A checkpoint counts only when it is whole: all n JSON files are there and name files of the right
-size. `damaged.json` marks one whose checksums failed, so that all processes pass it over alike.
+A checkpoint counts only when it is whole: all n JSON files are there. `damaged.json` marks one
+whose files have another size or checksum than their JSON says, so that all processes pass it over
+alike.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import safetensors.torch
 import torch
@@ -28,6 +30,9 @@ from vit_ray.train.fragments import Fragment, State
 
 FORMAT_VERSION = 1
 WEIGHT, AVERAGE = "weight", "average"
+_READERS: Final = 8
+"""Files read at a time."""
+_PIECE_BYTES: Final = 32 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -142,18 +147,16 @@ class Checkpoint:
         self.position = position
 
     def verify(self) -> None:
-        """Read every byte and compare checksums.
+        """Read every byte and compare checksums, some files at a time.
 
         Raises:
             DamagedCheckpointError: a file differs from what was written; names the file.
         """
-        for shard in self.shards:
-            self._read(shard)
-
-    def mark_damaged(self, reason: str) -> None:
-        """Make every process pass this checkpoint over from now on."""
-        content = json.dumps({"reason": reason, "found_s": time.time()}).encode()
-        self.folder.child("damaged.json").write(content)
+        with ThreadPoolExecutor(_READERS) as readers:
+            for sha256, shard in zip(
+                readers.map(self._checksum, self.shards), self.shards, strict=True
+            ):
+                self._compare(shard, sha256)
 
     def has_average(self) -> bool:
         """Whether averaged weights were saved."""
@@ -203,6 +206,8 @@ class Checkpoint:
                 wanted.setdefault((kind, fragment.name), []).append((fragment, destination))
         missing = sum(f.weight.numel() for parts in wanted.values() for f, _ in parts)
         for shard in self.shards:
+            if not _overlaps(shard, wanted):
+                continue  # under ZeRO most files hold what other ranks need
             tensors = safetensors.torch.load(self._read(shard))
             for key, values in tensors.items():
                 kind, name, start = key.split("|")
@@ -216,42 +221,73 @@ class Checkpoint:
 
     def _read(self, shard: Shard) -> bytes:
         content = self.folder.child(shard.file).read()
-        if hashlib.sha256(content).hexdigest() != shard.sha256:
-            raise DamagedCheckpointError(
-                f"checkpoint file {self.folder.path}/{shard.file}: its {len(content)} bytes do "
-                f"not match the checksum of the {shard.bytes} bytes that were written"
-            )
+        self._compare(shard, hashlib.sha256(content).hexdigest())
         return content
+
+    def _checksum(self, shard: Shard) -> str:
+        """Without holding the file, which may be gigabytes."""
+        file, digest = self.folder.child(shard.file), hashlib.sha256()
+        for offset in range(0, shard.bytes, _PIECE_BYTES):
+            digest.update(file.read_range(offset, min(_PIECE_BYTES, shard.bytes - offset)))
+        return digest.hexdigest()
+
+    def _compare(self, shard: Shard, sha256: str) -> None:
+        if sha256 != shard.sha256:
+            raise DamagedCheckpointError(
+                f"checkpoint file {self.folder.path}/{shard.file}: its bytes do not match the "
+                f"checksum of the {shard.bytes} bytes that were written"
+            )
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:
     """The checkpoint in `folder`, or None if it is not whole."""
-    sizes = {info.base_name: info.size for info in folder.list_files(recursive=False)}
-    indexes = sorted(n for n in sizes if n.startswith("rank-") and n.endswith(".json"))
-    if not indexes or "damaged.json" in sizes:
+    try:
+        return _open(folder)
+    except DamagedCheckpointError:
         return None
-    world_sizes = {int(name.removesuffix(".json").split("-of-")[1]) for name in indexes}
-    if len(indexes) != max(world_sizes) or len(world_sizes) != 1:
+
+
+def _open(folder: Location) -> Checkpoint | None:
+    """None where a rank has not written yet, or the folder is marked.
+
+    Raises:
+        DamagedCheckpointError: all ranks have written, and what is there is not what they wrote.
+    """
+    sizes = {info.base_name: info.size for info in folder.list_files(recursive=False)}
+    names = sorted(n for n in sizes if n.startswith("rank-") and n.endswith(".json"))
+    if not names or "damaged.json" in sizes:
+        return None
+    world_sizes = {int(name.removesuffix(".json").split("-of-")[1]) for name in names}
+    if len(names) != max(world_sizes) or len(world_sizes) != 1:
         return None
     shards: list[Shard] = []
     position: Position | None = None
-    for name in indexes:
-        try:
-            index = json.loads(folder.child(name).read())
-        except ValueError:
-            return None
+    with ThreadPoolExecutor(_READERS) as readers:
+        contents = list(readers.map(lambda name: folder.child(name).read(), names))
+    for name, content in zip(names, contents, strict=True):
+        index = _parsed(content, f"{folder.path}/{name}")
         if index["format_version"] > FORMAT_VERSION:
             raise ValueError(
                 f"checkpoint {folder.path} has format {index['format_version']}; this code reads "
                 f"up to {FORMAT_VERSION}: use a newer version of vit_ray"
             )
         file = name.replace(".json", ".safetensors")
-        if sizes.get(file) != index["bytes"]:
-            return None
+        if sizes.get(file) != index["bytes"]:  # it was there before its JSON was
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder.path}/{file}: {sizes.get(file, 'none')} of the "
+                f"{index['bytes']} bytes that were written are there"
+            )
         shards.append(Shard(file, index["bytes"], index["sha256"], index["tensors"]))
         if "position" in index:
             position = Position(**index["position"])
     return Checkpoint(folder, shards, position) if position else None
+
+
+def _parsed(content: bytes, path: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        raise DamagedCheckpointError(f"checkpoint file {path} is not what was written") from None
 
 
 def count_ranks(folder: Location) -> int:
@@ -287,20 +323,23 @@ def newest_verified_checkpoint(
         DamagedCheckpointError: there are checkpoints and none of them is good. Starting over
             would lose the run in silence.
     """
-    seen = list_checkpoints(run_folder)
-    while (checkpoint := newest_checkpoint(run_folder)) is not None:
+    found = list_checkpoints(run_folder)
+    for _, folder in found:
         try:
-            checkpoint.verify()
-        except (DamagedCheckpointError, FileNotFoundError) as error:
-            # Other errors of the storage may pass; they end the start, and mark nothing.
+            checkpoint = _open(folder)
+            if checkpoint is not None:
+                checkpoint.verify()
+                return checkpoint
+        except FileNotFoundError:
+            continue  # the run that it belongs to lives, and has just removed it
+        except DamagedCheckpointError as error:
+            # Errors of the storage may pass; they end the start, and mark nothing.
             tell(f"damaged checkpoint passed over: {error}")
-            checkpoint.mark_damaged(str(error))
-        else:
-            return checkpoint
-    if any(_has_damage_mark(folder) for _, folder in seen):
+            _mark_damaged(folder, str(error))
+    if any(_has_damage_mark(folder) for _, folder in found):
         raise DamagedCheckpointError(
             f"run {run_folder.path}: every checkpoint is damaged "
-            f"({', '.join(folder_name(step) for step, _ in seen)}); restore one of them, "
+            f"({', '.join(folder_name(step) for step, _ in found)}); restore one of them, "
             "or start a run of another name"
         )
     return None
@@ -349,6 +388,22 @@ def find_weights(path: str) -> Checkpoint:
             "or an exported weight file"
         )
     return checkpoint
+
+
+def _mark_damaged(folder: Location, reason: str) -> None:
+    """Make every process pass this checkpoint over from now on."""
+    content = json.dumps({"reason": reason, "found_s": time.time()}).encode()
+    folder.child("damaged.json").write(content)
+
+
+def _overlaps(shard: Shard, wanted: dict[tuple[str, str], list[tuple[Fragment, Tensor]]]) -> bool:
+    for key, count in shard.tensors.items():
+        kind, name, start = key.split("|")
+        for fragment, destination in wanted.get((kind, name), []):
+            last = min(int(start) + count, fragment.start + destination.numel())
+            if max(int(start), fragment.start) < last:
+                return True
+    return False
 
 
 def _key(kind: str, name: str, start: int) -> str:

@@ -49,8 +49,17 @@ class Heart(threading.Thread):
             self._beat(self._progress.step)
 
     def pause(self) -> None:
-        """Between steps (evaluation) no step can hang."""
+        """Do not watch: what is waited for has time limits of its own."""
         self.is_paused = True
+
+    def expect_long_steps(self) -> None:
+        """Until a step is done: a part of an evaluation may take as long as the first step."""
+        self.resume()
+        self._last_step, self._has_moved = self._progress.step, False
+
+    def note_move(self) -> None:
+        """A part of an evaluation is done."""
+        self._moved_s = time.monotonic()
 
     def resume(self) -> None:
         """Watch steps again, from now."""

@@ -123,6 +123,7 @@ def run_training(
     times = StepTimes(clock)
     last_save_s = clock()
     first_step = progress.step
+    keeps_best = recipe.checkpoint.keep_best
     while progress.step < length.total_steps:
         start_s = clock()
         batch = _next_batch(batches, progress.step)
@@ -135,19 +136,20 @@ def run_training(
         is_time = length.rank == 0 and _is_due(
             recipe.checkpoint.every_minutes, clock() - last_save_s
         )
-        wants_save = is_time or services.save_is_wanted()
-        agreed = services.sum([loss, wants_save, services.stop_reason() is not None])
+        flags = [is_time, services.save_is_wanted(), services.stop_reason() is not None]
+        total_loss, *agreed = services.sum([loss, *flags])
+        time_to_save, notice, told_to_stop = (count > 0 for count in agreed)
         step_s = clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
         times.record(step_s, wait_s)
-        if result.applied and math.isfinite(agreed[0]):
+        if result.applied and math.isfinite(total_loss):
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
             services.nonfinite(progress, batch)
         metrics = {
-            "train/loss": agreed[0] / length.world_size,
+            "train/loss": total_loss / length.world_size,
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
         }
@@ -157,16 +159,18 @@ def run_training(
             progress.history |= metrics
             services.log(progress.step, metrics)
             times.reset()
+        if (notice or told_to_stop) and not is_last:
+            services.save(progress)  # at once: what an evaluation takes may not be left
+            last_save_s = clock()
+            if told_to_stop:
+                return services.stop_reason() or "another worker was told to stop"
         is_best = _evaluate_if_due(recipe, progress, services, is_last)
-        stop = progress.ended
-        if agreed[2] and not stop:
-            stop = services.stop_reason() or "another worker was told to stop"
-        due = agreed[1] > 0 or progress.step % (recipe.checkpoint.every_steps or 2**62) == 0
-        if due or is_last or stop or (is_best and recipe.checkpoint.keep_best):
+        due = time_to_save or progress.step % (recipe.checkpoint.every_steps or 2**62) == 0
+        if (due and not notice) or is_last or progress.ended or (is_best and keeps_best):
             services.save(progress)
             last_save_s = clock()
-        if stop:
-            return stop
+        if progress.ended:
+            return progress.ended
     return "finished"
 
 

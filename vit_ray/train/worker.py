@@ -82,6 +82,10 @@ class HopelessError(RuntimeError):
         self.is_agreed = is_agreed
 
 
+class SmallerMicroBatchError(RuntimeError):
+    """A pass did not fit into memory; the next attempt takes fewer images."""
+
+
 def has_accuracy(recipe: Recipe) -> bool:
     """Whether there are images to measure accuracy on, and a head that was trained."""
     has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
@@ -130,12 +134,17 @@ class WorkerServices:
         self._run_folder = locate(job.run_folder)
         self._stop: str | None = None
         self._noticed = ""
+        self._saves_wanted = 0
+        self._saves_met: int | None = None  # what earlier attempts were asked for is not known yet
         self._written = threading.Event()
         self._written.set()
         self._is_started = job.kind == "evaluate"
+        self._is_evaluating = False
         self._progress = Progress()
         self._writer = CheckpointWriter(self._run_folder, job.recipe.checkpoint, self._tell)
-        micro = self._first_micro_batch(world_size)
+        # Ranks on unlike GPUs, or that read the limit at unlike times, must pass equally often.
+        device = ray.train.torch.get_device()
+        micro = -int(all_max([-float(self._first_micro_batch(world_size))], device)[0])
         self._length = Length(job.total_steps, rank, world_size, micro)
         self._batches = self._start_stream() if job.kind == "train" else iter(())
         self._engine = self._build_engine(micro, world_size, start_step)
@@ -156,10 +165,14 @@ class WorkerServices:
             if isinstance(error.cause, ValueError):
                 raise HopelessError(str(error.cause), is_agreed=False) from None
             raise
-        except torch.OutOfMemoryError:
-            if not self._heart.is_paused:  # in evaluation the micro-batch is not to blame
-                self._take_smaller_micro_batch()
-            raise
+        except torch.OutOfMemoryError as error:
+            if self._is_evaluating:
+                size = self._recipe.evaluate.batch_size
+                raise HopelessError(
+                    f"evaluate.batch_size={size} images do not fit into device memory; lower it",
+                    is_agreed=False,
+                ) from error
+            raise self._smaller_micro_batch() from error
 
     def _run(self) -> None:
         if self._job.kind == "evaluate":
@@ -177,7 +190,7 @@ class WorkerServices:
         if reason != "finished":
             # The worker that heard it first may be another one; the recorder knows why.
             poll = self._job.recorder.poll.remote(self._length.rank, self._progress.step)
-            reason = ray.get(poll) or reason
+            reason = ray.get(poll)[0] or reason
             text = f"{reason}; checkpoint at step {self._progress.step}"
             # Waited for: this process ends right after.
             ray.get(self._tell("stopped", text) or [])
@@ -210,20 +223,23 @@ class WorkerServices:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights."""
-        self._heart.pause()
+        self._is_evaluating = True
+        self._heart.expect_long_steps()
         try:
             metrics = self._measure("")
             if self._engine.average is not None and metrics:
                 with self._engine.averaged():
                     metrics |= self._measure("averaged_")
+        except ray.exceptions.RayTaskError:
+            raise  # of the stream, and of one rank alone
         except ValueError as error:
             # All ranks have the same figures and so the same error; training is not at fault.
             if self._job.kind == "evaluate":
                 raise HopelessError(str(error)) from None
             self._tell("evaluation failed", str(error))
-            return {}
-        finally:
-            self._heart.resume()
+            metrics = {}
+        self._heart.resume()
+        self._is_evaluating = False
         return metrics
 
     def save(self, progress: Progress) -> None:
@@ -259,7 +275,11 @@ class WorkerServices:
         self.log(progress.step, {"checkpoint/stall_s": stall_s})
 
     def save_is_wanted(self) -> bool:
-        """Once for each notice that a node of this run goes away."""
+        """Once for each wish of the driver's, and each notice that a node of this run goes away."""
+        if self._length.rank == 0 and self._saves_met not in (None, self._saves_wanted):
+            self._saves_met = self._saves_wanted
+            self._tell("resizing", "the group is about to change its size: checkpoint at once")
+            return True
         notice = _preemption_notice()
         if notice is None or repr(notice) == self._noticed:
             return False
@@ -321,14 +341,16 @@ class WorkerServices:
                 limit = largest_micro_batch(recipe, classes, world_size, memory_gib) or 1
         return micro_batch_size(recipe, world_size, limit)
 
-    def _take_smaller_micro_batch(self) -> None:
-        """The group is restarted, and reads the new limit."""
+    def _smaller_micro_batch(self) -> SmallerMicroBatchError:
+        """Lower the limit, which the restarted group reads."""
         failed = self._length.micro_batch_size
         try:
             limit = lower_limit(self._run_folder, failed)
         except ValueError as error:
             raise HopelessError(str(error), is_agreed=False) from None
-        self._tell("out of memory", f"{failed} images per pass do not fit; trying at most {limit}")
+        text = f"{failed} images per pass do not fit; trying at most {limit}"
+        self._tell("out of memory", text)
+        return SmallerMicroBatchError(text)
 
     def _start_stream(self) -> Iterator[Batch]:
         """The training batches; the first is being read while the engine is built."""
@@ -488,7 +510,9 @@ class WorkerServices:
 
     def _eval_batches(self, name: str) -> Iterator[dict[str, np.ndarray]]:
         shard = ray.train.get_dataset_shard(name)
-        yield from shard.iter_batches(batch_size=self._recipe.evaluate.batch_size)
+        for batch in shard.iter_batches(batch_size=self._recipe.evaluate.batch_size):
+            self._heart.note_move()
+            yield batch
 
     def _compute(self) -> Compute:
         recipe = self._recipe
@@ -538,7 +562,10 @@ class WorkerServices:
         # The recorder lives with the driver; if it is gone, Ray ends this worker too.
         with contextlib.suppress(ray.exceptions.RayError):
             poll = self._job.recorder.poll.remote(self._length.rank, step)
-            self._stop = ray.get(poll, timeout=30) or self._stop
+            stop, saves = ray.get(poll, timeout=30)
+            self._stop = stop or self._stop
+            self._saves_wanted = saves
+            self._saves_met = saves if self._saves_met is None else self._saves_met
 
     def _tell_hung(self, reason: str) -> None:
         text = f"worker {self._length.rank}: {reason}"

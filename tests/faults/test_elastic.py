@@ -1,0 +1,103 @@
+"""A node goes away under a worker, or joins: the run goes on with the group that fits."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import (
+    Driver,
+    checkpoint_steps,
+    curve,
+    runs_of,
+    small_recipe,
+    wait_until,
+    write_recipe,
+)
+from vit_ray.config import Recipe
+from vit_ray.launch.trainer import train
+
+STEPS, EVERY = 800, 40
+SOONER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
+
+
+@pytest.fixture
+def one_node() -> Iterator[Cluster]:
+    """A cluster of its own; a worker and a data task fit on a node."""
+    address = os.environ.pop("RAY_ADDRESS", None)
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+        yield cluster
+    finally:
+        cluster.shutdown()
+        if address:
+            os.environ["RAY_ADDRESS"] = address
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elastic")
+
+
+def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
+    return small_recipe(
+        name,
+        digits,
+        folder,
+        model={"dropout": 0.0},
+        optim={"steps": STEPS, "schedule": "constant", "learning_rate": 1e-4},
+        checkpoint={"every_steps": EVERY, "keep_last": 3},
+        workers={"num_workers": [1, 2], "cpus_per_worker": 1.0},
+        train={"log_every_steps": 100},
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(digits: Digits, folder: Path) -> dict[int, float]:
+    """Loss by step of two workers that nothing happens to."""
+    undisturbed = elastic_recipe("undisturbed", digits, folder)
+    undisturbed = undisturbed.with_changes(workers={"num_workers": 2})
+    return dict(curve(undisturbed, train(undisturbed).run_id or ""))
+
+
+def it_is_the_same_curve(recipe: Recipe, straight: dict[int, float]) -> None:
+    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
+    disturbed = dict(curve(recipe, run.info.run_id))
+    assert set(straight) <= set(disturbed)
+    for step, loss in straight.items():
+        assert disturbed[step] == pytest.approx(loss, rel=1e-2), step
+
+
+def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
+    one_node: Cluster, straight: dict[int, float], digits: Digits, folder: Path
+) -> None:
+    second = one_node.add_node(num_cpus=1, include_dashboard=False)
+    recipe = elastic_recipe("node-lost", digits, folder)
+    head = Head(one_node.address, "")
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)), **SOONER)
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    one_node.remove_node(second, allow_graceful=False)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert "worker failed" in output
+    assert "resumed: from step" in output
+    it_is_the_same_curve(recipe, straight)
+
+
+def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
+    one_node: Cluster, straight: dict[int, float], digits: Digits, folder: Path
+) -> None:
+    recipe = elastic_recipe("node-joins", digits, folder)
+    head = Head(one_node.address, "")
+    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)), **SOONER)
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    one_node.add_node(num_cpus=1, include_dashboard=False)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert "worker failed" not in output
+    assert 0 < output.index("node-joins: resizing: ") < output.index("resumed: from step")
+    it_is_the_same_curve(recipe, straight)

@@ -1,0 +1,177 @@
+"""What Ray Train decides for a run: when a failure ends it, and how large its group is.
+
+Ray 2.60 has no public place for either; the trainer's own step that hands its policies to the
+controller is overridden, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller.state import ResizingState
+from ray.train.v2._internal.execution.failure_handling import (
+    DefaultFailurePolicy,
+    FailureDecision,
+)
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    autoscaling_coordinator_client,
+)
+from ray.train.v2.api.config import FailureConfig, ScalingConfig
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.worker import SmallerMicroBatchError
+
+SAVE_BEFORE_RESIZE_S = 120.0
+# For so long the wish of a driver that was killed holds nodes that its successor needs; Ray renews
+# it every 20 s, and keeps it for 180.
+autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 60
+_MOST_CAUSES: Final = 3
+_COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
+
+
+class PolicedTrainer(TorchTrainer):
+    """A `TorchTrainer` with policies of its own, by the names of the controller's arguments."""
+
+    def __init__(self, policies: dict[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._policies = policies
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        return super()._initialize_and_run_controller(**{**arguments, **self._policies})
+
+
+class FailuresInARow(DefaultFailurePolicy):
+    """Ends a run that fails again and again with no new checkpoint between.
+
+    Ray Train itself counts all failures since the start: a run of weeks would end at the sixth
+    node that it lost, however far apart they were.
+    """
+
+    def __init__(self, recorder: Any, max_failures: int, run_folder: str) -> None:
+        # Ray's own limits are off: nodes that are taken back, and workers that find no place.
+        super().__init__(FailureConfig(max_failures=-1))
+        self._recorder, self._max_failures = recorder, max_failures
+        self._run_folder = run_folder
+        self._count, self._failed_at = 0, -1
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Every failure becomes part of the run's history."""
+        text = cause(training_failed_error)
+        self._recorder.event.remote("worker failed", text, 0)
+        if ray.get(self._recorder.failure.remote()):
+            return FailureDecision.RAISE  # a worker has said that a restart would not help
+        is_counted = isinstance(training_failed_error, WorkerGroupError)
+        if not is_counted or _is_preemption_failure(training_failed_error):
+            return super().make_decision(training_failed_error)
+        if self._is_one_too_many(training_failed_error):
+            told = f"failure {self._count} with no new checkpoint between"
+            reason = f"{text} ({told}; workers.max_failures={self._max_failures})"
+            ray.get(self._recorder.fail.remote(reason))
+            return FailureDecision.RAISE
+        return FailureDecision.RETRY
+
+    def _is_one_too_many(self, error: Any) -> bool:
+        newest = newest_step(self._run_folder)
+        if newest > self._failed_at:
+            self._count, self._failed_at = 0, newest
+        # A smaller micro-batch is a remedy, and there are only so many.
+        if not any(isinstance(e, SmallerMicroBatchError) for e in error.worker_failures.values()):
+            self._count += 1
+        return -1 < self._max_failures < self._count
+
+
+class DividingSizes(ElasticScalingPolicy):
+    """The largest group that fits, divides the global batch, and leaves a CPU to read data with."""
+
+    def __init__(
+        self, scaling_config: ScalingConfig, sizes: Sequence[int], reading_cpus: float
+    ) -> None:
+        """
+        Args:
+            sizes: worker counts that are allowed.
+            reading_cpus: CPUs of one reading task, which must be free on some node.
+        """
+        super().__init__(scaling_config)
+        self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
+
+    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
+        """Ray's coordinator looks at the nodes some seconds later than the cluster knows."""
+        reserved = super()._get_reserved_resources()
+        if reserved is None:
+            return None
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        return {node: held for node, held in reserved.items() if node in alive}
+
+    def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
+        wanted = self.scaling_config._resources_per_worker_not_none
+        cpus = wanted.get("CPU", 0.0)
+        counts = {
+            node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
+            for node, held in reserved_resources.items()
+        }
+        most = sum(counts.values())
+        spare = max(
+            (h.get("CPU", 0.0) - counts[n] * cpus for n, h in reserved_resources.items()), default=0
+        )
+        if spare < self._reading_cpus and cpus > 0:
+            most -= math.ceil(self._reading_cpus / cpus)
+        return max((size for size in self._sizes if size <= most), default=0)
+
+
+class SaveBeforeResize(ControllerCallback):
+    """An elastic group that has room to grow is saved first.
+
+    It is started again from its newest checkpoint, which by the clock may be a quarter of an hour
+    old.
+    """
+
+    def __init__(self, recorder: Any, run_folder: str) -> None:
+        self._recorder, self._run_folder = recorder, run_folder
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Wait for a checkpoint when Ray has decided to change the size of a running group."""
+        if not isinstance(current_state, ResizingState):
+            return
+        before = newest_step(self._run_folder)
+        self._recorder.request_save.remote()
+        deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
+        while newest_step(self._run_folder) == before and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def newest_step(run_folder: str) -> int:
+    """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
+    try:
+        checkpoint = newest_checkpoint(locate(run_folder))
+    except OSError:
+        return -1
+    return checkpoint.position.step if checkpoint else -1
+
+
+def cause(error: BaseException) -> str:
+    """The workers' own words, without the frames around them; what others met after it comes last.
+
+    A worker that dies takes the connections of the others with it.
+    """
+    failures = getattr(error, "worker_failures", None)
+    if not failures:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[-1].strip() if lines else repr(error)
+    ranks: dict[str, int] = {}
+    for rank, failure in sorted(failures.items()):
+        ranks.setdefault(cause(failure), rank)
+    first_to_last = sorted(ranks, key=lambda text: (bool(_COLLATERAL.search(text)), ranks[text]))
+    shown = [f"worker {ranks[text]}: {text}" for text in first_to_last[:_MOST_CAUSES]]
+    return "; ".join(shown)

@@ -49,9 +49,10 @@ def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
         digits,
         folder,
         model={"dropout": 0.0},
+        data={"cpus_per_task": 0.25},
         optim={"steps": STEPS, "schedule": "constant", "learning_rate": 1e-4},
         checkpoint={"every_steps": EVERY, "keep_last": 3},
-        workers={"num_workers": [1, 2], "cpus_per_worker": 1.0},
+        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75},
         train={"log_every_steps": 100},
     )
 

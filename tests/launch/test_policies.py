@@ -17,6 +17,7 @@ from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from vit_ray.launch import policies
 from vit_ray.launch.policies import (
     DividingSizes,
     FailuresInARow,
@@ -45,14 +46,29 @@ from vit_ray.train.worker import SmallerMicroBatchError
     ],
 )
 def test_the_group_is_the_largest_that_divides_the_batch_and_leaves_a_cpu_to_read_with(
-    nodes: list[dict[str, float]], resources: dict[str, float], size: int
+    nodes: list[dict[str, float]],
+    resources: dict[str, float],
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    alive = {f"node-{index}": node for index, node in enumerate(nodes)}
+    cpus = {name: node["CPU"] for name, node in alive.items()}
+    monkeypatch.setattr(policies, "cpus_by_node", lambda: cpus)
     scaling = ScalingConfig(
         num_workers=(1, 8), use_gpu="GPU" in resources, resources_per_worker=resources
     )
     policy = DividingSizes(scaling, [1, 2, 4, 8], reading_cpus=0.5)
-    held = {f"node-{index}": node for index, node in enumerate(nodes)}
-    assert policy._count_possible_workers(held) == size
+    lost = {"lost": {"CPU": 64.0, "GPU": 8.0}}  # Ray still holds it for the run
+    assert policy._count_possible_workers(_held(alive, resources) | lost) == size
+
+
+def _held(nodes: dict[str, dict[str, float]], worker: dict[str, float]) -> dict[str, Any]:
+    """What Ray's coordinator sets aside on each node: for as many workers as fit, no more."""
+    fitting = {
+        name: min(node.get(key, 0.0) // n for key, n in worker.items())
+        for name, node in nodes.items()
+    }
+    return {name: {k: n * count for k, n in worker.items()} for name, count in fitting.items()}
 
 
 @ray.remote(num_cpus=0)

@@ -105,29 +105,28 @@ class DividingSizes(ElasticScalingPolicy):
         super().__init__(scaling_config)
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
 
-    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
-        """Ray's coordinator looks at the nodes some seconds later than the cluster knows."""
-        reserved = super()._get_reserved_resources()
-        if reserved is None:
-            return None
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        alive = {node["NodeID"] for node in nodes if node["Alive"]}
-        return {node: held for node, held in reserved.items() if node in alive}
-
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
         wanted = self.scaling_config._resources_per_worker_not_none
-        cpus = wanted.get("CPU", 0.0)
+        # Ray's coordinator counts a node that is lost for some seconds more than the cluster does.
+        cpus = cpus_by_node()
         counts = {
             node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
             for node, held in reserved_resources.items()
+            if node in cpus
         }
-        most = sum(counts.values())
+        most, cpus_per_worker = sum(counts.values()), wanted.get("CPU", 0.0)
         spare = max(
-            (h.get("CPU", 0.0) - counts[n] * cpus for n, h in reserved_resources.items()), default=0
+            (n - counts.get(node, 0) * cpus_per_worker for node, n in cpus.items()), default=0
         )
-        if spare < self._reading_cpus and cpus > 0:
-            most -= math.ceil(self._reading_cpus / cpus)
+        if spare < self._reading_cpus and cpus_per_worker > 0:
+            most -= math.ceil(self._reading_cpus / cpus_per_worker)
         return max((size for size in self._sizes if size <= most), default=0)
+
+
+def cpus_by_node() -> dict[str, float]:
+    """CPUs of each node that is alive, by its id."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}
 
 
 class SaveBeforeResize(ControllerCallback):

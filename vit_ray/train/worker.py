@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +41,7 @@ from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
 from vit_ray.train.device_decode import DeviceDecoder
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
+from vit_ray.train.feed import fed, pinned
 from vit_ray.train.footprint import largest_micro_batch
 from vit_ray.train.heart import Heart
 from vit_ray.train.loop import Batch, Length, Progress, as_tensor, run_training
@@ -364,17 +364,7 @@ class WorkerServices:
             batches = self._decoded(blocks, share)
         else:
             batches = iter(shard.iter_batches(batch_size=share, prefetch_batches=ahead))
-        reader = ThreadPoolExecutor(1, thread_name_prefix="first-batch")
-        first = reader.submit(next, batches, None)
-        reader.shutdown(wait=False)
-
-        def joined() -> Iterator[Batch]:
-            batch = first.result()
-            if batch is not None:
-                yield batch
-                yield from batches
-
-        return joined()
+        return fed(batches, pinned)
 
     def _decoded(self, blocks: Any, share: int) -> Iterator[Batch]:
         """Batches of images that arrive encoded."""

@@ -1,6 +1,8 @@
 """What a person sees of a run that works."""
 
-from vit_ray.launch.progress import describe
+import pytest
+
+from vit_ray.launch.progress import describe, time_left
 from vit_ray.launch.recorder import Standing
 
 METRICS = {
@@ -21,3 +23,18 @@ def test_a_log_line_has_every_figure() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     assert describe(Standing(metrics={"train/loss": 1.0})) == "loss 1.000"
+
+
+@pytest.mark.parametrize(
+    ("step", "start_step", "elapsed_s", "left"),
+    [
+        (150, 100, 25.0, "0:07:05"),  # 0.5 s a step, of 1,000 steps
+        (200, 0, 7200.0, "8:00:00"),
+        (100, 100, 3.0, "--:--"),  # after a restart nothing is known yet
+        (1000, 0, 10.0, "0:00:00"),
+    ],
+)
+def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
+    step: int, start_step: int, elapsed_s: float, left: str
+) -> None:
+    assert time_left(step, start_step, 1000, elapsed_s) == left

@@ -75,6 +75,10 @@ def build_engine(
     )
 
 
+def optim_of(config: dict[str, Any]) -> OptimConfig:
+    return OptimConfig.model_validate(config["optim"]) if "optim" in config else OPTIM
+
+
 def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> list[float]:
     """Mean losses of steps [first, last) on this rank's share of each global batch."""
     share = GLOBAL_BATCH // engine.world_size
@@ -117,7 +121,7 @@ def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) ->
     for config in configs:
         name, micro = config["name"], config["micro"]
         train = TrainConfig.model_validate(config["train"])
-        engine = build_engine(train, world_size, micro)
+        engine = build_engine(train, world_size, micro, optim_of(config))
         losses = run_steps(engine, 0, 2, micro)
         target = locate(folder).child(name).child("step-00000002")
         write_snapshot(engine.snapshot(position(engine, 2)), target)
@@ -135,7 +139,7 @@ def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, 
         train = TrainConfig.model_validate(config["train"])
         checkpoint = newest_checkpoint(locate(folder).child(config["from"]))
         assert checkpoint is not None
-        engine = build_engine(train, world_size, config["micro"])
+        engine = build_engine(train, world_size, config["micro"], optim_of(config))
         engine.restore(checkpoint)
         losses = run_steps(engine, 2, 5, config["micro"])
         results[config["name"], config["from"]] = finished(engine, losses)

@@ -168,6 +168,18 @@ def test_the_same_stage_and_world_resumes_bit_for_bit(
         assert torch.equal(run.averaged, expected.averaged), (world, name)
 
 
+def test_momentum_goes_on_under_another_stage_on_fewer_workers(folder: str) -> None:
+    sgd = {"name": "sgd", "momentum": 0.9, "learning_rate": 1e-2, "clip_norm": 1.0}
+    saved = [{**config("fp32", stage), "name": f"sgd-{stage}", "optim": sgd} for stage in (0, 2)]
+    runs = run_ranks(2, straight_and_saved, saved, f"{folder}/sgd")[0]
+    crossed = [
+        {**config("fp32", stage), "optim": sgd, "from": f"sgd/sgd-{source}"}
+        for source, stage in ((0, 3), (2, 1))
+    ]
+    for (_, source), run in run_ranks(1, resumed, crossed, folder)[0].items():
+        assert_goes_on(run, runs[source.removeprefix("sgd/")], "fp32", source)
+
+
 OFFLOADED = [
     {**c, "name": f"offloaded-{c['name']}", "train": {**c["train"], "offload": True}}
     for c in CONFIGS

@@ -48,6 +48,7 @@ class FakeServices:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     refused: list[tuple[int, list[int]]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
     save_at: int | None = None
     stop_at: int | None = None
     steps: int = 0
@@ -62,9 +63,11 @@ class FakeServices:
         self.logged.append((step, metrics))
 
     def evaluate(self, step: int) -> dict[str, float]:
+        self.order.append(f"evaluate {step}")
         return {"eval/loss": self.losses.pop(0)} if self.losses else {}
 
     def save(self, progress: Progress) -> None:
+        self.order.append(f"save {progress.step}")
         self.saved.append(progress.step)
 
     def save_is_wanted(self) -> bool:
@@ -168,6 +171,19 @@ def test_it_saves_and_ends_when_told_to_stop() -> None:
     services = FakeServices(stop_at=4)
     assert run(FakeEngine(), services, recipe()) == "told to"
     assert services.saved == [4]
+
+
+def test_notice_is_answered_before_an_evaluation() -> None:
+    services = FakeServices(save_at=4)
+    run(FakeEngine(), services, recipe(evaluate={"every_steps": 4}))
+    wanted = ["save 4", "evaluate 4", "evaluate 8", "evaluate 10", "save 10"]
+    assert services.order == wanted
+
+
+def test_a_stop_does_not_wait_for_an_evaluation() -> None:
+    services = FakeServices(stop_at=4)
+    run(FakeEngine(), services, recipe(evaluate={"every_steps": 4}))
+    assert services.order == ["save 4"]
 
 
 def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> None:

@@ -115,14 +115,15 @@ def _show_lines(
                 start_step, start_s = standing.step, time.monotonic()
             if standing.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
                 last_line_s = time.monotonic()
-                eta = _eta(standing.step, start_step or 0, total, last_line_s - start_s)
+                eta = time_left(standing.step, start_step or 0, total, last_line_s - start_s)
                 line = f"{name}: step {standing.step}/{total}, ETA {eta}, {describe(standing)}"
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
         if is_last:
             return
 
 
-def _eta(step: int, start_step: int, total: int, elapsed_s: float) -> str:
+def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
+    """Hours, minutes and seconds, at the pace of the steps since `start_step`."""
     done = step - start_step
     if done <= 0:
         return "--:--"

@@ -118,6 +118,7 @@ def _is_still_held(file: Location, first: Holder) -> bool:
 def _renew(
     file: Location, mine: Holder, ended: threading.Event, on_lost: Callable[[str], None]
 ) -> None:
+    has_warned = False
     while not ended.wait(RENEW_S):
         try:
             found = _read(file)
@@ -127,7 +128,9 @@ def _renew(
             mine = replace(mine, beat=mine.beat + 1)
             _write(file, mine)
         except OSError as error:  # what cannot be reached now may be reached the next time
-            logger.warning("%s cannot be renewed: %s", file.path, error)
+            if not has_warned:
+                logger.warning("%s cannot be renewed: %s", file.path, error)
+            has_warned = True
 
 
 def _release(file: Location, mine: Holder) -> None:

@@ -311,7 +311,7 @@ class WorkersConfig(Section):
     """CPUs that a worker reserves; the rest of the cluster feeds it."""
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
-    number. Lack of memory and the loss of preempted nodes are not counted."""
+    number. Passes that do not fit into memory and nodes that are preempted are not counted."""
     collective_timeout_s: Positive = 600
     """A collective operation that takes longer fails the attempt."""
 

@@ -8,6 +8,7 @@ import pytest
 import ray
 import torch
 from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
@@ -25,7 +26,13 @@ from vit_ray.launch.policies import (
     newest_step,
 )
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.checkpoint import (
+    DamagedCheckpointError,
+    Position,
+    Snapshot,
+    folder_name,
+    write_snapshot,
+)
 from vit_ray.train.worker import SmallerMicroBatchError
 
 
@@ -148,6 +155,22 @@ def test_nodes_that_are_taken_back_and_workers_that_find_no_place_are_not_counte
         for _ in range(30):
             assert policy.make_decision(error) is FailureDecision.RETRY
     assert policy.make_decision(failed(RuntimeError("bad card"))) is FailureDecision.RAISE
+
+
+def test_a_crash_while_a_group_starts_is_tried_again_and_counted(
+    workers: Any, tmp_path: Path
+) -> None:
+    for failure in (
+        WorkerGroupStartupFailedError("a worker died"),
+        ray.exceptions.RayActorError(),
+        ray.exceptions.RayTaskError("init", "trace", RuntimeError("connection closed")),
+    ):
+        policy = FailuresInARow(workers, 1, str(tmp_path))
+        assert policy.make_decision(ControllerError(failure)) is FailureDecision.RETRY
+        assert policy._is_one_too_many(ControllerError(failure))
+    damaged = ControllerError(DamagedCheckpointError("every checkpoint is damaged"))
+    policy = FailuresInARow(workers, -1, str(tmp_path))
+    assert policy.make_decision(damaged) is FailureDecision.RAISE
 
 
 def test_what_a_worker_calls_hopeless_is_not_tried_again(workers: Any, tmp_path: Path) -> None:

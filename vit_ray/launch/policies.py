@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller.state import ResizingState
 from ray.train.v2._internal.execution.failure_handling import (
@@ -22,7 +23,8 @@ from ray.train.v2._internal.execution.failure_handling import (
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2._internal.execution.scaling_policy import (
     ElasticScalingPolicy,
-    autoscaling_coordinator_client,
+    NoopDecision,
+    ScalingDecision,
 )
 from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -33,9 +35,7 @@ from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.worker import SmallerMicroBatchError
 
 SAVE_BEFORE_RESIZE_S = 120.0
-# For so long the wish of a driver that was killed holds nodes that its successor needs; Ray renews
-# it every 20 s, and keeps it for 180.
-autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = 60
+WAIT_FOR_NODES_S = 1.0
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
@@ -59,7 +59,7 @@ class FailuresInARow(DefaultFailurePolicy):
     """
 
     def __init__(self, recorder: Any, max_failures: int, run_folder: str) -> None:
-        # Ray's own limits are off: nodes that are taken back, and workers that find no place.
+        # Ray's own limits are off: for nodes taken back, and groups that find no place in time.
         super().__init__(FailureConfig(max_failures=-1))
         self._recorder, self._max_failures = recorder, max_failures
         self._run_folder = run_folder
@@ -71,8 +71,7 @@ class FailuresInARow(DefaultFailurePolicy):
         self._recorder.event.remote("worker failed", text, 0)
         if ray.get(self._recorder.failure.remote()):
             return FailureDecision.RAISE  # a worker has said that a restart would not help
-        is_counted = isinstance(training_failed_error, WorkerGroupError)
-        if not is_counted or _is_preemption_failure(training_failed_error):
+        if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
         if self._is_one_too_many(training_failed_error):
             told = f"failure {self._count} with no new checkpoint between"
@@ -83,12 +82,23 @@ class FailuresInARow(DefaultFailurePolicy):
 
     def _is_one_too_many(self, error: Any) -> bool:
         newest = newest_step(self._run_folder)
-        if newest > self._failed_at:
+        if newest not in (-1, self._failed_at):
             self._count, self._failed_at = 0, newest
         # A smaller micro-batch is a remedy, and there are only so many.
-        if not any(isinstance(e, SmallerMicroBatchError) for e in error.worker_failures.values()):
+        failures = getattr(error, "worker_failures", {}).values()
+        if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
             self._count += 1
         return -1 < self._max_failures < self._count
+
+
+def _is_crash(error: TrainingFailedError) -> bool:
+    """Whether workers died, in training or while their group was being started."""
+    if isinstance(error, WorkerGroupError):
+        return True
+    failure = getattr(error, "controller_failure", None)
+    if isinstance(failure, ray.exceptions.RayTaskError):
+        return not isinstance(failure.cause, ValueError)
+    return isinstance(failure, WorkerGroupStartupFailedError | ray.exceptions.RayActorError)
 
 
 class DividingSizes(ElasticScalingPolicy):
@@ -104,6 +114,13 @@ class DividingSizes(ElasticScalingPolicy):
         """
         super().__init__(scaling_config)
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        """As Ray's, which would ask again without a pause while there is no place for a group."""
+        decision = super().make_decision_for_non_running_worker_group()
+        if isinstance(decision, NoopDecision):
+            time.sleep(WAIT_FOR_NODES_S)
+        return decision
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
         wanted = self.scaling_config._resources_per_worker_not_none
@@ -146,7 +163,7 @@ class SaveBeforeResize(ControllerCallback):
         before = newest_step(self._run_folder)
         self._recorder.request_save.remote()
         deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
-        while newest_step(self._run_folder) == before and time.monotonic() < deadline:
+        while newest_step(self._run_folder) <= before and time.monotonic() < deadline:
             time.sleep(0.5)
 
 

@@ -71,6 +71,9 @@ def _fit(job: TrainJob, streams: dict[str, StreamSpec], use_gpu: bool, *, hides_
         use_gpu=use_gpu,
         resources_per_worker={"CPU": workers.cpus_per_worker, **({"GPU": 1} if use_gpu else {})},
     )
+    callbacks: list[Any] = []
+    if job.kind == "train" and len(workers.sizes) > 1:
+        callbacks.append(SaveBeforeResize(job.recorder, job.run_folder))
     trainer = PolicedTrainer(
         _policies(job, scaling),
         train_loop_per_worker=train_worker,
@@ -85,7 +88,7 @@ def _fit(job: TrainJob, streams: dict[str, StreamSpec], use_gpu: bool, *, hides_
             storage_filesystem=storage.for_ray(),  # the workers' reports name the same
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.
             worker_runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if hides_gpus else None,
-            callbacks=[SaveBeforeResize(job.recorder, job.run_folder)],  # type: ignore[list-item]
+            callbacks=callbacks,
         ),
         datasets=_datasets(job, streams),
         dataset_config=StreamConfig(),

@@ -315,9 +315,12 @@ def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
 
 
 def newest_verified_checkpoint(
-    run_folder: Location, tell: Callable[[str], None] = logger.warning
+    run_folder: Location, tell: Callable[[str], None] = logger.warning, *, marks: bool = True
 ) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is as written; damaged ones are marked and told.
+    """The newest checkpoint whose every byte is as written; damaged ones are told.
+
+    Args:
+        marks: damaged ones are also marked; for the driver whose run it is.
 
     Raises:
         DamagedCheckpointError: there are checkpoints and none of them is good. Starting over
@@ -335,7 +338,8 @@ def newest_verified_checkpoint(
         except DamagedCheckpointError as error:
             # Errors of the storage may pass; they end the start, and mark nothing.
             tell(f"damaged checkpoint passed over: {error}")
-            _mark_damaged(folder, str(error))
+            if marks:
+                _mark_damaged(folder, str(error))
     if any(_has_damage_mark(folder) for _, folder in found):
         raise DamagedCheckpointError(
             f"run {run_folder.path}: every checkpoint is damaged "
@@ -381,7 +385,8 @@ def find_weights(path: str) -> Checkpoint:
         ValueError: there is none.
     """
     location = locate(path)
-    checkpoint = open_checkpoint(location) or newest_verified_checkpoint(location)
+    # The run may live, and belong to somebody else: nothing is written there.
+    checkpoint = open_checkpoint(location) or newest_verified_checkpoint(location, marks=False)
     if checkpoint is None:
         raise ValueError(
             f"{path!r} holds no whole checkpoint; give a run folder, one of its step-* folders, "

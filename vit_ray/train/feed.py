@@ -12,7 +12,7 @@ from vit_ray.train.loop import Batch, as_tensor
 
 
 def fed(batches: Iterable[Batch], prepare: Callable[[Batch], Batch]) -> Iterator[Batch]:
-    """The same batches, while one is used the next being read and prepared in a thread.
+    """The same batches, while one is used the next two being read and prepared in a thread.
 
     Reading begins at once. An error of `batches` is raised where its batch was due.
     """

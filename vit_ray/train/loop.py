@@ -160,7 +160,8 @@ def run_training(
             services.log(progress.step, metrics)
             times.reset()
         if (notice or told_to_stop) and not is_last:
-            services.save(progress)  # at once: what an evaluation takes may not be left
+            # At once: the time of an evaluation may not be left. One that a stop meets is left out.
+            services.save(progress)
             last_save_s = clock()
             if told_to_stop:
                 return services.stop_reason() or "another worker was told to stop"

@@ -361,10 +361,8 @@ class WorkerServices:
             blocks = shard.iter_batches(
                 batch_size=None, batch_format="pyarrow", prefetch_batches=ahead
             )
-            batches = self._decoded(blocks, share)
-        else:
-            batches = iter(shard.iter_batches(batch_size=share, prefetch_batches=ahead))
-        return fed(batches, pinned)
+            return self._decoded(blocks, share)  # it looks ahead by itself
+        return fed(shard.iter_batches(batch_size=share, prefetch_batches=ahead), pinned)
 
     def _decoded(self, blocks: Any, share: int) -> Iterator[Batch]:
         """Batches of images that arrive encoded."""

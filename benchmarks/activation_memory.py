@@ -2,7 +2,7 @@
 
     python benchmarks/activation_memory.py [--models ViT-B/16 ViT-L/16 ViT-H/14] [--batch 64]
 
-The prediction runs the model on tensors without memory (`vit_ray.measure.live_memory`), as
+The prediction runs the model on tensors without memory (`vit_ray.measure.activation_memory`), as
 `jobs/plan.py` does; the measurement is the rise of torch's peak over what lies there before.
 Weights are bf16; a weight's gradient counts in both until it is whole. The batch is halved while it
 does not fit. Nothing is compiled: the prediction does not know what the compiler would save.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit_ray.measure.live_memory import gpu_kernels, peak_bytes
+from vit_ray.measure.activation_memory import gpu_kernels, peak_bytes
 from vit_ray.models import build_model
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000

@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_stall.py [--model ViT-B/16] [--checkpoints 4] [--every 12]
         [--folder DIR] [--out FILE.md]
 
-Ours: a training by `vit_ray.launch.trainer.train` on scikit-learn's digits at 32 px, 2 workers
+Ours: a training by `vit_ray.launch.run.train` on scikit-learn's digits at 32 px, 2 workers
 under ZeRO 1 in fp32 with Adam's moments and the Polyak average, a checkpoint every few steps to a
 local folder. The stall is the job's own `checkpoint/stall_s`, the time inside `save` until the next
 step may begin. Writing goes on beside the training and slows it; what the steps between two
@@ -41,10 +41,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from vit_ray.config import Recipe, recipe_from_dict
-from vit_ray.data.convert import convert
-from vit_ray.data.digits import write_digits
-from vit_ray.launch.trainer import train
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.digits import write_digits
+from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import list_checkpoints

@@ -30,7 +30,7 @@ MIB = 1 << 20
 CONVERT = """
 import json, sys, time
 import ray
-from vit_ray.data.convert import convert
+from vit_ray.data.prepare.convert import convert
 
 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 begun = time.perf_counter()

@@ -20,7 +20,13 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vit_ray.data.images import Augmentation, CropPlan, _pixels_for_crop, decode, training_crop
+from vit_ray.data.images.crops import (
+    Augmentation,
+    CropPlan,
+    _pixels_for_crop,
+    decode,
+    training_crop,
+)
 
 SIZE = 224
 SHRINKS = [(0.0, 1.0), (1.0, 1.25), (1.25, 1.6), (1.6, 2.0), (2.0, 4.0), (4.0, 99.0)]

@@ -20,9 +20,9 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vit_ray.data.deduplicate import _HASHED, deduplicate
-from vit_ray.data.images import decode, training_crop
-from vit_ray.data.perceptual_hash import HashIndex, hashes_under_crops, perceptual_hash
+from vit_ray.data.images.crops import decode, training_crop
+from vit_ray.data.images.perceptual_hash import HashIndex, hashes_under_crops, perceptual_hash
+from vit_ray.data.prepare.deduplicate import _HASHED, deduplicate
 
 THRESHOLD = inspect.signature(deduplicate).parameters["max_distance"].default
 

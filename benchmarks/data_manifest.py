@@ -26,7 +26,7 @@ WORLD_SIZE = 512
 
 def write(folder: Path) -> None:
     """A manifest with the sizes of JFT-300M and no shards behind it."""
-    from vit_ray.data.manifest import RowGroupColumns, ShardFile, write_manifest
+    from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
     from vit_ray.storage import locate
 
     rows = np.full(ROW_GROUPS, ROWS // ROW_GROUPS)
@@ -53,17 +53,21 @@ def write(folder: Path) -> None:
 def plan(folder: Path, share: float) -> dict[str, float]:
     """Open the manifest, plan the epoch, and locate the first global batch from some share on."""
     from vit_ray.data import open_dataset
-    from vit_ray.data.layout import World, legs, read_tasks
-    from vit_ray.data.order import Order
+    from vit_ray.data.order.partition import Partition, plan_segments, read_tasks
+    from vit_ray.data.order.shuffle import Order
 
     begun = time.perf_counter()
     manifest = open_dataset(str(folder))
     opened = time.perf_counter()
     start = int(manifest.num_images * share) // GLOBAL_BATCH * GLOBAL_BATCH
-    world = World(WORLD_SIZE, GLOBAL_BATCH // WORLD_SIZE)
-    rows_per_rank = (manifest.num_images * 14 - start) // GLOBAL_BATCH * world.micro_batch_size
-    bounds = legs(world, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192)
-    read_tasks(world, *bounds[0], block_rows=128, task_rows=1024)
+    partition = Partition(WORLD_SIZE, GLOBAL_BATCH // WORLD_SIZE)
+    rows_per_rank = (
+        (manifest.num_images * 14 - start) // GLOBAL_BATCH * partition.batch_size_per_rank
+    )
+    bounds = plan_segments(
+        partition, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192
+    )
+    read_tasks(partition, *bounds[0], block_rows=128, task_rows=1024)
     Order(manifest.rows, seed=0).samples_at(start, start + GLOBAL_BATCH)
     planned = time.perf_counter()
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

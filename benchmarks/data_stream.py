@@ -211,13 +211,13 @@ def start_ray() -> None:
 def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     """This project's training stream for one trainer; batches come from all shards at once."""
     from vit_ray.data import open_dataset
-    from vit_ray.data.images import Augmentation
-    from vit_ray.data.stream import StreamSpec, split_stream, training_stream
+    from vit_ray.data.images.crops import Augmentation
+    from vit_ray.data.stream.ray_datasets import StreamSpec, split_stream, training_stream
 
     start_ray()
     spec = StreamSpec(open_dataset(str(data / folder)), Augmentation("inception_crop", SIZE))
     stop = spec.num_images * 50 // BATCH * BATCH
-    dataset = training_stream(spec, world_size=1, micro_batch_size=BATCH, start=0, stop=stop)
+    dataset = training_stream(spec, world_size=1, batch_size_per_rank=BATCH, start=0, stop=stop)
     (shard,) = split_stream(dataset, 1)
     yield from (batch["image"] for batch in shard.iter_batches(batch_size=BATCH))
 
@@ -241,7 +241,7 @@ def bare_loop(data: Path, decoder: str) -> Iterator[Any]:
 
 
 def crop_forever(files: list[bytes], decoder: str, counts: Any, worker: int) -> None:
-    from vit_ray.data.images import Augmentation, training_crop
+    from vit_ray.data.images.crops import Augmentation, training_crop
 
     cv2.setNumThreads(0)
     augmentation, out = Augmentation("inception_crop", SIZE), np.empty((SIZE, SIZE, 3), np.uint8)
@@ -382,7 +382,7 @@ def write_mds(files: list[Path], folder: Path) -> None:
 
 
 def convert_set(data: Path) -> None:
-    from vit_ray.data.convert import convert
+    from vit_ray.data.prepare.convert import convert
 
     start_ray()
     for name, shard_mib in (("set", 55), ("set_1", 100_000)):

@@ -43,10 +43,10 @@ from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
 from vit_ray.config import load_recipe
-from vit_ray.data.convert import convert
-from vit_ray.data.digits import write_digits
-from vit_ray.launch.recorder import NAMESPACE
-from vit_ray.launch.trainer import train
+from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.digits import write_digits
+from vit_ray.launch.run import train
+from vit_ray.tracking.run_actor import NAMESPACE
 from vit_ray.train.checkpoint import folder_name
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, name: str, folder: Path, changes: dict[str, Any]) -> None:
         self.folder = folder / "runs" / name
-        self._spool = self.folder / "metrics.jsonl"
+        self._log_path = self.folder / "metrics.jsonl"
         recipe = load_recipe(ROOT / "jobs" / "recipes" / "digits.yaml").with_changes(
             name=name,
             output=str(folder / "runs"),
@@ -90,7 +90,7 @@ class Run:
     def step(self) -> int:
         """Steps done; 0 while there is no recorder."""
         try:
-            recorder = ray.get_actor(str(self._spool), namespace=NAMESPACE)
+            recorder = ray.get_actor(str(self._log_path), namespace=NAMESPACE)
             return int(ray.get(recorder.standing.remote(), timeout=5).step)
         except (ValueError, ray.exceptions.RayError):
             return 0
@@ -104,7 +104,7 @@ class Run:
 
     def pauses_s(self) -> list[float]:
         """Seconds between the steps that were logged, those of warming up left out."""
-        records = [json.loads(line) for line in self._spool.read_text().splitlines()]
+        records = [json.loads(line) for line in self._log_path.read_text().splitlines()]
         times = [r["time_ms"] / 1e3 for r in records if "train/loss" in r.get("values", {})]
         return [b - a for a, b in itertools.pairwise(times[WARM_UP:])]
 

@@ -11,9 +11,9 @@ step is the median after three steps to warm up (the job's: after the first), th
 rounds. In bf16 the bare loop and the engine both keep bf16 weights and gradients and an fp32 master
 that AdamW steps; the loop under autocast, which keeps fp32 weights only, is there to compare. On a
 GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
-stands beside what `vit_ray.train.footprint` predicts, which knows nothing of --compile. MFU is
-against the dense peak. The bare loops need torch alone; a row whose libraries are missing is listed
-as such.
+stands beside what `vit_ray.train.memory_estimate` predicts, which knows nothing of --compile. MFU
+is against the dense peak. The bare loops need torch alone; a row whose libraries are missing is
+listed as such.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def peak_gib() -> float | None:
 
 
 def predicted_gib(recipe: Any, batch: int) -> float | None:
-    from vit_ray.train.footprint import estimate_memory
+    from vit_ray.train.memory_estimate import estimate_memory
 
     if not torch.cuda.is_available():
         return None
@@ -129,7 +129,7 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     from vit_ray.measure.meters import Compute
     from vit_ray.models import build_model
     from vit_ray.train.engine import DeepSpeedEngine
-    from vit_ray.train.loop import Length, Progress, run_training
+    from vit_ray.train.loop import Progress, RankContext, run_training
     from vit_ray.train.objective import classification_loss, normalize
 
     recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
@@ -166,7 +166,7 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
             times.append(now_s - last_s)
             last_s = now_s
 
-    length = Length(WARM_UP + args.steps + 1, 0, 1, args.batch)
+    length = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch)
     run_training(engine, batches(), recipe, length, Alone(), Progress(), Compute(1))
     return Measured(
         statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
@@ -203,9 +203,9 @@ def whole_job(args: argparse.Namespace) -> Measured:
     import cv2
     import numpy as np
 
-    from vit_ray.data.convert import convert
+    from vit_ray.data.prepare.convert import convert
     from vit_ray.launch.cluster import connect
-    from vit_ray.launch.trainer import train
+    from vit_ray.launch.run import train
 
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
@@ -227,7 +227,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
 
 
 def recipe_of(args: argparse.Namespace, data: str, folder: str) -> Any:
-    from vit_ray.config import recipe_from_dict
+    from vit_ray.config.schema import recipe_from_dict
 
     steps = args.steps + WARM_UP + 1
     tree = {

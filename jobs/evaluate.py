@@ -1,11 +1,10 @@
 """Measure accuracy of weights: `python jobs/evaluate.py RECIPE init_from=RUN [key=value ...]`."""
 
-from vit_ray.launch.command import run_job
-from vit_ray.launch.reports import print_metrics
-from vit_ray.launch.trainer import evaluate
+from vit_ray.commands.cli import run_job
+from vit_ray.commands.train import evaluate
 
 if __name__ == "__main__":
     run_job(
         "Accuracy on data.eval, and few-shot accuracy, of the weights in init_from.",
-        lambda recipe: print_metrics(evaluate(recipe)),
+        evaluate,
     )

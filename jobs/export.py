@@ -1,7 +1,7 @@
 """Write weights for other programs: `python jobs/export.py RECIPE init_from=RUN export.path=F`."""
 
-from vit_ray.launch.command import run_job
-from vit_ray.launch.exporting import export
+from vit_ray.commands.cli import run_job
+from vit_ray.commands.export import export
 
 if __name__ == "__main__":
     run_job(

@@ -1,7 +1,7 @@
 """Figures of a model: `python jobs/inspect_model.py RECIPE init_from=RUN inspect.images=FOLDER`."""
 
-from vit_ray.launch.command import run_job
-from vit_ray.launch.inspecting import inspect
+from vit_ray.commands.cli import run_job
+from vit_ray.commands.inspect import inspect
 
 if __name__ == "__main__":
     run_job(

@@ -1,7 +1,7 @@
 """What a training costs before it starts: `python jobs/plan.py RECIPE [key=value ...]`."""
 
-from vit_ray.launch.command import run_job
-from vit_ray.launch.planning import describe_plan
+from vit_ray.commands.cli import run_job
+from vit_ray.commands.plan import describe_plan
 
 if __name__ == "__main__":
     run_job(

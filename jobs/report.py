@@ -1,7 +1,7 @@
 """Report on a run of any job: `python jobs/report.py RECIPE [key=value ...]`."""
 
-from vit_ray.launch.command import run_job
-from vit_ray.launch.page import print_page, report
+from vit_ray.commands.cli import run_job
+from vit_ray.commands.report import print_page, report
 
 if __name__ == "__main__":
     run_job(

@@ -25,8 +25,8 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 import pytest
 import ray
 
-from vit_ray.data.convert import convert
-from vit_ray.data.digits import write_digits
+from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]
 

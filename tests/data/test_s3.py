@@ -16,16 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.pictures import jpeg
+from tests.data.prepare.test_sources import add
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, FaultProxy, serve_s3
-from tests.data.test_sources import add
 from vit_ray import storage
 from vit_ray.data import open_dataset
-from vit_ray.data.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.data.images import Augmentation
-from vit_ray.data.layout import World
-from vit_ray.data.manifest import Manifest
-from vit_ray.data.reader import RowGroupReader
-from vit_ray.data.sources import index_unit, list_units
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.prepare.sources import index_unit, list_units
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate
 
@@ -78,7 +78,7 @@ def environment(proxy: FaultProxy) -> dict[str, str]:
 def batch_of(manifest: Manifest) -> dict[str, Any]:
     """The first 100 rows of an epoch, read without Ray."""
     spec = StreamSpec(manifest, Augmentation(size=16))
-    job = StreamJob(spec, World(1, 50), 0, is_training=True, counts=manifest.rows)
+    job = StreamJob(spec, Partition(1, 50), 0, is_training=True, counts=manifest.rows)
     return BatchReader(job).batch(0, 0, 100)[0]
 
 
@@ -120,7 +120,7 @@ def test_a_store_that_stays_away_is_not_called_damaged_data(
     """So that a run is tried again, and does not end as it does for data that are no good."""
     remote = open_dataset("s3://sets/small")
     soon = functools.partial(with_retries, policy=RetryPolicy(attempts=3))
-    monkeypatch.setattr("vit_ray.data.reader.with_retries", soon)
+    monkeypatch.setattr("vit_ray.data.format.row_groups.with_retries", soon)
     s3.faults.set("503", remaining=1000)
     with pytest.raises(OSError, match=rf"{remote.files[0].path}' .* storage does not answer"):
         RowGroupReader(remote).read(0)
@@ -208,15 +208,15 @@ SCRIPT = """
 import json, sys
 import ray
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import convert
-from vit_ray.data.images import Augmentation
-from vit_ray.data.stream import StreamSpec, split_stream, training_stream
+from vit_ray.data.prepare.convert import convert
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.stream.ray_datasets import StreamSpec, split_stream, training_stream
 
 environment = {"env_vars": json.loads(sys.argv[2])}
 ray.init(address=sys.argv[1], runtime_env=environment, log_to_driver=False)
 report = convert(sys.argv[3], "s3://converted/set", rows_per_row_group=16, shard_mib=0.1, seed=3)
 spec = StreamSpec(open_dataset("s3://converted/set"), Augmentation(size=16), seed=1, num_cpus=0.5)
-dataset = training_stream(spec, world_size=1, micro_batch_size=50, start=0, stop=300)
+dataset = training_stream(spec, world_size=1, batch_size_per_rank=50, start=0, stop=300)
 (shard,) = split_stream(dataset, 1)
 samples = [int(s) for batch in shard.iter_batches(batch_size=50) for s in batch["sample"]]
 print(json.dumps({"fingerprint": report.fingerprint, "samples": sorted(samples)}))

@@ -14,7 +14,8 @@ import torch
 from mlflow import MlflowClient
 
 from tests.conftest import ROOT, Digits, Head
-from vit_ray.config import Recipe, recipe_from_dict
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import list_checkpoints, newest_checkpoint, open_checkpoint
 

@@ -9,9 +9,9 @@ from typing import Any
 import ray
 import torch
 
+from vit_ray.commands.tables import print_result
 from vit_ray.config import load_recipe
-from vit_ray.launch.reports import print_result
-from vit_ray.launch.trainer import train
+from vit_ray.launch.run import train
 from vit_ray.train.engine import DeepSpeedEngine
 
 MOST_IMAGES = 16

@@ -7,8 +7,8 @@ import pytest
 from tests.conftest import Digits
 from tests.data.pictures import write_class_folders
 from tests.end_to_end.runs import curve, small_recipe
-from vit_ray.data.convert import convert
-from vit_ray.launch.trainer import train
+from vit_ray.data.prepare.convert import convert
+from vit_ray.launch.run import train
 
 
 def test_jpeg_files_train_nearly_the_same(digits: Digits, tmp_path: Path) -> None:

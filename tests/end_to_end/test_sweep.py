@@ -9,8 +9,8 @@ from mlflow import MlflowClient
 
 from tests.conftest import Digits
 from tests.end_to_end.runs import runs_of, small_recipe
-from vit_ray.launch.sweep import final_recipe, run_sweep, trial_recipe
-from vit_ray.launch.trainer import train
+from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
+from vit_ray.launch.run import train
 
 
 def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(

@@ -8,10 +8,10 @@ from functools import partial
 
 from ray.train import ScalingConfig
 
+from vit_ray.commands.tables import print_result
 from vit_ray.config import load_recipe
 from vit_ray.launch import worker_group
-from vit_ray.launch.reports import print_result
-from vit_ray.launch.trainer import train
+from vit_ray.launch.run import train
 
 if __name__ == "__main__":
     quick = partial(ScalingConfig, elastic_resize_monitor_interval_s=1.0)

@@ -19,7 +19,7 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from vit_ray.config import Recipe
-from vit_ray.launch.trainer import train
+from vit_ray.launch.run import train
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import newest_checkpoint
 

@@ -22,10 +22,10 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from vit_ray.config import Recipe
-from vit_ray.launch.sweep import trial_recipe
-from vit_ray.launch.tracking import replay
-from vit_ray.launch.trainer import train
+from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.launch.run import train
 from vit_ray.storage import locate
+from vit_ray.tracking.tracker import replay
 from vit_ray.train.checkpoint import folder_name, newest_checkpoint
 
 # Long enough that there is time to interfere after the first checkpoint.
@@ -206,8 +206,8 @@ def test_mlflow_away_for_good_costs_nothing_but_a_replay(
         result = train(recipe.with_changes(tracking={"uri": away}))
     assert result.is_complete
     assert result.run_id is None
-    spool = Path(recipe.output) / recipe.name / "metrics.jsonl"
-    assert replay(spool, recipe.tracking.uri) > 0
+    log_path = Path(recipe.output) / recipe.name / "metrics.jsonl"
+    assert replay(log_path, recipe.tracking.uri) > 0
     (run,) = [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
     assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8, 12, 16, 20, 24]
 

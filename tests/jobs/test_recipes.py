@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from vit_ray.commands.plan import told_facts
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.launch.planning import told_facts
 from vit_ray.models.catalog import model_names
 from vit_ray.train.schedule import lr_at
 

@@ -10,11 +10,11 @@ import pytest
 from tests.conftest import Digits
 from tests.end_to_end.runs import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.data.subset import subset
+from vit_ray.data.prepare.subset import subset
 from vit_ray.launch import preflight
 from vit_ray.launch.cluster import ClusterShape, local_cpus
 from vit_ray.launch.preflight import check_cluster, find_resume_point, plan_run
-from vit_ray.launch.trainer import evaluate, finetune, train
+from vit_ray.launch.run import evaluate, finetune, train
 
 LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from vit_ray.launch.progress import describe, time_left
-from vit_ray.launch.recorder import Standing
+from vit_ray.tracking.run_actor import RunStatus
 
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
@@ -14,7 +14,7 @@ METRICS = {
 
 
 def test_a_log_line_has_every_figure() -> None:
-    assert describe(Standing(metrics=METRICS)) == (
+    assert describe(RunStatus(metrics=METRICS)) == (
         "loss 2.250, lr 3.00e-04, gradient 0.75, 1234 images/s, 512 TFLOP/s per worker, "
         "MFU 55.1%, HFU 60.2%, data wait 3%, step 310 ms, slowest worker 333 ms, 71.2 GiB, "
         "top-1 81.37%"
@@ -22,7 +22,7 @@ def test_a_log_line_has_every_figure() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert describe(Standing(metrics={"train/loss": 1.0})) == "loss 1.000"
+    assert describe(RunStatus(metrics={"train/loss": 1.0})) == "loss 1.000"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vit_ray.models import build_model
 TINY_ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 4}
 TINY_VIT = {**TINY_ENCODER, "patch_size": 8}
 
-# Family name, and its size in full: every kind of model that the catalog builds.
+# ParentRun name, and its size in full: every kind of model that the catalog builds.
 FAMILIES: dict[str, dict[str, Any]] = {
     "ViT": TINY_VIT,
     "Axial-ViT": TINY_VIT,

@@ -126,7 +126,7 @@ def test_bit_norms_have_32_groups_and_bits_epsilon() -> None:
     assert not model.head.weight.any()
 
 
-# Family and name of parameters, and how they start; the first that matches counts.
+# ParentRun and name of parameters, and how they start; the first that matches counts.
 STARTS: list[tuple[str, Callable[[Tensor], bool]]] = [
     (r"\.head\.bias$", lambda values: bool((values == -10).all())),
     (r"mlp\.(expand|contract)\.bias$", lambda values: has_std(values, 1e-6)),

@@ -10,9 +10,9 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from tests.models.small import POSITION_VARIANTS, small_model, some_images
 from vit_ray.models import build_model
-from vit_ray.models.fitting import fit_state_dict
-from vit_ray.models.weight_files import Origin
 from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.models.weights.files import Origin
+from vit_ray.models.weights.state_dicts import fit_state_dict
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:

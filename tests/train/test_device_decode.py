@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, jpeg, picture
-from vit_ray.data.encoded import EncodedColumns, packed, packed_table
-from vit_ray.data.images import Augmentation, crop_of_jpeg, training_crop
+from vit_ray.data.images.crops import Augmentation, crop_of_jpeg, training_crop
+from vit_ray.data.stream.encoded import EncodedColumns, packed, packed_table
 from vit_ray.train import device_decode
 from vit_ray.train.device_decode import (
     DeviceDecoder,

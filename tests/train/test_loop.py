@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from vit_ray.config import Recipe, recipe_from_dict
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Batch, Length, Progress, run_training
+from vit_ray.train.loop import Batch, Progress, RankContext, run_training
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 
@@ -104,7 +105,7 @@ def run(
     engine: FakeEngine, services: FakeServices, chosen: Recipe, progress: Progress | None = None
 ) -> str:
     progress = progress or Progress()
-    length = Length(TOTAL, rank=0, world_size=1, micro_batch_size=MICRO)
+    length = RankContext(TOTAL, rank=0, world_size=1, micro_batch_size=MICRO)
     stream = batches(progress.step)
     return run_training(engine, stream, chosen, length, services, progress, Compute(1_000_000))
 
@@ -151,7 +152,7 @@ def test_it_saves_by_steps_and_once_at_the_end() -> None:
 
 def test_it_saves_by_the_clock() -> None:
     services, now = FakeServices(), iter(range(0, 100_000, 7))
-    length = Length(TOTAL, rank=0, world_size=1, micro_batch_size=MICRO)
+    length = RankContext(TOTAL, rank=0, world_size=1, micro_batch_size=MICRO)
     chosen = recipe(checkpoint={"every_minutes": 1.0})
     run_training(
         FakeEngine(), batches(), chosen, length, services, Progress(), Compute(1),
@@ -216,7 +217,7 @@ def test_it_stops_early_when_validation_gets_no_better() -> None:
 
 
 def test_a_stream_that_ends_too_soon_is_an_error() -> None:
-    length = Length(TOTAL + 1, rank=0, world_size=1, micro_batch_size=MICRO)
+    length = RankContext(TOTAL + 1, rank=0, world_size=1, micro_batch_size=MICRO)
     with pytest.raises(RuntimeError, match="ended before step 10"):
         run_training(
             FakeEngine(), batches(), recipe(), length, FakeServices(), Progress(), Compute(1)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vit_ray.config import Recipe, recipe_from_dict
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
 from vit_ray.train.micro_batch import lower_limit, micro_batch_size, read_limit
 

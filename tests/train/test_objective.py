@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vit_ray.config import TrainConfig
+from vit_ray.config.training import TrainConfig
 from vit_ray.train.objective import classification_loss, multi_hot, normalize
 
 

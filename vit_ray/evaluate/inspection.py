@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vit_ray.measure.live_memory import LiveMemory
+from vit_ray.measure.activation_memory import ActivationMemory
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.positions import Grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
@@ -178,7 +178,7 @@ def attention_figures(
         raise ValueError("an axial ViT attends along lines; distance and rollout need a whole ViT.")
     was_training = model.training
     model.eval()
-    with LiveMemory(model.parameters()) as memory:
+    with ActivationMemory(model.parameters()) as memory:
         parts = [_look(model, images[:1])]
     share = max(1, budget_bytes // memory.peak)
     parts += [_look(model, images[i : i + share]) for i in range(1, len(images), share)]

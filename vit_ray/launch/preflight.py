@@ -12,20 +12,21 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.config import AugmentConfig, Recipe
+from vit_ray.config import Recipe
+from vit_ray.config.training import AugmentConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.images import Augmentation
-from vit_ray.data.labels import first_labels
-from vit_ray.data.manifest import Manifest
-from vit_ray.data.selection import RowSelection, split_rows
-from vit_ray.data.stream import StreamSpec
+from vit_ray.data.format.labels import first_labels
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.order.selection import RowSelection, split_rows
+from vit_ray.data.stream.ray_datasets import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.lease import FILE as LEASE_FILE
+from vit_ray.launch.run_lock import FILE as LEASE_FILE
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
+from vit_ray.train.init_weights import find_weight_file
 from vit_ray.train.micro_batch import micro_batch_size
-from vit_ray.train.start import find_weight_file
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ def _default_resize(recipe: Recipe) -> int:
     return round(longest * 8 / 7)
 
 
-def spool_path(recipe: Recipe) -> Path:
+def metrics_log_path(recipe: Recipe) -> Path:
     """Local file that keeps what is recorded until MLflow has it."""
     location = locate(recipe.output).child(recipe.name)
     if location.is_local:

@@ -13,7 +13,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_ray.launch.recorder import Standing
+from vit_ray.tracking.run_actor import RunStatus
 
 POLL_S = 0.5
 LINE_EVERY_S = 10.0
@@ -64,13 +64,13 @@ _IN_A_LINE = (
 )
 
 
-def describe(standing: Standing, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
+def describe(standing: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
     """The figures that are known, in one text."""
     known = standing.metrics
     return ", ".join(text.format(known[key]) for key, text in figures if key in known)
 
 
-def _poll(recorder: Any) -> Standing | None:
+def _poll(recorder: Any) -> RunStatus | None:
     try:
         return ray.get(recorder.standing.remote(), timeout=10)
     except ray.exceptions.RayError:
@@ -131,7 +131,7 @@ def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
 
 
-def _print_events(standing: Standing, seen: int, console: Console, name: str) -> int:
+def _print_events(standing: RunStatus, seen: int, console: Console, name: str) -> int:
     for event in standing.events[seen:]:
         console.print(
             f"{name}: {event.kind}: {event.text}", highlight=False, markup=False, soft_wrap=True

@@ -12,12 +12,12 @@ import ray.train
 from ray.train.torch import TorchConfig
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 
-from vit_ray.data.ingest import PendingEvaluation, PendingStream, StreamConfig
-from vit_ray.data.stream import StreamSpec
+from vit_ray.data.stream.ray_datasets import StreamSpec
+from vit_ray.data.stream.train_ingest import PendingEvaluation, PendingStream, StreamConfig
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.policies import (
-    DividingSizes,
-    FailuresInARow,
+from vit_ray.launch.ray_policies import (
+    ConsecutiveFailurePolicy,
+    DivisorScalingPolicy,
     PolicedTrainer,
     SaveBeforeResize,
     cause,
@@ -112,11 +112,13 @@ def _datasets(job: TrainJob, streams: dict[str, StreamSpec]) -> dict[str, Any]:
 def _policies(job: TrainJob, scaling: ScalingConfig) -> dict[str, Any]:
     recipe, workers = job.recipe, job.recipe.workers
     policies: dict[str, Any] = {
-        "failure_policy": FailuresInARow(job.recorder, workers.max_failures, job.run_folder)
+        "failure_policy": ConsecutiveFailurePolicy(
+            job.recorder, workers.max_failures, job.run_folder
+        )
     }
     if len(workers.sizes) > 1:
         sizes = recipe.group_sizes if job.kind == "train" else workers.sizes
-        policies["scaling_policy"] = DividingSizes(scaling, sizes, recipe.data.cpus_per_task)
+        policies["scaling_policy"] = DivisorScalingPolicy(scaling, sizes, recipe.data.cpus_per_task)
     return policies
 
 

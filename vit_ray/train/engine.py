@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_ray.config import OptimConfig, TrainConfig
-from vit_ray.train.averaging import PolyakAverage
+from vit_ray.config.training import OptimConfig, TrainConfig
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
     Fragment,
@@ -33,6 +32,7 @@ from vit_ray.train.fragments import (
     weights_by_name,
 )
 from vit_ray.train.optim import build_optimizer, state_names
+from vit_ray.train.polyak import PolyakAverage
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 """(module, images uint8, labels, samples) -> mean loss of the micro-batch."""

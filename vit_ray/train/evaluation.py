@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_ray.config import EvalConfig, TrainConfig
+from vit_ray.config.training import EvalConfig, TrainConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.train.collectives import all_rows, all_sum

@@ -44,7 +44,7 @@ class Engine(Protocol):
     def step(self, learning_rate: float) -> StepResultLike: ...
 
 
-class Services(Protocol):
+class LoopHooks(Protocol):
     """What the loop asks of the world around it; collective calls are made by all ranks."""
 
     def sum(self, values: list[float]) -> list[float]:
@@ -93,7 +93,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Length:
+class RankContext:
     """How the run is cut into steps on this rank."""
 
     total_steps: int
@@ -110,8 +110,8 @@ def run_training(
     engine: Engine,
     batches: Iterator[Batch],
     recipe: Recipe,
-    length: Length,
-    services: Services,
+    length: RankContext,
+    services: LoopHooks,
     progress: Progress,
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
@@ -218,7 +218,7 @@ def _is_logged(step: int, first_step: int, every: int) -> bool:
 
 
 def _window_metrics(
-    times: StepTimes, recipe: Recipe, length: Length, services: Services, compute: Compute
+    times: StepTimes, recipe: Recipe, length: RankContext, services: LoopHooks, compute: Compute
 ) -> dict[str, float]:
     mean_s, wait = (
         v / length.world_size
@@ -236,7 +236,9 @@ def _window_metrics(
     }
 
 
-def _evaluate_if_due(recipe: Recipe, progress: Progress, services: Services, is_last: bool) -> bool:
+def _evaluate_if_due(
+    recipe: Recipe, progress: Progress, services: LoopHooks, is_last: bool
+) -> bool:
     """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
     if not is_last and progress.step % (recipe.evaluate.every_steps or 2**62) != 0:
         return False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 
-from vit_ray.config import Recipe, accumulation_steps
+from vit_ray.config import Recipe
+from vit_ray.config.training import accumulation_steps
 from vit_ray.storage import Location
 
 LIMIT_FILE = "micro_batch_limit.json"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit_ray.config import TrainConfig
+from vit_ray.config.training import TrainConfig
 
 
 def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:

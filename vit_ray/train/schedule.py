@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vit_ray.config import OptimConfig
+from vit_ray.config.training import OptimConfig
 
 # BiT's staircase (Kolesnikov et al., arXiv:1912.11370): x0.1 at these shares of the run.
 _STAIRS = (0.3, 0.6, 0.9)

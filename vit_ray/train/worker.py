@@ -21,14 +21,15 @@ import torch
 from ray.train import CheckpointUploadMode
 from torch import Tensor, nn
 
-from vit_ray.config import Recipe, accumulation_steps
+from vit_ray.config import Recipe
+from vit_ray.config.training import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.measure.profile import profiled
 from vit_ray.models import build_model
-from vit_ray.models.fitting import NewHead
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.weights.state_dicts import NewHead
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import (
     Checkpoint,
@@ -37,18 +38,18 @@ from vit_ray.train.checkpoint import (
     newest_checkpoint,
     open_checkpoint,
 )
+from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
 from vit_ray.train.device_decode import DeviceDecoder
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
-from vit_ray.train.feed import fed, pinned
-from vit_ray.train.footprint import largest_micro_batch
-from vit_ray.train.heart import Heart
-from vit_ray.train.loop import Batch, Length, Progress, as_tensor, run_training
+from vit_ray.train.init_weights import initialize_weights
+from vit_ray.train.loop import Batch, Progress, RankContext, as_tensor, run_training
+from vit_ray.train.memory_estimate import largest_micro_batch
 from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
-from vit_ray.train.saving import CheckpointWriter
-from vit_ray.train.start import initialize_weights
+from vit_ray.train.prefetch import pin_batch, prefetch
+from vit_ray.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class TrainJob:
     """Counts images that cannot be decoded here: sample number to description; may raise."""
 
 
-class HopelessError(RuntimeError):
+class UnrecoverableError(RuntimeError):
     """A restart would meet the same error: the run must end."""
 
     def __init__(self, text: str, *, is_agreed: bool = True) -> None:
@@ -105,7 +106,7 @@ def train_worker(config: dict[str, Any]) -> None:
     try:
         services = WorkerServices(job, rank, world_size, start_step)
         services.run()
-    except HopelessError as error:
+    except UnrecoverableError as error:
         ray.get(job.recorder.fail.remote(str(error)))
         if not error.is_agreed:
             raise  # the other workers may wait for this one: let Ray end them
@@ -145,10 +146,10 @@ class WorkerServices:
         # Ranks on unlike GPUs, or that read the limit at unlike times, must pass equally often.
         device = ray.train.torch.get_device()
         micro = -int(all_max([-float(self._first_micro_batch(world_size))], device)[0])
-        self._length = Length(job.total_steps, rank, world_size, micro)
+        self._length = RankContext(job.total_steps, rank, world_size, micro)
         self._batches = self._start_stream() if job.kind == "train" else iter(())
         self._engine = self._build_engine(micro, world_size, start_step)
-        self._heart = Heart(
+        self._watchdog = Watchdog(
             self._progress, job.recipe.train.step_timeout_s, self._beat, self._tell_hung
         )
 
@@ -156,19 +157,19 @@ class WorkerServices:
         """Train to the end, or evaluate once.
 
         Raises:
-            HopelessError: the recipe says to stop here, or the data are not what they should be.
+            UnrecoverableError: the recipe says to stop here, or the data are wrong.
         """
         try:
             self._run()
         except ray.exceptions.RayTaskError as error:
             # What the stream refuses (too many bad images, say) it would refuse again.
             if isinstance(error.cause, ValueError):
-                raise HopelessError(str(error.cause), is_agreed=False) from None
+                raise UnrecoverableError(str(error.cause), is_agreed=False) from None
             raise
         except torch.OutOfMemoryError as error:
             if self._is_evaluating:
                 size = self._recipe.evaluate.batch_size
-                raise HopelessError(
+                raise UnrecoverableError(
                     f"evaluate.batch_size={size} images do not fit into device memory; lower it",
                     is_agreed=False,
                 ) from error
@@ -197,7 +198,7 @@ class WorkerServices:
 
     def close(self) -> None:
         """Stop the threads and leave the process group as Ray expects it."""
-        self._heart.stop()
+        self._watchdog.stop()
         self._engine.close()
 
     # What the loop asks for
@@ -224,7 +225,7 @@ class WorkerServices:
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights."""
         self._is_evaluating = True
-        self._heart.expect_long_steps()
+        self._watchdog.expect_long_steps()
         try:
             metrics = self._measure("")
             if self._engine.average is not None and metrics:
@@ -235,17 +236,17 @@ class WorkerServices:
         except ValueError as error:
             # All ranks have the same figures and so the same error; training is not at fault.
             if self._job.kind == "evaluate":
-                raise HopelessError(str(error)) from None
+                raise UnrecoverableError(str(error)) from None
             self._tell("evaluation failed", str(error))
             metrics = {}
-        self._heart.resume()
+        self._watchdog.resume()
         self._is_evaluating = False
         return metrics
 
     def save(self, progress: Progress) -> None:
         """Snapshot now, write in Ray Train's upload thread while training goes on."""
         start_s = time.perf_counter()
-        self._heart.pause()  # the report below waits for the slowest rank
+        self._watchdog.pause()  # the report below waits for the slowest rank
         self._written.wait()  # storage slower than the cadence must not pile up copies
         self._written.clear()
         snapshot = self._engine.snapshot(self._position(progress))
@@ -269,7 +270,7 @@ class WorkerServices:
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=upload,
         )
-        self._heart.resume()
+        self._watchdog.resume()
         stall_s = time.perf_counter() - start_s
         progress.history["checkpoint/stall_s"] = stall_s
         self.log(progress.step, {"checkpoint/stall_s": stall_s})
@@ -301,7 +302,7 @@ class WorkerServices:
         self._tell("not finite", text)
         policy, train = self._recipe.train.nonfinite, self._recipe.train
         if policy == "stop" or progress.nonfinite_steps >= train.max_nonfinite_steps:
-            raise HopelessError(
+            raise UnrecoverableError(
                 f"{text}. train.nonfinite={policy} with {progress.nonfinite_steps} such steps in a "
                 "row; lower optim.learning_rate, or set train.nonfinite to skip or rollback"
             )
@@ -347,7 +348,7 @@ class WorkerServices:
         try:
             limit = lower_limit(self._run_folder, failed)
         except ValueError as error:
-            raise HopelessError(str(error), is_agreed=False) from None
+            raise UnrecoverableError(str(error), is_agreed=False) from None
         text = f"{failed} images per pass do not fit; trying at most {limit}"
         self._tell("out of memory", text)
         return SmallerMicroBatchError(text)
@@ -362,7 +363,7 @@ class WorkerServices:
                 batch_size=None, batch_format="pyarrow", prefetch_batches=ahead
             )
             return self._decoded(blocks, share)  # it looks ahead by itself
-        return fed(shard.iter_batches(batch_size=share, prefetch_batches=ahead), pinned)
+        return prefetch(shard.iter_batches(batch_size=share, prefetch_batches=ahead), pin_batch)
 
     def _decoded(self, blocks: Any, share: int) -> Iterator[Batch]:
         """Batches of images that arrive encoded."""
@@ -374,7 +375,7 @@ class WorkerServices:
             )
             yield from decoder.batches(blocks)
         except ValueError as error:
-            raise HopelessError(str(error), is_agreed=False) from None
+            raise UnrecoverableError(str(error), is_agreed=False) from None
 
     def _traced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """With a profile of the steps that the recipe names, of the first worker."""
@@ -403,7 +404,7 @@ class WorkerServices:
                     model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
                 )
             except ValueError as error:
-                raise HopelessError(f"init_from: {error}") from None
+                raise UnrecoverableError(f"init_from: {error}") from None
             if self._length.rank == 0:
                 self._tell("weights", str(report))
         engine = DeepSpeedEngine(
@@ -466,17 +467,17 @@ class WorkerServices:
     def _roll_back(self) -> None:
         """Weights and optimizer of the last checkpoint; the data since then are passed over."""
         # Until every rank has written, ranks could see another one as the newest.
-        self._heart.pause()
+        self._watchdog.pause()
         self._written.wait()
         self.sum([0.0])
         newest = newest_checkpoint(self._run_folder) if self._length.rank == 0 else None
         step = from_first(newest.position.step if newest else -1, self._engine.device)
         if step < 0:
-            raise HopelessError("there is no checkpoint to roll back to; the run stops")
+            raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
         checkpoint = self._chosen_checkpoint(step)
         assert checkpoint is not None
         self._engine.restore(checkpoint)
-        self._heart.resume()
+        self._watchdog.resume()
         self._tell("rolled back", f"weights of step {step}, data go on at {self._progress.step}")
 
     def _measure(self, prefix: str) -> dict[str, float]:
@@ -499,7 +500,7 @@ class WorkerServices:
     def _eval_batches(self, name: str) -> Iterator[dict[str, np.ndarray]]:
         shard = ray.train.get_dataset_shard(name)
         for batch in shard.iter_batches(batch_size=self._recipe.evaluate.batch_size):
-            self._heart.note_move()
+            self._watchdog.note_move()
             yield batch
 
     def _compute(self) -> Compute:

@@ -1,0 +1,52 @@
+"""The jobs that look after data sets, run as their commands run them."""
+
+from pathlib import Path
+
+import pytest
+
+from vit_ray.commands.datasets import run_deduplicate, run_subset, run_verify
+from vit_ray.config import load_recipe
+from vit_ray.data import open_dataset
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe_with(*overrides: str):
+    return load_recipe(ROOT / "jobs" / "recipes" / "digits.yaml", list(overrides))
+
+
+def test_a_part_is_taken_and_verified(digits, tmp_path, capsys):
+    target = tmp_path / "part"
+    section = f"{{source: {digits.train}, destination: {target}, count: 100}}"
+    assert run_subset(recipe_with(f"subset={section}")) == 0
+    assert open_dataset(str(target)).num_images == 100
+    assert run_verify(recipe_with(f"verify={{path: {target}, decode_fraction: 0.5}}")) == 0
+    assert "0 problems; the data set is whole." in capsys.readouterr().out
+
+
+def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):
+    whole = open_dataset(digits.test)
+    for name in [file.path for file in whole.files] + ["manifest.parquet"]:
+        (tmp_path / name).write_bytes((Path(digits.test) / name).read_bytes())
+    (tmp_path / whole.files[0].path).write_bytes(b"gone")
+    assert run_verify(recipe_with(f"verify={{path: {tmp_path}}}")) == 1
+    printed = capsys.readouterr().out
+    assert f"{whole.files[0].path}: the file has 4 bytes" in printed
+    assert "restore" in printed
+
+
+def test_evaluation_images_are_left_out(digits, tmp_path, capsys):
+    target = tmp_path / "clean"
+    section = f"{{source: {digits.test}, evaluation_sets: [{digits.train}], max_distance: 0, "
+    assert run_deduplicate(recipe_with(f"deduplicate={section} destination: {target}}}")) == 0
+    assert "near duplicates of 300 images left out" in capsys.readouterr().out
+    assert 0 < open_dataset(str(target)).num_images <= 300
+
+
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [(run_verify, "verify"), (run_subset, "subset"), (run_deduplicate, "deduplicate")],
+)
+def test_a_job_without_its_section_says_what_to_give(job, name):
+    with pytest.raises(ValueError, match=f"{name} is not set; give {name}"):
+        job(recipe_with())

@@ -1,0 +1,104 @@
+"""`--dry-run`: what it must say, from a data set or from told counts, without starting anything."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vit_ray.commands.dry_run import describe_sweep, describe_training
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.train.memory_estimate import estimate_memory
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "jobs" / "recipes"
+
+
+def small(**changes: Any) -> Recipe:
+    tree: dict[str, Any] = {
+        "name": "small",
+        "model": {"name": "ViT-Ti/16", "image_size": 32},
+        "optim": {"epochs": 10},
+        "train": {"global_batch_size": 64, "micro_batch_size": 16, "zero_stage": 2},
+        "workers": {"num_workers": 2},
+        "plan": {"num_images": 640, "num_classes": 10},
+    }
+    return recipe_from_dict({**tree, **changes}, "test")
+
+
+def test_it_states_steps_batches_memory_and_compute() -> None:
+    text = describe_training(load_recipe(RECIPES / "paper" / "vit_h14_jft.yaml"))
+    assert "1,035,645 of 4,096 images" in text
+    assert "4,259 exaFLOPs" in text
+    assert re.search(r"global batch 4,096 = 64 x micro-batch \d+ .*H200.* x \d+ pass", text)
+    for part in ("weights", "gradients", "optimizer", "averages", "activations", "buffers"):
+        assert re.search(rf"^ +{part} +\d+\.\d\d GiB$", text, re.MULTILINE), part
+
+
+def test_the_memory_that_it_prints_is_the_estimates() -> None:
+    recipe = small()
+    text = describe_training(recipe)
+    assert "100 of 64 images: 10.00 epochs" in text
+    assert "global batch 64 = 2 x micro-batch 16 x 2 passes" in text
+    memory = estimate_memory(recipe, 10, 16, 2)
+    assert f"{memory.total:.2f} GiB under ZeRO 2" in text
+    assert re.search(rf"activations +{memory.activations:.2f} GiB", text)
+
+
+def test_an_elastic_run_shows_every_size_of_a_short_range_and_the_ends_of_a_long_one() -> None:
+    def shown(most: int) -> list[str]:
+        text = describe_training(
+            small(
+                workers={"num_workers": [1, most]},
+                train={"global_batch_size": 840, "micro_batch_size": 4},
+                plan={"num_images": 8400, "num_classes": 10},
+            )
+        )
+        return re.findall(r"with (\d+) worker", text)
+
+    assert shown(3) == ["1", "2", "3"]
+    assert shown(8) == ["1", "8"]
+
+
+def test_a_model_too_large_for_the_device_is_said_to_be() -> None:
+    large = ["model.name=R152x4", "train.averaging=0.9999", "workers.num_workers=1"]
+    recipe = load_recipe(RECIPES / "paper" / "r152x2_jft.yaml", [*large, "plan.device=T4"])
+    assert "does not fit a T4" in describe_training(recipe)
+
+
+def test_more_workers_than_the_batch_divides_among_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"does not divide among 3 workers.*nearest valid"):
+        describe_training(small(workers={"num_workers": 3}))
+
+
+def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
+    text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
+    assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
+    assert "500 of 512 images" in text
+
+
+def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> None:
+    recipe = small(data={"train": digits.train})
+    text = describe_training(recipe)
+    assert f"1,497 of 10 classes ({digits.train})" in text
+    assert f"{round(1497 * 10 / 64)} of 64 images" in text
+
+
+def test_the_job_prints_the_resolved_recipe_first() -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "jobs/pretrain.py", "jobs/recipes/paper/vit_b32_jft.yaml",
+            "optim.learning_rate=5e-4", "--dry-run",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("name: vit-b32-jft\n")
+    assert "learning_rate: 0.0005" in done.stdout
+    assert "global_batch_size: 4096" in done.stdout
+    assert "56.29 exaFLOPs" in done.stdout

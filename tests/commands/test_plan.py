@@ -1,0 +1,153 @@
+"""`jobs/plan.py`: its numbers, what it needs, and its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vit_ray.commands.plan import (
+    data_facts,
+    describe_plan,
+    plan_stage,
+    planned_cluster,
+    told_facts,
+)
+from vit_ray.config import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "jobs" / "recipes" / "paper"
+
+
+def recipe_of(*overrides: str, file: str = "vit_l16_jft") -> Recipe:
+    return load_recipe(PAPER / f"{file}.yaml", list(overrides))
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The table of a plan: name of the row to its four columns."""
+    table = text.split("\n\n")[1].splitlines()
+    split = [re.split(r"\s{2,}", line.strip()) for line in table]
+    return {name: values for name, *values in split}
+
+
+def test_the_plan_of_vit_h_states_work_memory_traffic_and_time() -> None:
+    text = describe_plan(recipe_of(file="vit_h14_jft"))
+    assert "1,035,645 of 4,096 images: 14.00 epochs" in text
+    assert "4,259 exaFLOPs, 2,990 H200-hours at 40 % MFU" in text
+    table = rows(text)
+    assert table["ZeRO stage"] == ["0", "1", "2", "3"]
+    parts = ("weights", "gradients", "optimizer", "averages", "activations", "buffers")
+    # The second row named so is the traffic of weights and gradients.
+    assert all(len(table[part]) == 4 for part in parts)
+    days = [float(value) for value in table["core-days (GPU-days)"]]
+    # 2,990 hours of computing are 124.6 days; what communication adds is not hidden here.
+    assert all(124.6 < value < 250 for value in days)
+
+
+def test_rows_of_the_table_agree_with_each_other() -> None:
+    table = rows(describe_plan(recipe_of("plan.num_gpus=32")))
+    for stage in range(4):
+        micro, passes = (
+            int(table[name][stage]) for name in ("planned micro-batch", "passes per step")
+        )
+        assert micro * passes * 32 == 4096
+        step_s = float(table["step in s, none hidden"][stage])
+        assert float(table["run in days"][stage]) == pytest.approx(
+            step_s * 517_822 / 86_400, rel=0.01
+        )
+        assert float(table["images per s and GPU"][stage]) == pytest.approx(
+            4096 / 32 / step_s, rel=0.02
+        )
+
+
+def test_each_stage_needs_less_state_than_the_one_before() -> None:
+    recipe = recipe_of("train.micro_batch_size=32", "plan.num_gpus=64")
+    facts, cluster = told_facts(recipe), planned_cluster(recipe)
+    stages = [plan_stage(recipe, facts, cluster, stage).memory for stage in range(4)]
+    optimizer = [memory.optimizer for memory in stages]
+    assert optimizer[0] == pytest.approx(64 * optimizer[1])
+    assert optimizer[1:] == [optimizer[1]] * 3
+    assert stages[2].gradients == pytest.approx(stages[0].gradients / 64)
+    assert stages[3].weights == pytest.approx(stages[2].weights / 64)
+    assert len({memory.activations for memory in stages}) == 1
+
+
+def test_smaller_devices_hold_smaller_micro_batches() -> None:
+    sizes = []
+    for device in ("H200", "A100", "L4"):
+        recipe = recipe_of(f"plan.device={device}", "plan.num_gpus=4", file="vit_h14_jft")
+        stage = plan_stage(recipe, told_facts(recipe), planned_cluster(recipe), 2)
+        sizes.append(stage.largest_micro_batch or 0)
+    assert sizes[0] > sizes[1] > sizes[2] > 0
+
+
+def test_a_model_that_fits_nowhere_says_none() -> None:
+    # 937 M parameters at 16 bytes, and 4 for the average: 17.5 GiB on 16.
+    large = ("model.name=R152x4", "train.averaging=0.9999", "plan.device=T4", "plan.num_gpus=1")
+    table = rows(describe_plan(recipe_of(*large, file="r152x2_jft")))
+    assert table["largest micro-batch"] == ["none"] * 4
+    assert table["planned micro-batch"] == ["1"] * 4
+
+
+def test_the_mfu_and_the_link_of_the_recipe_are_used() -> None:
+    slow = planned_cluster(recipe_of("plan.mfu=0.2", "plan.link_gb_per_s=12.5"))
+    assert (slow.pace.mfu, slow.pace.link_gb_per_s) == (0.2, 12.5)
+    assert planned_cluster(recipe_of("plan.num_gpus=8")).pace.link_gb_per_s == 450
+    assert planned_cluster(recipe_of("plan.num_gpus=16")).pace.link_gb_per_s == 50
+
+
+def test_fp32_is_planned_at_the_fp32_peak() -> None:
+    assert planned_cluster(recipe_of("train.precision=fp32")).pace.peak_flops == 67e12
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"plan\.device='H999' is not known; use one of B200, H200"
+    ):
+        planned_cluster(recipe_of("plan.device=H999"))
+
+
+def test_a_number_of_gpus_that_does_not_divide_the_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plan\.num_gpus=60 does not divide .*=4096; use 32"):
+        planned_cluster(recipe_of("plan.num_gpus=60"))
+
+
+def test_without_data_and_without_told_counts_there_is_no_plan() -> None:
+    recipe = recipe_of("plan.num_images=null", "plan.num_classes=null")
+    for facts in (told_facts, data_facts):
+        with pytest.raises(ValueError, match=r"data\.train='s3://BUCKET/jft' is no data set.*plan"):
+            facts(recipe)
+
+
+def test_counts_are_told_in_pairs() -> None:
+    with pytest.raises(
+        ValueError, match=r"num_images and num_classes go together; given 303000000"
+    ):
+        recipe_of("plan.num_classes=null")
+
+
+def test_a_folder_that_is_not_there_is_an_error_unless_the_counts_are_told(
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(f"data.train={tmp_path}/nothing")
+    assert told_facts(recipe).num_images == 303_000_000
+    with pytest.raises(ValueError, match="nothing"):
+        data_facts(recipe)
+
+
+def test_the_job_prints_the_plan_and_starts_nothing() -> None:
+    command = [sys.executable, "jobs/plan.py", "jobs/recipes/paper/vit_b32_jft.yaml"]
+    done = subprocess.run(
+        [*command, "plan.num_gpus=16"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16 x H200" in done.stdout
+    assert "core-days (GPU-days)" in done.stdout
+    bad = subprocess.run(
+        [*command, "plan.gpus=16"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert bad.returncode == 2
+    assert "unknown key plan.gpus; did you mean plan.num_gpus?" in bad.stderr

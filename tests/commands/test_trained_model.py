@@ -1,0 +1,404 @@
+"""Jobs that read trained weights: export to every layout, and inspection, as a user runs them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import ViTForImageClassification
+
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
+from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
+from vit_ray import storage
+from vit_ray.commands.export import export
+from vit_ray.commands.inspect import inspect, read_images
+from vit_ray.commands.trained_model import load_trained_model
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.launch.preflight import check_weights
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.positions import resize_table
+from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.storage import locate
+from vit_ray.train import init_weights
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.init_weights import initialize_weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(folder: Path, **sections: Any) -> Recipe:
+    """A recipe for the small ViT that keeps everything inside the folder."""
+    tree = {
+        "name": "small",
+        "output": str(folder / "runs"),
+        "model": {"name": "ViT", "image_size": 32, **TINY_VIT},
+        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
+        **sections,
+    }
+    return recipe_from_dict(tree, "test")
+
+
+def write_run(
+    folder: Path,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    **told: Any,
+) -> str:
+    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
+
+    Its recipe has a model only where its keys are `told`.
+    """
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    position = Position(
+        step=7,
+        applied_steps=7,
+        samples_seen=14,
+        global_batch_size=2,
+        shapes={name: list(tensor.shape) for name, tensor in trained.items()},
+        recipe={"model": told} if told else {},
+        data_fingerprint="",
+    )
+    kinds = {"weight": trained}
+    if average is not None:
+        kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
+    for rank in (0, 1):
+        shards: dict[str, Tensor] = {}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                cut = tensor.numel() // 2
+                flat = tensor.flatten()
+                start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
+                shards[f"{kind}|{name}|{start}"] = part.clone()
+        target = locate(str(folder)).child(folder_name(7))
+        write_snapshot(Snapshot(rank, 2, shards, position), target)
+    return str(folder)
+
+
+def pictures(folder: Path) -> Path:
+    """A folder of classes of pictures, one of them broken."""
+    random = np.random.default_rng(0)
+    for index in range(6):
+        path = folder / f"class{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+    (folder / "class0" / "broken.jpg").write_bytes(b"not a picture")
+    return folder
+
+
+def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) -> None:
+    model = small_model("ViT").eval()
+    run = write_run(tmp_path / "run", model)
+    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path).model_dump_json())
+    command = [
+        sys.executable,
+        "jobs/export.py",
+        str(tmp_path / "recipe.yaml"),
+        f"init_from={run}",
+        f"export={{path: {tmp_path}/hub, layout: huggingface}}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"loaded   {len(model.state_dict())} tensors" in done.stdout
+    assert "(weights of step 7)" in done.stdout
+    peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(some_images()), peer(some_images()).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("averaged", "expected"), [(None, "average"), (False, "weight")])
+def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
+    averaged: bool | None, expected: str, tmp_path: Path
+) -> None:
+    models = {"weight": small_model("ViT"), "average": small_model("ViT")}
+    with torch.no_grad():
+        models["average"].head.bias.add_(1)
+    run = write_run(tmp_path / "run", models["weight"], models["average"])
+    model, _ = load_trained_model(recipe(tmp_path, init_from=run), averaged)
+    assert torch.equal(model.head.bias, models[expected].head.bias)
+
+
+def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path: Path) -> None:
+    source = small_model("ViT", num_classes=9)
+    save_weights(source, tmp_path / "model.npz", "jax")
+    exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
+    assert export(recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
+    again = recipe(tmp_path, init_from=exports["path"])
+    model, report = load_trained_model(again, None)
+    assert len(report.loaded) == len(source.state_dict())
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    run = write_run(tmp_path / "run", objective)
+    model, report = load_trained_model(recipe(tmp_path, init_from=run), None)
+    assert report.new == ["head.bias", "head.weight"]
+    assert report.ignored == ["mask.token", "prediction.bias", "prediction.weight"]
+    expected = objective.model.encode(objective.model.embed(some_images()))
+    assert torch.equal(model.encode(model.embed(some_images())), expected)
+
+
+@pytest.mark.parametrize("is_objective", [False, True])
+@pytest.mark.parametrize("family", ["ViT", "R+ViT"])
+def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
+    family: str, is_objective: bool, tmp_path: Path
+) -> None:
+    # 2 x 8 tokens are as many as 4 x 4, and another picture.
+    source = small_model(family, image_size=(16, 64))
+    trained = MaskedPatchObjective(source) if is_objective else source
+    size = {"name": family, **FAMILIES[family]}
+    run = write_run(tmp_path / "run", trained, image_size=[16, 64], **size)
+    expected = resize_table(source.positions[0].table.detach(), (2, 8), (4, 4))
+    here = recipe(tmp_path, init_from=run, model={"image_size": 32, **size})
+    model, _ = load_trained_model(here, None)
+    assert torch.equal(model.positions[0].table, expected)
+    tuned = small_model(family, num_classes=9)
+    initialize_weights(tuned, run, new_head=True)
+    assert torch.equal(tuned.positions[0].table, expected)
+
+
+@pytest.mark.parametrize("family", ["ViT", "R+ViT", "Axial-ViT"])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_checkpoint_of_another_resolution_starts_as_it_did(
+    family: str, is_told: bool, tmp_path: Path
+) -> None:
+    source = small_model(family, image_size=32)
+    told = {"name": family, "image_size": 32, **FAMILIES[family]} if is_told else {}
+    run = write_run(tmp_path / "run", source, **told)
+    model = small_model(family, image_size=64)
+    report = initialize_weights(model, run, new_head=False)
+    assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_path: Path) -> None:
+    source = small_model("ViT", image_size=32)
+    path = str(tmp_path / "model.npz")
+    if is_file:
+        save_weights(source, path)
+    else:
+        path = write_run(tmp_path / "run", source)
+    size = {"name": "ViT", "image_size": 48, **TINY_VIT}
+    model, _ = load_trained_model(
+        recipe(tmp_path, init_from=path, init_resize=mode, model=size), None
+    )
+    table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
+    expected = F.interpolate(table, (6, 6), mode=mode, align_corners=mode == "bilinear")
+    resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
+    torch.testing.assert_close(resized, expected)
+    started = small_model("ViT", image_size=48)
+    initialize_weights(started, path, new_head=True, resize=mode)
+    assert torch.equal(started.positions[0].table, model.positions[0].table)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that is `s3://models` to this process, by a real S3 server."""
+    folder = tmp_path / "buckets" / "models"
+    folder.mkdir(parents=True)
+    with serve_s3(folder.parent) as port:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_REGION": "us-east-1",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            monkeypatch.setenv(name, value)
+        storage._s3.cache_clear()
+        yield folder
+    storage._s3.cache_clear()
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("model.npz", "jax"), ("model.safetensors", "timm"), ("hub", "huggingface"), ("run", None)],
+)
+def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
+    name: str, layout: str | None, place: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_model("ViT", num_classes=9)
+    if layout is None:
+        write_run(bucket / name, source)
+    else:
+        save_weights(source, bucket / name, layout)
+    # Files larger than a piece are put together again.
+    monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
+    path = str(bucket / name) if place == "here" else f"s3://models/{name}"
+    exported, report = load_trained_model(recipe(bucket, init_from=path), None)
+    check_weights(recipe(bucket, init_from=path))
+    trained = small_model("ViT", num_classes=9).apply(_clear)
+    initialize_weights(trained, path, new_head=False)
+    assert report.source.startswith(path)
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(exported.state_dict()[key], tensor)
+        assert torch.equal(trained.state_dict()[key], tensor)
+
+
+def _clear(module: nn.Module) -> None:
+    """Zero what `small_model` draws from its seed."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -> None:
+    (bucket / "torn.npz").write_bytes(b"PK torn")
+    (bucket / "model.pth").write_bytes(b"pickled")
+    for name, message in [
+        ("gone.npz", "weights s3://models/gone.npz do not exist"),
+        ("torn.npz", "weights s3://models/torn.npz cannot be read"),
+        ("model.pth", "weights s3://models/model.pth end in '.pth'"),
+        ("nothing", "'s3://models/nothing' holds no whole checkpoint"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
+    with pytest.raises(ValueError, match="init_from='s3://models/gone"):
+        check_weights(recipe(bucket, init_from="s3://models/gone.npz"))
+
+
+@pytest.mark.parametrize("has_layer", [True, False])
+def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT", representation=has_layer))
+    size = {"name": "ViT", "image_size": 32, **TINY_VIT}
+    exports = {"path": str(tmp_path / "model.npz")}
+    other = {**size, "representation": not has_layer}
+    wanted = f"set model.representation={str(has_layer).lower()} to export the trained head"
+    with pytest.raises(ValueError, match=wanted):
+        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+    assert not (tmp_path / "model.npz").exists()
+    same = {**size, "representation": has_layer}
+    assert export(recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
+
+
+def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    exports = {"path": str(tmp_path / "model.npz")}
+    other = {"name": "ViT", "image_size": 32, **TINY_VIT, "pool": "gap"}
+    with pytest.raises(ValueError, match=r"on the class token.* set model.pool=cls"):
+        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [({"num_heads": 2}, "num_heads=2"), ({"positions_at": "every_layer_shared"}, "positions_at=")],
+)
+def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(
+    trained: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    run = write_run(
+        tmp_path / "run",
+        small_model("ViT", **trained),
+        **{"name": "ViT", "image_size": 32, **TINY_VIT, **trained},
+    )
+    with pytest.raises(ValueError, match=f"step-00000007.*; build it with {told}"):
+        load_trained_model(recipe(tmp_path, init_from=run), None)
+
+
+def test_averaged_weights_that_are_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    with pytest.raises(ValueError, match="step-00000007 has no averaged weights; set averaged to"):
+        load_trained_model(recipe(tmp_path, init_from=run), True)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("x/model.npz", "jax"), ("hub", "huggingface")])
+def test_weights_are_exported_into_a_bucket(name: str, layout: str, bucket: Path) -> None:
+    source = small_model("ViT")
+    run = write_run(bucket / "run", source)
+    exports = {"path": f"s3://models/{name}", "layout": layout}
+    assert export(recipe(bucket, init_from=run, export=exports)) == 0
+    loaded = small_model("ViT").apply(_clear)
+    load_weights(loaded, bucket / name)
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor)
+
+
+def test_an_export_of_the_wrong_suffix_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    exports = {"path": str(tmp_path / "model.bin")}
+    with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
+        export(recipe(tmp_path, init_from="/not/there", export=exports))
+
+
+def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT"))
+    inspection = {
+        "images": str(pictures(tmp_path / "pictures")),
+        "path": str(tmp_path / "figures"),
+        "num_images": 5,
+    }
+    assert inspect(recipe(tmp_path, init_from=run, inspect=inspection)) == 0
+    names = {"filters", "position_similarity", "attention_distance", "attention_rollout"}
+    assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == names
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("vit_ray")
+    assert experiment is not None
+    (kept,) = client.search_runs([experiment.experiment_id])
+    assert kept.info.status == "FINISHED"
+    artifacts = {
+        Path(file.path).stem for file in client.list_artifacts(kept.info.run_id, "inspection")
+    }
+    assert artifacts == names
+
+
+def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pictures")
+    inspection = {"images": str(folder), "num_images": 3}
+    config = recipe(tmp_path, inspect=inspection)
+    assert config.inspect is not None
+    # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
+    images = read_images(config, config.inspect)
+    assert images.shape == (3, 32, 32, 3)
+    alone = recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
+    assert alone.inspect is not None
+    np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
+
+
+def test_images_are_read_from_a_bucket(bucket: Path) -> None:
+    pictures(bucket / "pictures")
+    stacks = []
+    for place in (str(bucket / "pictures"), "s3://models/pictures"):
+        config = recipe(bucket, inspect={"images": place, "num_images": 7})
+        assert config.inspect is not None
+        stacks.append(read_images(config, config.inspect))
+    assert stacks[0].shape == (6, 32, 32, 3)
+    np.testing.assert_array_equal(*stacks)
+
+
+def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        ("s3://models/figures", "is remote; give a local folder"),
+        (str(tmp_path / "file"), "cannot be made a folder"),
+    ]:
+        inspection = {"images": str(tmp_path), "path": path}
+        with pytest.raises(ValueError, match=message):
+            inspect(recipe(tmp_path, inspect=inspection))
+
+
+def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"export is not set; give export.path"):
+        export(recipe(tmp_path))
+    with pytest.raises(ValueError, match=r"inspect is not set; give inspect.images"):
+        inspect(recipe(tmp_path))
+    exports = {"path": str(tmp_path / "model.npz")}
+    with pytest.raises(ValueError, match="init_from is not set; give the run"):
+        export(recipe(tmp_path, export=exports))
+    inspection = {"images": str(tmp_path), "path": str(tmp_path / "figures")}
+    with pytest.raises(ValueError, match="holds no readable image"):
+        inspect(recipe(tmp_path, inspect=inspection))

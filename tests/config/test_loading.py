@@ -1,0 +1,182 @@
+"""Recipes: what is read, what is refused, and what the refusal says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tests.models.small import FAMILIES, small_model
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.help import describe_keys
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.training import OptimConfig, accumulation_steps
+from vit_ray.models import build_model
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "jobs" / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: run\noptim: {learning_rate: 1e-3, epochs: 3}\n")
+    return file
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads_and_names_its_command(recipe: Path) -> None:
+    load_recipe(recipe)
+    assert f"jobs/recipes/{recipe.relative_to(ROOT / 'jobs' / 'recipes')}" in recipe.read_text()
+
+
+def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> None:
+    assert load_recipe(path).optim.learning_rate == 0.001
+    assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
+
+
+def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> None:
+    recipe = load_recipe(path, ["train.zero_stage=3", "evaluate.shots=[1, 2]"])
+    assert recipe.train.zero_stage == 3
+    assert recipe.evaluate.shots == (1, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family: str, path: Path) -> None:
+    size = ", ".join(f"{key}: {list_of(value)}" for key, value in FAMILIES[family].items())
+    model = load_recipe(path, [f"model={{name: {family}, image_size: [32, 64], {size}}}"]).model
+    built = build_model(model.name, 5, model.image_size, **model.options())
+    expected = small_model(family, image_size=(32, 64))
+    assert {n: p.shape for n, p in built.named_parameters()} == {
+        n: p.shape for n, p in expected.named_parameters()
+    }
+
+
+def list_of(value: int | tuple[int, ...]) -> int | list[int]:
+    """As YAML writes it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_a_recipe_takes_over_its_base_and_changes_it(path: Path) -> None:
+    child = path.parent / "child.yaml"
+    child.write_text("base: run.yaml\nname: child\noptim: {epochs: 5}\n")
+    recipe = load_recipe(child)
+    assert (recipe.name, recipe.optim.epochs) == ("child", 5)
+    assert recipe.optim.learning_rate == 0.001
+
+
+def test_a_base_that_leads_back_is_refused(path: Path) -> None:
+    path.write_text("base: run.yaml\nname: run\n")
+    with pytest.raises(ValueError, match="base names the recipe itself"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
+        ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
+        ("train.zero_stage=7", "train.zero_stage=7: Input should be 0, 1, 2 or 3"),
+        ("optim.learning_rate=fast", "optim.learning_rate='fast': Input should be a valid number"),
+        ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
+        ("train.compile=yes please", "train.compile='yes please'"),
+        ("optim.steps=5", "the length of the run is given 2 times"),
+        ("workers.num_workers=[4, 1]", "minimum above its maximum"),
+        ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
+        ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 needs loss=softmax"),
+        ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
+        ("train={offload: true, zero_stage: 0}", "offload=true needs zero_stage 1, 2 or 3"),
+        ("train.averaging=1.0", "averaging=1.0 would never move"),
+        ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
+        ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
+        ("sweep={learning_rates: [0.1, 0.1]}", "must hold one or more different rates"),
+        ("name=a/b", "name='a/b'"),
+        ("train.zero_stage", "expected key=value"),
+        ("name.first=x", "name is a value, not a section"),
+        ("optim={", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_says_which_key_and_what_to_change(
+    path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_recipe(path, [override])
+
+
+def test_a_key_deep_in_a_list_is_named(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown key study\.models\.0\.model\.dpth"):
+        load_recipe(path, ["study={models: [{label: a, model: {name: ViT, dpth: 3}}]}"])
+
+
+def test_a_missing_file_names_its_neighbours(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rn\.yaml.*no such file; near: run\.yaml"):
+        load_recipe(path.parent / "rn.yaml")
+
+
+def test_a_file_that_is_no_mapping_is_refused(path: Path) -> None:
+    path.write_text("- 1\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        load_recipe(path)
+
+
+def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_recipe(path).name = "other"  # type: ignore[misc]
+
+
+def test_flat_values_come_back_as_they_were(path: Path) -> None:
+    recipe = load_recipe(path, ["optim.learning_rate=0.1234567891"])
+    assert recipe.flat()["optim.learning_rate"] == "0.1234567891"
+
+
+def test_changes_are_checked_too(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.with_changes(train={"zero_stage": 3}).train.zero_stage == 3
+    with pytest.raises(ValueError, match=r"train\.zero_stage=9"):
+        recipe.with_changes(train={"zero_stage": 9})
+
+
+def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
+    recipe = load_recipe(path, ["data.train=some/set", "data.eval=s3://bucket/set"])
+    absolute = recipe.with_absolute_paths()
+    assert Path(absolute.data.train or "").is_absolute()
+    assert absolute.data.eval == "s3://bucket/set"
+    assert absolute.tracking.uri == f"sqlite:///{Path.cwd()}/mlflow.db"
+    assert absolute.with_absolute_paths() == absolute
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20), ({"images": 501}, 5)]
+)
+def test_a_length_in_steps_epochs_or_images_comes_to_steps(
+    length: dict[str, float], steps: int
+) -> None:
+    assert OptimConfig(**length).total_steps(1000, 100) == steps
+
+
+def test_a_run_without_a_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set one of optim\.steps, optim\.epochs, optim\.images"):
+        OptimConfig().total_steps(1000, 100)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warmup_steps=9 does not end before the run does \(5"):
+        OptimConfig(steps=5, warmup_steps=9).total_steps(1000, 100)
+
+
+def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
+    assert accumulation_steps(4096, 64, 8) == 8
+    with pytest.raises(ValueError, match=r"(?s)100 = 6 x 16 \+ 4.*nearest valid .* is 96"):
+        accumulation_steps(100, 4, 4)
+
+
+def test_help_shows_every_key_with_a_meaning() -> None:
+    text = describe_keys()
+    for key in ("train.zero_stage", "optim.learning_rate", "checkpoint.every_minutes"):
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{key} ")]
+        assert len(line.split("]", 1)[1].strip()) > 10
+
+
+def test_the_same_tree_gives_the_same_recipe() -> None:
+    recipe = recipe_from_dict({"name": "a", "optim": {"betas": [0.9, 0.95]}}, "test")
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe

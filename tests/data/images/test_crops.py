@@ -1,0 +1,220 @@
+import io
+import struct
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.data.pictures import encoded, jpeg, picture
+from vit_ray.data.images.crops import Augmentation, BadImageError, decode, training_crop
+
+
+def by_pillow(image: bytes) -> NDArray[np.uint8]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+
+
+def exif(orientation: int) -> bytes:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags.tobytes()
+
+
+PIXELS = picture(1, 61, 83)
+GREY = PIXELS[:, :, 0]
+ALPHA = np.dstack([PIXELS, GREY])
+ODD_IMAGES = {
+    "jpeg": encoded(PIXELS),
+    "jpeg without chroma subsampling": encoded(PIXELS, subsampling=0),
+    "progressive jpeg": encoded(PIXELS, progressive=True),
+    "grey jpeg": encoded(GREY),
+    "exif-rotated jpeg": encoded(PIXELS, exif=exif(6)),
+    "jpeg with a thumbnail in front of a long comment": encoded(PIXELS, comment=b"x" * 60_000),
+    "jpeg followed by padding": encoded(PIXELS) + bytes(100),
+    "png": encoded(PIXELS, "PNG"),
+    "png with alpha": encoded(ALPHA, "PNG"),
+    "grey png": encoded(GREY, "PNG"),
+    "webp": encoded(PIXELS, "WEBP"),
+    "lossless webp with alpha": encoded(ALPHA, "WEBP", lossless=True),
+    "gif": encoded(PIXELS, "GIF"),
+    "bmp": encoded(PIXELS, "BMP"),
+    "tiff": encoded(PIXELS, "TIFF"),
+    "1x1 jpeg": encoded(PIXELS[:1, :1]),
+}
+
+
+def palette_png() -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(PIXELS).quantize(64).save(sink, "PNG", transparency=3)
+    return sink.getvalue()
+
+
+def cmyk_jpeg() -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(PIXELS).convert("CMYK").save(sink, "JPEG")
+    return sink.getvalue()
+
+
+ODD_IMAGES |= {"palette png": palette_png(), "cmyk jpeg": cmyk_jpeg()}
+
+
+@pytest.mark.parametrize("name", list(ODD_IMAGES))
+def test_odd_images_decode_to_what_pillow_gives(name: str) -> None:
+    image = ODD_IMAGES[name]
+    difference = np.abs(decode(image).astype(int) - by_pillow(image))
+    assert difference.max() <= 2
+
+
+def test_16_bit_grey_is_scaled_where_pillow_would_clip() -> None:
+    deep = (GREY.astype(np.uint16) << 8) + 77
+    decoded = decode(encoded(deep, "PNG"))
+    np.testing.assert_array_equal(decoded, np.repeat(GREY[:, :, None], 3, axis=2))
+
+
+def claiming(height: int, width: int) -> bytes:
+    """A small JPEG file whose header says that it is large."""
+    image = bytearray(encoded(PIXELS))
+    at = image.index(b"\xff\xc0") + 5
+    image[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(image)
+
+
+BROKEN = {
+    "jpeg of four gigapixels": claiming(65000, 65000),
+    "empty": b"",
+    "text": b"not an image",
+    "truncated jpeg": encoded(PIXELS)[:-300],
+    "jpeg header alone": encoded(PIXELS)[:200],
+    "jpeg that ends in its header": encoded(PIXELS)[:180] + b"\xff\xd9",
+    "truncated png": encoded(PIXELS, "PNG")[:-2000],
+    "truncated webp": encoded(PIXELS, "WEBP")[:-200],
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_broken_images_are_refused(name: str) -> None:
+    with pytest.raises(BadImageError, match="not decodable"):
+        decode(BROKEN[name])
+    with pytest.raises(BadImageError, match="not decodable"):
+        training_crop(BROKEN[name], Augmentation(size=16), (0, 0, 0))
+
+
+@pytest.mark.parametrize("name", list(ODD_IMAGES))
+@pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
+def test_every_crop_of_every_odd_image_has_the_asked_shape(name: str, kind: Any) -> None:
+    augmentation = Augmentation(kind, size=(24, 16), resize=32)
+    crop = training_crop(ODD_IMAGES[name], augmentation, (1, 2, 3))
+    assert crop.shape == (24, 16, 3)
+    assert crop.dtype == np.uint8
+
+
+def psnr(a: NDArray[Any], b: NDArray[Any]) -> float:
+    error = np.mean((a.astype(float) - b.astype(float)) ** 2)
+    return float(10 * np.log10(255**2 / error)) if error else np.inf
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (1200, 900), (100, 100)])
+def test_a_plain_resize_is_close_to_pillows_antialiased_one(height: int, width: int) -> None:
+    image = jpeg(3, height, width)
+    crop = training_crop(image, Augmentation("resize", size=64, flip=False), (0, 0, 0))
+    reference = Image.open(io.BytesIO(image)).resize((64, 64), Image.Resampling.BOX)
+    assert psnr(crop, np.asarray(reference)) > 38
+
+
+def test_a_centre_crop_is_the_middle_of_the_resized_image() -> None:
+    image = jpeg(4, 300, 400)
+    augmentation = Augmentation("center_crop", size=96, resize=128, flip=False)
+    crop = training_crop(image, augmentation, (0, 0, 0))
+    resized = Image.open(io.BytesIO(image)).resize((171, 128), Image.Resampling.BOX)
+    reference = np.asarray(resized)[16:112, 37:133]
+    assert psnr(crop, reference) > 30
+
+
+def test_a_whole_image_crop_without_flip_is_a_plain_resize() -> None:
+    image = jpeg(5, 90, 90)
+    whole = Augmentation("inception_crop", 32, flip=False, min_area=1.0, min_aspect=1, max_aspect=1)
+    plain = Augmentation("resize", 32, flip=False)
+    np.testing.assert_array_equal(
+        training_crop(image, whole, (0, 0, 0)), training_crop(image, plain, (0, 0, 0))
+    )
+
+
+def ramp(height: int, width: int) -> bytes:
+    """A picture whose red is its row and whose green is its column, scaled to 0..250."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    red, green = rows * 250 / (height - 1), columns * 250 / (width - 1)
+    return encoded(np.dstack([red, green, red * 0]).astype(np.uint8), "PNG")
+
+
+def rectangle(crop: NDArray[np.uint8], height: int, width: int) -> tuple[float, float]:
+    """Sides in pixels of the source rectangle that a crop of a ramp shows."""
+    inside = crop.shape[0] / (crop.shape[0] - 1)
+    red, green = crop[:, :, 0].astype(float), crop[:, :, 1].astype(float)
+    tall = abs(red[-1] - red[0]).mean() / 250 * (height - 1) * inside
+    wide = abs(green[:, -1] - green[:, 0]).mean() / 250 * (width - 1) * inside
+    return tall, wide
+
+
+def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
+    """Read off the pixels of a ramp; ten attempts fit almost always, so areas stay uniform."""
+    image, augmentation = ramp(400, 400), Augmentation(size=64, flip=False, min_area=0.1)
+    sides = [rectangle(training_crop(image, augmentation, (0, 0, i)), 400, 400) for i in range(400)]
+    areas = np.array([tall * wide / 400**2 for tall, wide in sides])
+    aspects = np.array([wide / tall for tall, wide in sides])
+    assert 0.09 < areas.min() < 0.2
+    assert 0.85 < areas.max() < 1.02
+    assert 0.4 < areas.mean() < 0.56
+    assert 0.7 < aspects.min() < 0.8
+    assert 1.25 < aspects.max() < 1.4
+
+
+def test_resize_crop_takes_a_fixed_share_at_random_places() -> None:
+    image, augmentation = ramp(300, 500), Augmentation("resize_crop", 96, flip=False, resize=112)
+    crops = [training_crop(image, augmentation, (0, 0, i)) for i in range(100)]
+    sides = np.array([rectangle(crop, 300, 500) for crop in crops])
+    np.testing.assert_allclose(sides.mean(axis=0), [300 * 96 / 112, 500 * 96 / 112], rtol=0.02)
+    assert len({crop.tobytes() for crop in crops}) > 50
+
+
+def test_half_of_the_images_are_mirrored() -> None:
+    image, augmentation = ramp(40, 40), Augmentation("resize", 40)
+    crops = [training_crop(image, augmentation, (0, 0, i)) for i in range(1000)]
+    mirrored = sum(int(crop[0, 0, 1]) > int(crop[0, -1, 1]) for crop in crops)
+    assert 430 < mirrored < 570  # 4.4 standard deviations
+
+
+def test_a_crop_depends_on_its_key_alone() -> None:
+    image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    crops = [training_crop(image, augmentation, key) for key in keys]
+    assert len({crop.tobytes() for crop in crops}) == 4
+    for key, crop in reversed(list(zip(keys, crops, strict=True))):
+        np.testing.assert_array_equal(training_crop(image, augmentation, key), crop)
+
+
+def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
+    batch = np.zeros((2, 32, 32, 3), np.uint8)
+    image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
+    for key in range(8):  # flipped ones too
+        training_crop(image, augmentation, (0, 0, key), out=batch[1])
+        np.testing.assert_array_equal(batch[1], training_crop(image, augmentation, (0, 0, key)))
+    assert not batch[0].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "mosaic"}, "augmentation.kind='mosaic'; allowed are"),
+        ({"size": 0}, "at least 1 pixel"),
+        ({"kind": "resize_crop", "size": 300}, "augmentation.resize=256 is below"),
+        ({"min_area": 0.6, "max_area": 0.5}, "keep 0 < min_area"),
+        ({"min_aspect": 2.0}, "keep 0 < min_aspect"),
+    ],
+)
+def test_an_impossible_augmentation_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Augmentation(**options)

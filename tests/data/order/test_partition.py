@@ -1,0 +1,83 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vit_ray.data.order.partition import Partition, full_block_rows, plan_segments, read_tasks
+
+worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
+def test_every_world_reads_the_same_global_batches(
+    accumulation: int, world_size: int, num_steps: int
+) -> None:
+    micro = 24 // world_size
+    batch = 24 * accumulation
+    partition = Partition(world_size, micro)
+    for step in range(num_steps):
+        first, last = step * accumulation * micro, (step + 1) * accumulation * micro
+        read = [partition.offsets(rank, first, last) for rank in range(world_size)]
+        expected = np.arange(step * batch, (step + 1) * batch)
+        np.testing.assert_array_equal(np.sort(np.concatenate(read)), expected)
+
+
+@settings(max_examples=200)
+@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
+    partition: Partition, passes: int, block_rows: int, task_rows: int
+) -> None:
+    rows_per_rank = passes * partition.batch_size_per_rank
+    tasks = read_tasks(partition, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    blocks = [block for task in tasks for block in task.blocks()]
+    assert len(blocks) % partition.world_size == 0
+    received: list[list[int]] = [[] for _ in range(partition.world_size)]
+    for turn, (rank, first, last) in enumerate(blocks):
+        assert rank == turn % partition.world_size
+        assert first % partition.batch_size_per_rank == last % partition.batch_size_per_rank == 0
+        received[rank] += range(first, last)
+    assert received == [list(range(rows_per_rank))] * partition.world_size
+
+
+@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+def test_a_task_of_several_blocks_has_only_full_ones(
+    partition: Partition, passes: int, block_rows: int, task_rows: int
+) -> None:
+    rows_per_rank = passes * partition.batch_size_per_rank
+    tasks = read_tasks(partition, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    largest = full_block_rows(partition, block_rows)
+    for task in tasks:
+        assert len(list(task.blocks())) == 1 or task.block_rows == largest
+
+
+def test_the_first_blocks_are_small_and_double() -> None:
+    tasks = read_tasks(Partition(2, 16), 0, 4096, block_rows=128, task_rows=1024)
+    assert [task.block_rows for task in tasks[:8]] == [16, 16, 32, 32, 64, 64, 128, 128]
+
+
+@given(worlds, st.integers(1, 500), st.integers(1, 300), st.integers(1, 9), st.integers(1, 99))
+def test_legs_follow_each_other_and_hold_whole_passes(
+    partition: Partition, passes: int, task_rows: int, first_tasks: int, later_tasks: int
+) -> None:
+    rows_per_rank = passes * partition.batch_size_per_rank
+    bounds = plan_segments(
+        partition,
+        rows_per_rank,
+        task_rows=task_rows,
+        first_tasks=first_tasks,
+        later_tasks=later_tasks,
+    )
+    joined = [row for first, last in bounds for row in range(first, last)]
+    assert joined == list(range(rows_per_rank))
+    assert all(first % partition.batch_size_per_rank == 0 for first, _ in bounds)
+
+
+def test_a_run_over_all_of_jft_is_planned_in_short_legs() -> None:
+    """14 epochs of 303 million images on 512 ranks."""
+    partition = Partition(512, 8)
+    rows_per_rank = 14 * 303_000_000 // partition.rows_per_pass * 8
+    bounds = plan_segments(
+        partition, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192
+    )
+    assert len(bounds) < 600
+    tasks = read_tasks(partition, *bounds[1], block_rows=128, task_rows=1024)
+    assert len(tasks) < 16_384

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.order.selection import KeyedPermutation, RowSelection, split_rows
+
+
+@given(st.integers(1, 3000), st.integers(0, 10))
+def test_a_keyed_permutation_sends_every_number_to_one_other(size: int, key: int) -> None:
+    ranks = KeyedPermutation(size, key).ranks(np.arange(size))
+    assert sorted(ranks.tolist()) == list(range(size))
+
+
+def test_a_keyed_permutation_leaves_no_trend() -> None:
+    ranks = KeyedPermutation(100_000, 1).ranks(np.arange(100_000))
+    assert abs(np.corrcoef(ranks, np.arange(100_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(ranks[1:], ranks[:-1])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("total", "fraction", "held"),
+    [(1_281_167, 0.01, 12_812), (50_000, 0.02, 1_000), (3_680, 0.1, 368), (1_020, 0.1, 102)],
+)
+def test_dev_splits_have_the_published_sizes(total: int, fraction: float, held: int) -> None:
+    kept, held_out = split_rows(manifest_of(total), fraction)
+    assert (kept.count, held_out.count) == (total - held, held)
+
+
+def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest) -> None:
+    kept, held_out = split_rows(dataset, 0.1, seed=5)
+    samples = np.arange(dataset.num_images)
+    assert held_out.mask(samples).sum() == 30
+    np.testing.assert_array_equal(kept.mask(samples), ~held_out.mask(samples))
+    assert kept.rows_per_group(dataset).sum() == 270
+
+
+def test_rows_are_counted_in_every_row_group(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks that end within row groups, side by side."""
+    monkeypatch.setattr("vit_ray.data.order.selection._ROWS_AT_A_TIME", 37)
+    part = RowSelection.all(dataset, seed=9).take(0.3)
+    is_chosen = part.mask(np.arange(300))
+    starts = dataset.first_samples[:-1]
+    np.testing.assert_array_equal(part.rows_per_group(dataset), np.add.reduceat(is_chosen, starts))
+
+
+def test_smaller_parts_are_inside_larger_ones() -> None:
+    whole = RowSelection.all(manifest_of(1000))
+    samples = np.arange(1000)
+    small, large = whole.take(0.1).mask(samples), whole.take(0.5).mask(samples)
+    assert small.sum() == 100
+    assert not (small & ~large).any()
+
+
+def test_counts_per_group_equal_the_mask() -> None:
+    manifest = manifest_of(100)
+    selection = split_rows(manifest, 0.3)[1]
+    mask = selection.mask(np.arange(100))
+    expected = [
+        mask[a:b].sum() for a, b in zip(range(0, 100, 8), [*range(8, 100, 8), 100], strict=True)
+    ]
+    assert selection.rows_per_group(manifest).tolist() == expected
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.0001])
+def test_an_empty_part_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="use a fraction from"):
+        split_rows(manifest_of(100), fraction)
+    if fraction < 1:
+        with pytest.raises(ValueError, match="use a fraction from"):
+            RowSelection.all(manifest_of(100)).take(fraction)
+
+
+def test_a_selection_of_another_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="was made for 100 images"):
+        RowSelection.all(manifest_of(100)).rows_per_group(manifest_of(90))
+
+
+def manifest_of(total: int, group: int = 8) -> Manifest:
+    rows = np.full(-(-total // group), group, np.int32)
+    rows[-1] = total - group * (len(rows) - 1)
+    index = np.arange(len(rows), dtype=np.int32)
+    return Manifest(
+        "set", "set", total, ["a"], 1, "0", 1, [], index * 0, index, rows, index * 0, {}
+    )

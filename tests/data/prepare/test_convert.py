@@ -1,0 +1,258 @@
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import Head
+from tests.data.pictures import jpeg, write_class_folders
+from vit_ray.data import open_dataset
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.prepare import convert as convert_module
+from vit_ray.data.prepare.convert import convert
+
+
+def rows_of(manifest: Manifest) -> list[dict[str, object]]:
+    tables = [pq.read_table(Path(manifest.root) / file.path) for file in manifest.files]
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def test_every_file_arrives_unchanged_with_its_class(dataset: Manifest, image_folder: Path) -> None:
+    rows = rows_of(dataset)
+    assert len(rows) == 300
+    for row in rows:
+        file = image_folder / str(row["key"])
+        assert row["image"] == file.read_bytes()
+        assert [dataset.classes[label] for label in row["labels"]] == [file.parent.name]
+
+
+def test_rows_are_shuffled_once_by_the_seed(
+    ray_cluster: None, image_folder: Path, dataset: Manifest, tmp_path: Path
+) -> None:
+    keys = [str(row["key"]) for row in rows_of(dataset)]
+    places = np.argsort(keys)
+    assert abs(np.corrcoef(places, np.arange(300))[0, 1]) < 0.2
+    settings = {"rows_per_row_group": 16, "shard_mib": 0.1}
+    again = convert(str(image_folder), str(tmp_path / "again"), seed=3, **settings)
+    other = convert(str(image_folder), str(tmp_path / "other"), seed=4, **settings)
+    assert again.fingerprint == dataset.fingerprint != other.fingerprint
+    assert [row["key"] for row in rows_of(open_dataset(str(tmp_path / "again")))] == keys
+
+
+def test_unusable_files_are_listed_with_their_reason(ray_cluster: None, tmp_path: Path) -> None:
+    source, destination = tmp_path / "source", tmp_path / "set"
+    write_class_folders(source, num_classes=2, per_class=20)
+    (source / "class_0" / "notes.txt").write_text("no picture")
+    (source / "class_0" / "empty.jpg").write_bytes(b"")
+    (source / "class_1" / "cut.jpg").write_bytes(jpeg(1)[:-100])
+    report = convert(str(source), str(destination))
+    assert report.num_images == 40
+    assert report.num_rejected == 3
+    table = pq.read_table(destination / "rejected.parquet").to_pylist()
+    reasons = {row["key"]: row["reason"] for row in table}
+    assert "cannot identify" in reasons["class_0/notes.txt"]
+    assert "empty" in reasons["class_0/empty.jpg"]
+    assert "truncated" in reasons["class_1/cut.jpg"]
+    assert json.loads((destination / "report.json").read_text())["label_histogram"] == {
+        "class_0": 20,
+        "class_1": 20,
+    }
+
+
+def test_a_restart_keeps_finished_shards(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), **settings)
+    with pytest.raises(ValueError, match="run the same convert command again"):
+        open_dataset(str(target))
+    made = {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")}
+    convert(str(image_folder), str(target), **settings)
+    assert {file: file.stat().st_mtime_ns for file in target.glob("part-*.parquet")} == made
+    assert open_dataset(str(target)).num_images == 300
+    assert not (target / "_staging").exists()
+
+
+def test_a_restart_makes_only_the_shards_that_were_not_finished(
+    ray_cluster: Any, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), **settings)
+    shards = sorted(target.glob("part-*.parquet"))
+    content = shards[1].read_bytes()
+    (target / "_staging" / "shard-000001.json").unlink()
+    shards[1].write_bytes(b"half written")
+    made = {file: file.stat().st_mtime_ns for file in shards}
+    convert(str(image_folder), str(target), **settings)
+    again = {file: file.stat().st_mtime_ns for file in shards}
+    assert {file for file in shards if made[file] != again[file]} == {shards[1]}
+    assert shards[1].read_bytes() == content
+
+
+def test_a_restart_with_other_settings_is_refused(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(tmp_path / "set"), seed=1)
+    with pytest.raises(ValueError, match="another source or settings"):
+        convert(str(image_folder), str(tmp_path / "set"), seed=2)
+
+
+def test_an_existing_data_set_is_never_overwritten(dataset: Manifest, image_folder: Path) -> None:
+    with pytest.raises(ValueError, match="already holds a data set"):
+        convert(str(image_folder), dataset.path)
+
+
+def test_a_source_without_images_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
+    (tmp_path / "flat").mkdir()
+    with pytest.raises(ValueError, match="holds nothing of the layout"):
+        convert(str(tmp_path / "flat"), str(tmp_path / "set"))
+
+
+def test_a_source_of_mostly_broken_files_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
+    for name in "abc":
+        (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"3 of 7 files .* above convert.max_rejected_fraction"):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"))
+
+
+def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=3)
+    names = ["unused", "class_1", "class_0"]
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=names)
+    manifest = open_dataset(str(tmp_path / "set"))
+    assert manifest.classes == names
+    labels = {str(row["key"]).split("/")[0]: row["labels"] for row in rows_of(manifest)}
+    assert labels == {"class_0": [2], "class_1": [1]}
+    with pytest.raises(ValueError, match=r"labels \['class_1'\] are not in the classes"):
+        convert(str(tmp_path / "source"), str(tmp_path / "other"), classes=["class_0"])
+
+
+def test_a_restart_keeps_the_index_of_finished_units(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_num_shards", is_done=False):
+        convert(str(image_folder), str(target), seed=1)
+    index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
+    assert len(index) == 6
+    next(file for file in index if file.suffix == ".json").unlink()
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), seed=1)
+    again = [file for file, made in index.items() if file.stat().st_mtime_ns != made]
+    assert len({file.stem for file in again}) == 1
+    with stopped_at(monkeypatch, "_num_shards", is_done=False):
+        convert(str(image_folder), str(tmp_path / "other"), seed=1)
+    assert convert(str(image_folder), str(tmp_path / "other"), seed=2).num_images == 300
+
+
+def test_a_conversion_killed_between_manifest_and_report_is_finished_by_a_restart(
+    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_write_manifest", is_done=True):
+        convert(str(image_folder), str(target), seed=1)
+    fingerprint = open_dataset(str(target)).fingerprint
+    report = convert(str(image_folder), str(target), seed=1)
+    assert report.fingerprint == fingerprint == open_dataset(str(target)).fingerprint
+    assert (target / "report.json").exists()
+    assert not (target / "_staging").exists()
+    with pytest.raises(ValueError, match="already holds a data set"):
+        convert(str(image_folder), str(target), seed=1)
+
+
+@contextlib.contextmanager
+def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool) -> Iterator[None]:
+    """A conversion that is stopped at the call of one of its functions, or right after it."""
+    original = getattr(convert_module, function)
+
+    def interrupted(*arguments: Any) -> None:
+        if is_done:
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, function, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+STUCK_AFTER_FIVE_SHARDS = """
+import sys, time
+import ray
+import vit_ray.data.prepare.convert as module
+
+class Stuck(module._ShardMaker):
+    def __call__(self, shard):
+        import vit_ray.data.prepare.convert as module
+        check, checked = module._checked, []
+        def get_stuck(*row):
+            checked.append(row)
+            if shard >= 5 and len(checked) == 4:
+                time.sleep(600)
+            return check(*row)
+        module._checked = get_stuck
+        try:
+            return module._ShardMaker.__call__(self, shard)
+        finally:
+            module._checked = check
+
+module._ShardMaker = Stuck
+ray.init(address=sys.argv[1], log_to_driver=False)
+module.convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
+"""
+
+
+def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
+    ray_cluster: Head, image_folder: Path, tmp_path: Path
+) -> None:
+    """The driver is a process of its own, and is killed while shards are half written."""
+    target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
+    command = [sys.executable, "-c", STUCK_AFTER_FIVE_SHARDS, ray_cluster.address]
+    with subprocess.Popen([*command, str(image_folder), str(target)]) as driver:
+        while len(list(staging.glob("shard-*"))) < 5 or not list(target.glob("part-*.tmp")):
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    finished = {file: file.stat() for file in target.glob("part-*.parquet")}
+    assert len(finished) == 5
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.02, "seed": 3}
+    convert(str(image_folder), str(target), **settings)
+    for file, before in finished.items():
+        after = file.stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    convert(str(image_folder), str(tmp_path / "undisturbed"), **settings)
+    assert contents(target) == contents(tmp_path / "undisturbed")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a data set."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_all_rejected_files_are_listed_and_some_are_shown(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "_REJECTED_SHOWN", 2)
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
+    for name in "abc":
+        (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    options = {"rows_per_row_group": 1, "shard_mib": 0.001, "max_rejected_fraction": 0.5}
+    report = convert(str(tmp_path / "source"), str(tmp_path / "set"), **options)
+    assert (report.num_images, report.num_rejected, len(report.rejected)) == (4, 3, 2)
+    assert pq.read_table(tmp_path / "set" / "rejected.parquet").num_rows == 3
+    assert open_dataset(str(tmp_path / "set")).num_images == 4

@@ -1,0 +1,65 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vit_ray.data import open_dataset
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.order.samples import Plan
+from vit_ray.data.prepare.subset import subset
+
+
+def keys_of(manifest: Manifest) -> list[str]:
+    """Keys of all rows in the order of their sample numbers."""
+    reader = RowGroupReader(manifest)
+    keys = []
+    for group in range(manifest.num_row_groups):
+        encoded = reader.read(group)
+        rows = range(int(manifest.rows[group]))
+        keys += [encoded.key(manifest.stored_row(group, row)) for row in rows]
+    return keys
+
+
+def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:
+    counts = [7, 16, 100, 299, 300]
+    parts = [subset(dataset.path, str(tmp_path / str(n)), count=n, seed=2) for n in counts]
+    keys = [set(keys_of(part)) for part in parts]
+    assert [len(part) for part in keys] == counts
+    for smaller, larger in itertools.pairwise(keys):
+        assert smaller < larger
+    assert [file.name for file in (tmp_path / "7").iterdir()] == ["manifest.parquet"]
+
+
+def test_a_part_of_a_part_is_a_part(dataset: Manifest, tmp_path: Path) -> None:
+    half = subset(dataset.path, str(tmp_path / "half"), fraction=0.5)
+    quarter = subset(half.path, str(tmp_path / "quarter"), fraction=0.5)
+    assert (half.num_images, quarter.num_images) == (150, 75)
+    assert set(keys_of(quarter)) < set(keys_of(half))
+
+
+def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_path: Path) -> None:
+    one = subset(dataset.path, str(tmp_path / "one"), count=50)
+    two = subset(dataset.path, str(tmp_path / "two"), count=50)
+    other = subset(dataset.path, str(tmp_path / "other"), count=50, seed=1)
+    assert one.fingerprint == two.fingerprint != other.fingerprint
+    assert keys_of(open_dataset(one.path)) == keys_of(two)
+
+
+def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
+    part = subset(dataset.path, str(tmp_path / "part"), count=50)
+    rows = Plan(part, seed=1, rows=None).rows_at(0, 50)
+    assert sorted(rows.samples.tolist()) == list(range(50))
+    np.testing.assert_array_equal(part.first_samples[rows.groups] + rows.rows, rows.samples)
+
+
+def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:
+    target = str(tmp_path / "part")
+    with pytest.raises(ValueError, match="give one of the two"):
+        subset(dataset.path, target)
+    with pytest.raises(ValueError, match="use from 1 to 300"):
+        subset(dataset.path, target, count=301)
+    subset(dataset.path, target, count=3)
+    with pytest.raises(ValueError, match="already holds a data set"):
+        subset(dataset.path, target, count=4)

@@ -1,0 +1,177 @@
+"""Rows that went bad after conversion: replaced and counted while training, up to a limit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.format.test_manifest import broken_copy
+from tests.data.stream.test_ray_datasets import consume
+from vit_ray.data import open_dataset
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.selection import split_rows
+from vit_ray.data.stream import bad_rows
+from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _HeldRowGroups
+from vit_ray.data.stream.ray_datasets import training_stream
+
+
+def damage(manifest: Manifest, group: int, rows: list[int]) -> None:
+    """Flip a byte in the middle of some images of a row group, on disk."""
+    encoded = RowGroupReader(manifest).read(group)
+    shard = Path(manifest.shard_location(group).path)
+    content = shard.read_bytes()
+    for row in rows:
+        image = encoded.images[row].as_py()
+        at = content.index(image) + len(image) // 2
+        content = content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+    shard.write_bytes(content)
+
+
+def read_epoch(
+    manifest: Manifest, is_training: bool = True, **options: Any
+) -> tuple[dict[str, Any], dict[int, str]]:
+    """A whole epoch as one batch, without Ray."""
+    spec = StreamSpec(manifest, Augmentation(size=16), **options)
+    plan = spec.rows.rows_per_group(manifest) if spec.rows else manifest.rows
+    job = StreamJob(spec, Partition(1, spec.num_images), 0, is_training, counts=plan)
+    return BatchReader(job).batch(0, 0, spec.num_images)
+
+
+def test_a_bad_row_is_replaced_by_a_neighbour_and_described(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5])
+    batch, bad = read_epoch(manifest)
+    sample = int(manifest.first_samples[2]) + 5
+    assert list(bad) == [sample]
+    key = RowGroupReader(manifest).read(2).key(5)
+    assert key in bad[sample]
+    assert manifest.files[int(manifest.file_index[2])].path in bad[sample]
+    assert "row 5 of row group" in bad[sample]
+    assert "checksum differs" in bad[sample]
+    counts = np.bincount(batch["sample"], minlength=300)
+    assert counts[sample] == 0
+    assert counts.sum() == 300
+    assert sorted(counts[manifest.first_samples[2] : manifest.first_samples[3]])[-1] == 2
+
+
+def test_in_evaluation_a_bad_row_counts_nothing(dataset: Manifest, tmp_path: Path) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5])
+    batch, bad = read_epoch(manifest, is_training=False)
+    (sample,) = bad
+    assert batch["weight"][sample] == 0
+    assert not batch["image"][sample].any()
+    counted = batch["sample"][batch["weight"] == 1]
+    assert counted.tolist() == [s for s in range(300) if s != sample]
+
+
+def test_the_replacement_is_the_same_on_every_worker(dataset: Manifest, tmp_path: Path) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5, 6])
+    first, second = read_epoch(manifest)[0], read_epoch(manifest)[0]
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_a_replacement_never_comes_from_the_held_out_rows(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    kept, held_out = split_rows(manifest, 0.5)
+    damage(manifest, group=2, rows=list(range(0, 16, 2)))
+    samples = read_epoch(manifest, rows=kept)[0]["sample"]
+    assert not held_out.mask(samples).any()
+    assert len(samples) == 150
+
+
+def test_a_row_group_without_a_good_image_is_an_error(dataset: Manifest, tmp_path: Path) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=1, rows=list(range(16)))
+    with pytest.raises(ValueError, match=r"no image of its row group .* can be decoded"):
+        read_epoch(manifest)
+
+
+def test_training_goes_on_below_the_limit_and_stops_above_it(
+    dataset: Manifest, tmp_path: Path
+) -> None:
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5, 9])
+    spec = {"augmentation": Augmentation(size=16), "num_cpus": 0.5, "task_rows": 50}
+    tolerant = StreamSpec(open_dataset(str(tmp_path)), max_bad_fraction=0.01, **spec)
+    stream = training_stream(tolerant, world_size=1, batch_size_per_rank=50, start=0, stop=600)
+    (batches,) = consume(stream, 1, 50)
+    assert sum(len(batch["sample"]) for batch in batches) == 600
+    strict = StreamSpec(open_dataset(str(tmp_path)), max_bad_fraction=0.004, **spec)
+    stream = training_stream(strict, world_size=1, batch_size_per_rank=50, start=0, stop=300)
+    with pytest.raises(Exception, match=r"2 of 300 images cannot be decoded, above"):
+        consume(stream, 1, 50)
+
+
+class Store:
+    """The cluster's key-value store, and how often it was listed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: set[bytes] = set()
+        self.lists = 0
+        monkeypatch.setattr(bad_rows, "_internal_kv_put", lambda key, _: self.keys.add(key))
+        monkeypatch.setattr(bad_rows, "_internal_kv_list", self.list)
+
+    def list(self, prefix: bytes) -> list[bytes]:
+        self.lists += 1
+        return [key for key in self.keys if key.startswith(prefix)]
+
+
+def test_the_limit_counts_distinct_rows_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(monkeypatch)
+    one, other = (BadRowLimit("stream", 1000, 0.003) for _ in range(2))
+    one.note({1: "one", 2: "two"})
+    other.note({2: "two", 3: "three"})
+    one.note({1: "one"})
+    with pytest.raises(ValueError, match=r"4 of 1000 images .* one of them is four; run"):
+        other.note({4: "four"})
+
+
+def test_many_bad_rows_are_counted_seldom_and_not_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20,000 rows may be bad, 18,000 are, and 1,024 processes find more in turn."""
+    store = Store(monkeypatch)
+    store.keys = {f"vit_ray/bad_rows/stream/{-i}".encode() for i in range(1, 18_001)}
+    limits = [BadRowLimit("stream", 20_000_000, 0.001) for _ in range(1024)]
+    found = iter(range(10_000))
+
+    def find_all() -> None:
+        for sample in found:
+            limits[sample % 1024].note({sample: "bad"})
+
+    with pytest.raises(ValueError, match="of 20000000 images"):
+        find_all()
+    assert 20_000 < len(store.keys) < 20_000 + 1024
+    assert store.lists < 2 * 1024
+
+
+def test_row_groups_are_held_up_to_some_bytes_and_read_again_beyond(dataset: Manifest) -> None:
+    reads: list[int] = []
+    reader = RowGroupReader(dataset)
+
+    def read(group: int) -> EncodedRows:
+        reads.append(group)
+        return reader.read(group)
+
+    not_quite_three = sum(reader.read(group).nbytes for group in range(3)) - 1
+    held = _HeldRowGroups(read, not_quite_three)
+    for group in (0, 1, 0, 1):
+        assert held(group).keys == reader.read(group).keys
+    assert reads == [0, 1]
+    for group in (2, 1, 0):
+        held(group)
+    assert reads == [0, 1, 2, 0]
+    none = _HeldRowGroups(read, 0)
+    assert none(3) is none(3)

@@ -1,0 +1,235 @@
+"""Scaling studies: the grid as arithmetic, the resumed study on real digits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from vit_ray.commands.report import report
+from vit_ray.commands.study_tables import describe_study, print_study
+from vit_ray.config import load_recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.experiments.study import cell_metrics, run_study, study_cells
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
+
+
+def _model(label, rate=None, **changes):
+    size = {"name": "ViT", "image_size": 8, **SIZES, **changes}
+    return {"label": label, "model": size, "learning_rate": rate}
+
+
+def _recipe(folder, models, train="data/train", test="data/test", **study):
+    return {
+        "name": "grid",
+        "output": f"{folder}/runs",
+        "data": {
+            "train": train,
+            "eval": test,
+            "augment": {"kind": "resize", "flip": False},
+            "eval_augment": {"kind": "resize", "flip": False},
+        },
+        "optim": {"learning_rate": 1e-3},
+        "train": {"global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32"}
+        | {"log_every_steps": 1},
+        "evaluate": {"few_shot_train": train, "few_shot_test": test, "shots": [1, 5]},
+        "checkpoint": {"every_steps": 10},
+        "workers": {"use_gpu": False, "max_failures": 0},
+        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
+        "study": {"models": models, "data_fractions": [1.0], "epochs": [1.0], **study},
+    }
+
+
+def _cells(**study):
+    models = study.pop("models", [_model("Ti/16"), _model("S/16", rate=3e-4)])
+    return study_cells(recipe_from_dict(_recipe("/x", models, **study), "test"))
+
+
+def test_the_grid_is_models_by_shares_by_lengths_with_names_that_say_so():
+    cells = _cells(data_fractions=[0.25, 1.0], epochs=[7.0, 14.0])
+    assert [cell.name for cell in cells] == [
+        f"grid-{label}-data{fraction}-epochs{epochs}"
+        for label in ("Ti-16", "S-16")
+        for fraction in ("0.25", "1")
+        for epochs in ("7", "14")
+    ]
+
+
+def test_a_cell_differs_from_the_study_only_in_what_the_grid_varies():
+    whole = recipe_from_dict(_recipe("/x", [_model("a", rate=3e-4)]), "test")
+    (cell,) = study_cells(whole)
+    before, now = whole.flat(), cell.recipe.flat()
+    changed = {key for key in now if now[key] != before.get(key)}
+    assert changed <= {"name", "study", "optim.learning_rate", "optim.epochs"} | {
+        key for key in now if key.startswith("model.")
+    }
+    assert (now["optim.learning_rate"], now["optim.epochs"]) == ("0.0003", "1.0")
+    assert now["model.width"] == "16"
+
+
+def test_a_model_without_its_own_rate_takes_the_recipes():
+    assert [cell.recipe.optim.learning_rate for cell in _cells()] == [1e-3, 3e-4]
+
+
+def test_cells_that_would_share_a_name_are_refused():
+    with pytest.raises(ValueError, match="a name twice, such as 'grid-a-b-data1-epochs1'"):
+        _cells(models=[_model("a/b"), _model("a-b")])
+    with pytest.raises(ValueError, match="list no fraction or length twice"):
+        _cells(epochs=[1.0, 1.0])
+
+
+def test_a_recipe_without_a_study_says_what_to_give():
+    tree = _recipe("/x", [_model("a")]) | {"study": None}
+    with pytest.raises(ValueError, match=r"study is not set; give study\.models"):
+        study_cells(recipe_from_dict(tree, "test"))
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "exaflops"),
+    [("ViT-B/16", 7, 224), ("ViT-L/16", 14, 1567), ("ViT-H/14", 14, 4262), ("R50x2", 7, 199)],
+)
+def test_compute_of_a_cell_is_what_the_papers_table_6_says(name, epochs, exaflops):
+    model = {"label": "m", "model": {"name": name}}
+    if name.startswith("ViT"):
+        model["model"]["representation"] = True
+    tree = _recipe("/x", [model], epochs=[float(epochs)])
+    tree["train"] = {"global_batch_size": 4096}
+    (cell,) = study_cells(recipe_from_dict(tree, "test"))
+    plan = SimpleNamespace(manifest=SimpleNamespace(num_classes=18_291), num_images=303_000_000)
+    steps = cell.recipe.optim.total_steps(plan.num_images, 4096)
+    metrics = cell_metrics(cell, plan, steps, images_per_s=4096.0)
+    assert metrics["study/exaflops"] == pytest.approx(exaflops, rel=0.01)
+    assert metrics["study/images_seen"] == pytest.approx(303e6 * epochs, rel=1e-4)
+    assert metrics["cost/core_days"] == pytest.approx(steps / 86_400)
+
+
+def test_the_shipped_study_is_three_sizes_by_two_shares_of_the_digits():
+    recipe = load_recipe(ROOT / "jobs" / "recipes" / "study_digits.yaml")
+    cells = study_cells(recipe)
+    assert len(cells) == 6
+    assert len({cell.label for cell in cells}) == 3
+    assert len({cell.fraction for cell in cells}) == 2
+    assert recipe.evaluate.few_shot_train is not None
+
+
+def _spooled_metrics(folder, cell):
+    log_path = folder / "runs" / cell / "metrics.jsonl"
+    lines = log_path.read_text().splitlines() if log_path.exists() else []
+    return [line for line in lines if '"kind": "metrics"' in line]
+
+
+def _kill_in_second_cell(folder, tree, address):
+    """Run the job as a process of its own, and kill it while its second cell trains."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    job = [sys.executable, "jobs/scaling_study.py", str(recipe)]
+    with open(folder / "job.log", "w") as log:
+        process = subprocess.Popen(
+            job,
+            cwd=ROOT,
+            env={**os.environ, "RAY_ADDRESS": address},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        for _ in range(1200):
+            if len(_spooled_metrics(folder, "grid-two-data1-epochs4")) >= 25:
+                break
+            assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def resumed(ray_cluster, digits, tmp_path_factory):
+    """A study of two cells that was killed in its second, then run to its end."""
+    folder = tmp_path_factory.mktemp("study")
+    models = [_model("one"), _model("two", width=32)]
+    # Long enough that the kill lands well before the end of the second cell.
+    tree = _recipe(folder, models, digits.train, digits.test, epochs=[4.0])
+    _kill_in_second_cell(folder, tree, ray_cluster.address)
+    recipe = recipe_from_dict(tree, "test")
+    return recipe, run_study(recipe)
+
+
+def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(resumed):
+    recipe, result = resumed
+    assert result.is_complete
+    assert [cell.was_finished for cell in result.cells] == [True, False]
+    client = MlflowClient(recipe.tracking.uri)
+    experiment = client.get_experiment_by_name("vit_ray").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    assert len(client.search_runs([experiment])) == 3  # the study and its two cells, once each
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    for cell in result.cells:
+        run = runs[cell.cell.name]
+        assert run.data.tags["mlflow.parentRunId"] == result.parent_run_id
+        assert run.data.tags["vit_ray.study_label"] == cell.cell.label
+        assert run.data.tags["vit_ray.kind"] == "study_cell"
+        steps = [p.step for p in client.get_metric_history(run.info.run_id, "train/loss")]
+        assert sorted(steps) == list(range(1, 95))  # round(4 x 1497 / 64) steps, none twice
+        assert 0.0 < run.data.metrics["few_shot/5_shot_top1"] <= 1.0
+        assert run.data.metrics["study/images_seen"] == 94 * 64
+
+
+def test_a_finished_study_trains_nothing_when_it_is_run_again(resumed, capsys):
+    recipe, first = resumed
+    again = run_study(recipe)
+    assert [cell.was_finished for cell in again.cells] == [True, True]
+    assert again.parent_run_id == first.parent_run_id
+    assert print_study(again) == 0
+    assert "2 of 2 cells were finished before" in capsys.readouterr().out
+
+
+def test_the_page_of_a_study_is_written_and_kept_with_its_run(resumed):
+    recipe, result = resumed
+    text = result.page.read_text()
+    assert "Accuracy against compute" in text
+    assert all(cell.cell.name in text for cell in result.cells)
+    client = MlflowClient(recipe.tracking.uri)
+    kept = {item.path for item in client.list_artifacts(result.parent_run_id)}
+    assert {"report.html", "report.csv"} <= kept
+    result.page.unlink()
+    assert report(recipe) == result.page
+    assert result.page.exists()
+
+
+def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(resumed):
+    recipe, _ = resumed
+    changed = recipe.with_changes(optim={"weight_decay": 0.3})
+    with pytest.raises(ValueError, match=r"another recipe: optim.weight_decay was 0.0 and is 0.3"):
+        run_study(changed)
+
+
+def test_a_dry_run_lists_the_cells_and_their_compute(resumed):
+    recipe, result = resumed
+    text = describe_study(recipe)
+    exaflops = result.cells[0].metrics["study/exaflops"]
+    assert f"grid-one-data1-epochs4: 1497 images, 94 steps, {exaflops:.3g} exaFLOPs" in text
+    assert "2 cells" in text
+
+
+def test_a_cell_that_fails_is_named_and_the_others_still_run(ray_cluster, digits, tmp_path, capsys):
+    models = [_model("bad", rate=1e38), _model("good")]
+    tree = _recipe(tmp_path, models, digits.train, digits.test, data_fractions=[0.1])
+    result = run_study(recipe_from_dict(tree, "test"))
+    assert [bool(cell.error) for cell in result.cells] == [True, False]
+    assert not result.is_complete
+    assert print_study(result) == 1
+    assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
+    client = MlflowClient(result.cells[0].cell.recipe.tracking.uri)
+    assert client.get_run(result.parent_run_id).info.status != "FINISHED"
+    history = client.download_artifacts(result.parent_run_id, "history", str(tmp_path))
+    (attempt,) = Path(history).glob("*.json")
+    events = json.loads(attempt.read_text())
+    assert [event["kind"] for event in events] == ["failed cell"]

@@ -1,0 +1,181 @@
+"""Which failures end a run, how large an elastic group may be, and that it is saved before."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2._internal.execution.controller.state import ResizingState, RunningState
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from vit_ray.launch import ray_policies
+from vit_ray.launch.ray_policies import (
+    ConsecutiveFailurePolicy,
+    DivisorScalingPolicy,
+    SaveBeforeResize,
+    newest_step,
+)
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import (
+    DamagedCheckpointError,
+    Position,
+    Snapshot,
+    folder_name,
+    write_snapshot,
+)
+from vit_ray.train.worker import SmallerMicroBatchError
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources", "size"),
+    [
+        # 1, 2, 4 and 8 divide the batch
+        ([{"CPU": 16.0}], {"CPU": 1.0}, 8),
+        ([{"CPU": 8.0}], {"CPU": 1.0}, 4),  # eight would leave no CPU to read with
+        ([{"CPU": 8.5}], {"CPU": 1.0}, 8),
+        ([{"CPU": 4.0}, {"CPU": 1.0}], {"CPU": 1.0}, 4),
+        ([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, 1),
+        ([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.5}, 2),
+        ([{"CPU": 1.0}], {"CPU": 1.0}, 0),
+        ([{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 3.0}], {"CPU": 1.0, "GPU": 1.0}, 4),
+        ([{"CPU": 4.0, "GPU": 4.0}, {"CPU": 64.0}], {"CPU": 1.0, "GPU": 1.0}, 4),
+        ([], {"CPU": 1.0}, 0),
+    ],
+)
+def test_the_group_is_the_largest_that_divides_the_batch_and_leaves_a_cpu_to_read_with(
+    nodes: list[dict[str, float]],
+    resources: dict[str, float],
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive = {f"node-{index}": node for index, node in enumerate(nodes)}
+    cpus = {name: node["CPU"] for name, node in alive.items()}
+    monkeypatch.setattr(ray_policies, "cpus_by_node", lambda: cpus)
+    scaling = ScalingConfig(
+        num_workers=(1, 8), use_gpu="GPU" in resources, resources_per_worker=resources
+    )
+    policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], reading_cpus=0.5)
+    lost = {"lost": {"CPU": 64.0, "GPU": 8.0}}  # Ray still holds it for the run
+    assert policy._count_possible_workers(_held(alive, resources) | lost) == size
+
+
+def _held(nodes: dict[str, dict[str, float]], worker: dict[str, float]) -> dict[str, Any]:
+    """What Ray's coordinator sets aside on each node: for as many workers as fit, no more."""
+    fitting = {
+        name: min(node.get(key, 0.0) // n for key, n in worker.items())
+        for name, node in nodes.items()
+    }
+    return {name: {k: n * count for k, n in worker.items()} for name, count in fitting.items()}
+
+
+@ray.remote(num_cpus=0)
+class Workers:
+    """A recorder, and the workers behind it, who write a checkpoint when they are asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._step = locate(str(folder)), 0
+        self._failure: str | None = None
+        self._events: list[str] = []
+
+    def request_save(self) -> None:
+        self._step += 10
+        where = Position(self._step, self._step, self._step, 1, {"w": [2]}, {}, "print")
+        taken = Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where)
+        write_snapshot(taken, self._folder.child(folder_name(self._step)))
+
+    def event(self, kind: str, text: str, step: int) -> None:
+        self._events.append(f"{kind}: {text}")
+
+    def fail(self, reason: str) -> None:
+        self._failure = reason
+
+    def failure(self) -> str | None:
+        return self._failure
+
+    def events(self) -> list[str]:
+        return self._events
+
+
+@pytest.fixture
+def workers(ray_cluster: object, tmp_path: Path) -> Iterator[Any]:
+    actor = Workers.remote(tmp_path)  # type: ignore[attr-defined]
+    yield actor
+    ray.kill(actor)
+
+
+def test_a_running_group_is_saved_before_its_size_changes(workers: Any, tmp_path: Path) -> None:
+    callback = SaveBeforeResize(workers, str(tmp_path))
+    callback.after_controller_state_update(RunningState(), RunningState())
+    assert newest_step(str(tmp_path)) == -1
+    decision = ResizeDecision(num_workers=2, resources_per_worker={})
+    callback.after_controller_state_update(RunningState(), ResizingState(decision))
+    assert newest_step(str(tmp_path)) == 10
+
+
+def failed(*errors: Exception) -> WorkerGroupError:
+    return WorkerGroupError("workers failed", dict(enumerate(errors)))
+
+
+def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
+    workers: Any, tmp_path: Path
+) -> None:
+    policy = ConsecutiveFailurePolicy(workers, 1, str(tmp_path))
+    crash = failed(RuntimeError("Connection closed by peer"), RuntimeError("bad card"))
+    assert policy.make_decision(crash) is FailureDecision.RETRY
+    for _ in range(3):  # weeks, with checkpoints between
+        ray.get(workers.request_save.remote())
+        assert policy.make_decision(crash) is FailureDecision.RETRY
+    too_large = failed(SmallerMicroBatchError("8 images"), RuntimeError("Connection reset"))
+    assert policy.make_decision(too_large) is FailureDecision.RETRY
+    assert policy.make_decision(crash) is FailureDecision.RAISE
+    assert ray.get(workers.failure.remote()) == (
+        "worker 1: bad card; worker 0: Connection closed by peer "
+        "(failure 2 with no new checkpoint between; workers.max_failures=1)"
+    )
+    assert len(ray.get(workers.events.remote())) == 6
+
+
+def test_nodes_that_are_taken_back_and_workers_that_find_no_place_are_not_counted(
+    workers: Any, tmp_path: Path
+) -> None:
+    policy = ConsecutiveFailurePolicy(workers, 0, str(tmp_path))
+    taken = ray.exceptions.RayActorError(preempted=True)
+    timeout = ControllerError(WorkerGroupStartupTimeoutError(2))
+    for error in (failed(taken), failed(WorkerHealthCheckFailedError("gone", taken)), timeout):
+        for _ in range(30):
+            assert policy.make_decision(error) is FailureDecision.RETRY
+    assert policy.make_decision(failed(RuntimeError("bad card"))) is FailureDecision.RAISE
+
+
+def test_a_crash_while_a_group_starts_is_tried_again_and_counted(
+    workers: Any, tmp_path: Path
+) -> None:
+    for failure in (
+        WorkerGroupStartupFailedError("a worker died"),
+        ray.exceptions.RayActorError(),
+        ray.exceptions.RayTaskError("init", "trace", RuntimeError("connection closed")),
+    ):
+        policy = ConsecutiveFailurePolicy(workers, 1, str(tmp_path))
+        assert policy.make_decision(ControllerError(failure)) is FailureDecision.RETRY
+        assert policy._is_one_too_many(ControllerError(failure))
+    damaged = ControllerError(DamagedCheckpointError("every checkpoint is damaged"))
+    policy = ConsecutiveFailurePolicy(workers, -1, str(tmp_path))
+    assert policy.make_decision(damaged) is FailureDecision.RAISE
+
+
+def test_what_a_worker_calls_hopeless_is_not_tried_again(workers: Any, tmp_path: Path) -> None:
+    policy = ConsecutiveFailurePolicy(workers, -1, str(tmp_path))
+    crash = failed(RuntimeError("bad card"))
+    assert policy.make_decision(crash) is FailureDecision.RETRY
+    ray.get(workers.fail.remote("the data are bad"))
+    assert policy.make_decision(crash) is FailureDecision.RAISE

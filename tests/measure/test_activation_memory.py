@@ -1,0 +1,94 @@
+"""Counting of live bytes against torch's own memory tracker, on real tensors."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
+
+from vit_ray.measure.activation_memory import ActivationMemory, gpu_kernels, kept_bytes, peak_bytes
+from vit_ray.models import build_model
+
+
+def small_vit(recompute_every: int) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"depth": 4, "width": 64, "mlp_dim": 256, "num_heads": 4, "patch_size": 4}
+    model = build_model("ViT", 10, 32, **sizes)
+    model.set_activation_checkpointing(recompute_every)  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize("recompute_every", [0, 1, 2])
+def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every: int) -> None:
+    model, images = small_vit(recompute_every), torch.randn(8, 3, 32, 32)
+    theirs = MemTracker()
+    theirs.track_external(model)
+    with theirs:
+        model(images).sum().backward()
+    snapshot = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]
+    weight_bytes = sum(p.numel() * 4 for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    with ActivationMemory(model.parameters()) as ours:
+        model(images).sum().backward()
+    assert ours.peak == snapshot["Total"] - weight_bytes
+
+
+def test_what_is_freed_is_no_longer_counted() -> None:
+    with ActivationMemory([]) as memory:
+        kept = torch.zeros(1000)
+        dropped = torch.zeros(500)
+        view = kept.view(10, 100)
+        assert memory.current == 6000
+        del dropped
+        assert memory.current == 4000
+        del kept
+        assert memory.current == 4000  # the view keeps its storage
+        del view
+        assert memory.current == 0
+    assert memory.peak == 6000
+
+
+def test_gradients_of_weights_are_not_left_in_the_peak() -> None:
+    wide = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+    images = torch.randn(1, 512)
+    peak = peak_bytes(lambda: wide(images).sum(), list(wide.parameters()))
+    one_gradient = 512 * 512 * 4
+    assert one_gradient < peak < 2.5 * one_gradient
+    assert all(p.grad is None for p in wide.parameters())
+
+
+@pytest.mark.parametrize("recompute_every", [0, 2])
+def test_sizes_on_the_meta_device_are_those_of_a_real_run(recompute_every: int) -> None:
+    def measured(device: str) -> tuple[int, int]:
+        model = small_vit(recompute_every).to(device)
+        images = torch.zeros(8, 3, 32, 32, device=device)
+
+        def forward() -> Tensor:
+            loss: Tensor = model(images).sum()
+            return loss
+
+        weights = list(model.parameters())
+        return kept_bytes(forward, weights), peak_bytes(forward, weights)
+
+    with gpu_kernels():
+        kept, peak = measured("meta")
+    real_kept, real_peak = measured("cpu")
+    # The CPU's fused attention keeps the same tensors as a GPU's; its peak differs by temporaries.
+    assert kept == pytest.approx(real_kept, rel=0.005)
+    assert peak == pytest.approx(real_peak, rel=0.03)
+
+
+def test_dropout_keeps_one_byte_per_element_as_on_a_gpu() -> None:
+    x = torch.empty(1000, device="meta", requires_grad=True)
+    with gpu_kernels():
+        assert kept_bytes(lambda: F.dropout(x, 0.1), [x]) == 1000
+        assert kept_bytes(lambda: F.dropout(x, 0.1, training=False), [x]) == 0
+    assert kept_bytes(lambda: F.dropout(x, 0.1), [x]) == 4000  # unfused: a float for each
+
+
+def test_torchs_own_functions_are_back_after_a_failure() -> None:
+    plain = F.scaled_dot_product_attention, F.dropout
+    x = torch.empty(4, device="meta")
+    with pytest.raises(TypeError, match="unexpected keyword"), gpu_kernels():
+        F.scaled_dot_product_attention(x, x, x, no_such_option=True)
+    assert (F.scaled_dot_product_attention, F.dropout) == plain

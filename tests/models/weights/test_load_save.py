@@ -1,0 +1,735 @@
+"""Weights in and out: published layouts, whole round trips, and errors that list the tensors."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    BitConfig,
+    BitForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
+from vit_ray.models import build_model
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.models.weights.files import Origin, origin_of
+from vit_ray.models.weights.state_dicts import fit_state_dict
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def other_model(family: str, **options: Any) -> nn.Module:
+    """A fresh model of the same size as `small_model`, with other values."""
+    torch.manual_seed(11)
+    arguments = {"num_classes": 5, "image_size": 32, **FAMILIES[family], **options}
+    return build_model(family, **arguments)
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+# --- the JAX layout, read by a ViT written from its names alone ---------------------------------
+
+
+def jax_vit_logits(arrays: Arrays, images: Tensor, patch: int, depth: int) -> Tensor:
+    """Logits from arrays of google-research/vision_transformer's names and shapes, in float64."""
+    w = {name: torch.from_numpy(array).double() for name, array in arrays.items()}
+
+    def dense(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled * w[f"{name}/scale"] + w[f"{name}/bias"]
+
+    x = images.double().permute(0, 2, 3, 1)
+    if "conv_root/kernel" in w:
+        x = jax_backbone(w, x)
+    batch, height, width, channels = x.shape
+    x = x.reshape(batch, height // patch, patch, width // patch, patch, channels)
+    x = torch.einsum("bhpwqc,pqcd->bhwd", x, w["embedding/kernel"]) + w["embedding/bias"]
+    x = torch.cat([w["cls"].expand(batch, -1, -1), x.flatten(1, 2)], dim=1)
+    x = x + w["Transformer/posembed_input/pos_embedding"]
+    for index in range(depth):
+        block = f"Transformer/encoderblock_{index}"
+        attention = f"{block}/MultiHeadDotProductAttention_1"
+        y = norm(x, f"{block}/LayerNorm_0")
+        q, k, v = (
+            torch.einsum("bnd,dhk->bhnk", y, w[f"{attention}/{part}/kernel"])
+            + w[f"{attention}/{part}/bias"][:, None]
+            for part in ("query", "key", "value")
+        )
+        weights = torch.softmax(q @ k.transpose(2, 3) / q.shape[-1] ** 0.5, dim=-1)
+        y = torch.einsum("bhnk,hkd->bnd", weights @ v, w[f"{attention}/out/kernel"])
+        x = x + y + w[f"{attention}/out/bias"]
+        y = dense(norm(x, f"{block}/LayerNorm_2"), f"{block}/MlpBlock_3/Dense_0")
+        y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
+        x = x + dense(y, f"{block}/MlpBlock_3/Dense_1")
+    x = norm(x, "Transformer/encoder_norm")[:, 0]
+    if "pre_logits/kernel" in w:
+        x = torch.tanh(dense(x, "pre_logits"))
+    return dense(x, "head")
+
+
+def jax_backbone(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The post-activation ResNet of the hybrids on (B, H, W, C), from the layout's names."""
+
+    def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
+        kernel = w[f"{name}/kernel"]
+        mean = kernel.mean((0, 1, 2))
+        kernel = (kernel - mean) / ((kernel - mean).square().mean((0, 1, 2)).sqrt() + 1e-5)
+        size, out = kernel.shape[0], -(-x.shape[1] // stride)
+        total = max((out - 1) * stride + size - x.shape[1], 0)
+        padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
+        windows = F.pad(x, padding).unfold(1, size, stride).unfold(2, size, stride)
+        return torch.einsum("bhwcpq,pqcd->bhwd", windows, kernel)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        groups = x.reshape(*x.shape[:3], 32, -1)
+        mean = groups.mean((1, 2, 4), keepdim=True)
+        variance = (groups - mean).square().mean((1, 2, 4), keepdim=True)
+        y = ((groups - mean) / (variance + 1e-6).sqrt()).reshape(x.shape)
+        return y * w[f"{name}/scale"].flatten() + w[f"{name}/bias"].flatten()
+
+    x = norm(conv(x, "conv_root", 2), "gn_root").clamp(min=0)
+    total = max((-(-x.shape[1] // 2) - 1) * 2 + 3 - x.shape[1], 0)
+    padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
+    padded = F.pad(x, padding, value=-torch.inf)
+    x = padded.unfold(1, 3, 2).unfold(2, 3, 2).amax((-2, -1))
+    units = sorted({name.rsplit("/", 2)[0] for name in w if re.match(r"block\d+/unit\d+/", name)})
+    for unit in units:
+        is_strided = unit.endswith("unit1") and not unit.startswith("block1/")
+        stride = 2 if is_strided else 1
+        y = norm(conv(x, f"{unit}/conv1"), f"{unit}/gn1").clamp(min=0)
+        y = norm(conv(y, f"{unit}/conv2", stride), f"{unit}/gn2").clamp(min=0)
+        y = norm(conv(y, f"{unit}/conv3"), f"{unit}/gn3")
+        if f"{unit}/conv_proj/kernel" in w:
+            x = norm(conv(x, f"{unit}/conv_proj", stride), f"{unit}/gn_proj")
+        x = (x + y).clamp(min=0)
+    return x
+
+
+def saved_arrays(model: nn.Module, folder: Path) -> Arrays:
+    """What `save_weights` writes in the JAX layout."""
+    save_weights(model, folder / "model.npz", "jax")
+    with np.load(folder / "model.npz", allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+@pytest.mark.parametrize(
+    ("family", "image_size", "patch", "representation"),
+    [("ViT", 32, 8, False), ("ViT", 32, 8, True), ("R+ViT", 32, 1, True), ("R+ViT", 44, 1, False)],
+)
+def test_the_jax_layout_gives_the_same_logits_to_code_that_knows_only_its_names(
+    family: str, image_size: int, patch: int, representation: bool, tmp_path: Path
+) -> None:
+    model = small_model(family, image_size=image_size, representation=representation).eval()
+    images = some_images(2, (image_size, image_size))
+    expected = jax_vit_logits(saved_arrays(model, tmp_path), images, patch, depth=2)
+    with torch.no_grad():
+        # Ours is float32 against float64; a few rounding errors deep.
+        assert relative_difference(model(images).double(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("folded", ["params/", "opt/target/"])
+def test_big_vision_spelling_positions_without_a_class_row_and_stacked_blocks(
+    folded: str, tmp_path: Path
+) -> None:
+    model = small_model("ViT").eval()
+    with torch.no_grad():
+        model.positions[0].table[:, 0] = 0
+    arrays = saved_arrays(model, tmp_path)
+    blocks: dict[str, list[np.ndarray[Any, Any]]] = {}
+    respelled: Arrays = {}
+    for name, array in arrays.items():
+        name = name.replace("Attention_1/", "Attention_0/").replace("MlpBlock_3/", "MlpBlock_0/")
+        name = name.replace("LayerNorm_2/", "LayerNorm_1/")
+        if "encoderblock_" in name:
+            blocks.setdefault(re.sub(r"encoderblock_\d", "encoderblock", name), []).append(array)
+        elif name.endswith("pos_embedding"):
+            respelled["pos_embedding"] = array[:, 1:]
+        else:
+            respelled[name] = array
+    respelled.update({name: np.stack(parts) for name, parts in blocks.items()})
+    folded_arrays = {folded + name: array for name, array in respelled.items()}
+    state = {"opt/0/mu/embedding/kernel": np.ones(3), "opt/0/count": np.ones(()), "step": 7}
+    np.savez(tmp_path / "bv.npz", **folded_arrays, **state)
+    loaded = other_model("ViT").eval()
+    report = load_weights(loaded, tmp_path / "bv.npz")
+    assert report.ignored == ["opt (2 of training)", "step (1 of training)"]
+    assert torch.equal(loaded(some_images()), model(some_images()))
+
+
+def test_group_norm_scales_with_leading_axes_are_read(tmp_path: Path) -> None:
+    model = small_model("R+ViT")
+    arrays = saved_arrays(model, tmp_path)
+    # The published hybrids were written by a flax whose group norm had (1, 1, 1, C) parameters.
+    old = {
+        n: a.reshape(1, 1, 1, -1) if "/gn" in n or n[:2] == "gn" else a for n, a in arrays.items()
+    }
+    np.savez(tmp_path / "old.npz", **old)
+    assert_equal_after_loading(model, other_model("R+ViT"), tmp_path / "old.npz")
+
+
+def assert_equal_after_loading(source: nn.Module, target: nn.Module, path: Path) -> None:
+    """Bit for bit the same tensors, all of them loaded."""
+    report = load_weights(target, path)
+    assert sorted(report.loaded) == sorted(source.state_dict())
+    assert report.resized == report.new == report.ignored == []
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, target.state_dict()[name]), name
+
+
+# --- round trips ---------------------------------------------------------------------------------
+
+ROUND_TRIPS = [
+    ("ViT", "jax", {}),
+    ("ViT", "jax", {"representation": True}),
+    ("ViT", "jax", {"pool": "gap"}),
+    ("ViT", "jax", {"positions": "none"}),
+    ("ViT", "timm", {"representation": True}),
+    ("ViT", "huggingface", {"representation": True}),
+    ("R+ViT", "jax", {"representation": True}),
+    ("R+ViT", "timm", {}),
+    ("ResNet", "jax", {}),
+    ("ResNet", "timm", {}),
+    ("ResNet", "huggingface", {}),
+    ("Axial-ViT", "vit_ray", {"representation": True}),
+    ("AxialResNet", "vit_ray", {}),
+    *(
+        ("ViT", "vit_ray", {"positions": positions, "positions_at": positions_at})
+        for positions, positions_at in POSITION_VARIANTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "options"), ROUND_TRIPS)
+def test_a_round_trip_is_exact_to_the_bit(
+    family: str, layout: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    source = small_model(family, **options)
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    save_weights(source, path, layout)
+    assert_equal_after_loading(source, other_model(family, **options), path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
+def test_bfloat16_weights_survive_a_round_trip_to_the_bit(layout: str, tmp_path: Path) -> None:
+    source = small_model("ViT").bfloat16()
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    save_weights(source, path, layout)
+    assert_equal_after_loading(source, other_model("ViT").bfloat16(), path)
+
+
+def test_bfloat16_arrays_of_jax_are_read(tmp_path: Path) -> None:
+    model = small_model("ViT").bfloat16()
+    arrays = saved_arrays(model, tmp_path)
+    halves = {
+        n: torch.from_numpy(a).bfloat16().view(torch.int16).numpy() for n, a in arrays.items()
+    }
+    np.savez(tmp_path / "half.npz", **{name: half.view("V2") for name, half in halves.items()})
+    assert_equal_after_loading(model, other_model("ViT").bfloat16(), tmp_path / "half.npz")
+
+
+# --- peers ---------------------------------------------------------------------------------------
+
+
+def test_a_bit_resnet_equals_transformers_with_the_same_weights(tmp_path: Path) -> None:
+    config = BitConfig(
+        depths=[1, 2],
+        hidden_sizes=[256, 512],
+        embedding_size=64,
+        num_labels=5,
+        layer_type="preactivation",
+    )
+    torch.manual_seed(3)
+    peer = BitForImageClassification(config).eval()
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.02))
+    # Its kernels are standardised with 1e-8 beside the variance, BiT's with 1e-10.
+    for module in peer.modules():
+        if type(module).__name__.startswith("WeightStandardizedConv2d"):
+            module.eps = 1e-10
+    peer.save_pretrained(tmp_path)
+    model = other_model("ResNet").eval()
+    load_weights(model, tmp_path)
+    images = some_images(2, (64, 48))
+    with torch.no_grad():
+        theirs = peer(images).logits
+        assert relative_difference(model(images), theirs) < 1e-5
+
+
+def test_transformers_reads_a_saved_folder(tmp_path: Path) -> None:
+    model = small_model("ResNet").eval()
+    save_weights(model, tmp_path, "huggingface")
+    peer, info = BitForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    with torch.no_grad():
+        theirs = peer.eval()(some_images()).logits
+        # 1e-8 against 1e-10 beside the variance of kernels is seen in the fifth digit.
+        assert relative_difference(model(some_images()), theirs) < 1e-4
+
+
+# Tensors of timm 1.0.22 `vit_base_r50_s16_224`, `resnetv2_50x1_bit` and `vit_tiny_patch16_224`:
+# written down from their state dicts, a unit and a block of each.
+TIMM_NAMES = {
+    "R+ViT": """cls_token pos_embed patch_embed.backbone.stem.conv.weight
+        patch_embed.backbone.stem.norm.weight patch_embed.backbone.stem.norm.bias
+        patch_embed.backbone.stages.0.blocks.0.downsample.conv.weight
+        patch_embed.backbone.stages.0.blocks.0.downsample.norm.weight
+        patch_embed.backbone.stages.0.blocks.0.conv1.weight
+        patch_embed.backbone.stages.0.blocks.0.norm3.bias
+        patch_embed.backbone.stages.1.blocks.1.conv2.weight patch_embed.proj.weight""",
+    "ResNet": """stem.conv.weight stages.0.blocks.0.downsample.conv.weight
+        stages.0.blocks.0.norm1.weight stages.0.blocks.0.conv1.weight
+        stages.1.blocks.1.norm3.bias norm.weight norm.bias head.fc.weight head.fc.bias""",
+    "ViT": """cls_token pos_embed patch_embed.proj.weight patch_embed.proj.bias
+        blocks.0.norm1.weight blocks.0.norm1.bias blocks.0.attn.qkv.weight
+        blocks.0.attn.qkv.bias blocks.0.attn.proj.weight blocks.0.attn.proj.bias
+        blocks.0.norm2.weight blocks.1.mlp.fc1.weight blocks.1.mlp.fc2.bias norm.weight
+        norm.bias head.weight head.bias""",
+}
+
+
+@pytest.mark.parametrize("family", TIMM_NAMES)
+def test_saved_tensors_bear_timms_names(family: str, tmp_path: Path) -> None:
+    save_weights(small_model(family), tmp_path / "model.safetensors", "timm")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(TIMM_NAMES[family].split()) <= set(saved)
+    if family == "ResNet":
+        assert saved["head.fc.weight"].shape == (5, 512, 1, 1)
+
+
+def test_timm_models_that_do_not_embed_the_class_token_are_read(tmp_path: Path) -> None:
+    model = small_model("ViT").eval()
+    with torch.no_grad():
+        model.positions[0].table[:, 0] = 0
+    save_weights(model, tmp_path / "model.safetensors", "timm")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["pos_embed"] = tensors["pos_embed"][:, 1:].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = other_model("ViT").eval()
+    load_weights(loaded, tmp_path / "model.safetensors")
+    assert torch.equal(loaded(some_images()), model(some_images()))
+
+
+@pytest.mark.parametrize("layout", ["timm", "jax"])
+def test_a_square_number_of_rows_may_hold_a_class_row(layout: str, tmp_path: Path) -> None:
+    # 4 x 6 patches and a class token are 25 rows, as many as 5 x 5 patches.
+    source = small_model("ViT", image_size=(32, 48))
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    save_weights(source, path, layout)
+    assert_equal_after_loading(source, other_model("ViT", image_size=(32, 48)), path)
+    if layout == "timm":
+        # As timm itself writes it: no word of the grid.
+        save_file(load_file(path), path)
+        assert_equal_after_loading(source, other_model("ViT", image_size=(32, 48)), path)
+        model = other_model("ViT", image_size=32)
+        load_weights(model, path, source_grid=(4, 6))
+        assert torch.equal(model.positions[0].table[:, 0], source.positions[0].table[:, 0])
+
+
+def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(tmp_path: Path) -> None:
+    save_weights(small_model("ViT", pool="gap"), tmp_path / "model.safetensors", "timm")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for leaf in ("weight", "bias"):
+        tensors[f"fc_norm.{leaf}"] = tensors.pop(f"norm.{leaf}")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected: fc_norm.bias, fc_norm.weight"):
+        load_weights(other_model("ViT", pool="gap"), tmp_path / "model.safetensors")
+
+
+# --- another resolution, another head ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old_size", "new_size"), [((32, 32), (48, 48)), ((32, 32), (24, 56)), ((32, 64), (48, 40))]
+)
+def test_positions_are_resized_as_scipys_zoom_does(
+    old_size: tuple[int, int], new_size: tuple[int, int]
+) -> None:
+    source = small_model("ViT", image_size=old_size)
+    model = other_model("ViT", image_size=new_size)
+    report = fit_state_dict(model, source.state_dict(), origin=origin_of(source))
+    old, new = source.grid, model.grid
+    table = source.positions[0].table.detach()[0]
+    grid = table[1:].reshape(*old, -1).numpy()
+    zoomed = scipy.ndimage.zoom(grid, (new[0] / old[0], new[1] / old[1], 1), order=1)
+    loaded = model.positions[0].table.detach()[0]
+    torch.testing.assert_close(loaded[1:], torch.from_numpy(zoomed).flatten(0, 1))
+    assert torch.equal(loaded[0], table[0])
+    before, after = old[0] * old[1] + 1, new[0] * new[1] + 1
+    assert report.resized == [f"positions.0.table 1x{before}x32 to 1x{after}x32"]
+
+
+def test_the_published_case_of_h14_at_384_has_a_27_by_27_grid() -> None:
+    options = {"depth": 1, "width": 16, "mlp_dim": 16, "num_heads": 2, "patch_size": 14}
+    source = build_model("ViT", 5, 224, **options)
+    model = build_model("ViT", 5, 384, **options)
+    report = fit_state_dict(model, source.state_dict())
+    assert report.resized == ["positions.0.table 1x257x16 to 1x730x16"]
+
+
+@pytest.mark.parametrize("positions", ["learned_2d", "relative"])
+def test_lines_of_positions_keep_their_ends_and_stay_linear(positions: str) -> None:
+    source = small_model("ViT", positions=positions)
+    model = other_model("ViT", image_size=48, positions=positions)
+    report = fit_state_dict(model, source.state_dict())
+    resized = [line.split()[0] for line in report.resized]
+    state, fitted = source.state_dict(), model.state_dict()
+    expected = {
+        "learned_2d": ["positions.0.columns", "positions.0.rows"],
+        "relative": [f"blocks.{index}.attention.relative.table" for index in (0, 1)],
+    }
+    assert sorted(resized) == expected[positions]
+    for name in resized:
+        zoom = fitted[name].shape[0] / state[name].shape[0]
+        wanted = scipy.ndimage.zoom(state[name].numpy(), (zoom, 1), order=1)
+        torch.testing.assert_close(fitted[name], torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_of_an_oblong_checkpoint_need_its_grid() -> None:
+    source = small_model("ViT", image_size=(32, 56))
+    model = other_model("ViT", image_size=48)
+    with pytest.raises(ValueError, match=r"28 patches, which are not a square; give source_grid"):
+        fit_state_dict(model, source.state_dict())
+    with pytest.raises(ValueError, match="29 rows does not hold a grid of 3 x 3"):
+        fit_state_dict(model, source.state_dict(), origin=Origin((3, 3)))
+
+
+def test_our_own_files_remember_an_oblong_grid(tmp_path: Path) -> None:
+    source = small_model("ViT", image_size=(16, 72))
+    save_weights(source, tmp_path / "model.safetensors", "vit_ray")
+    # 2 x 9 is as many patches as 3 x 6, and another picture.
+    model = other_model("ViT", image_size=(24, 48))
+    assert len(load_weights(model, tmp_path / "model.safetensors").resized) == 1
+
+
+def test_fine_tuning_drops_both_linear_layers_and_starts_from_zero() -> None:
+    source = small_model("ViT", representation=True)
+    model = other_model("ViT", num_classes=9)
+    report = fit_state_dict(model, source.state_dict(), new_head=True)
+    assert report.new == ["head.bias", "head.weight"]
+    assert report.ignored == [
+        "head.bias",
+        "head.weight",
+        "representation.bias",
+        "representation.weight",
+    ]
+    assert not model.head.weight.any()
+    assert torch.equal(model.blocks[1].mlp.expand.weight, source.blocks[1].mlp.expand.weight)
+
+
+@pytest.mark.parametrize(
+    ("source_options", "options", "new"),
+    [
+        ({}, {}, []),
+        ({}, {"num_classes": 9}, ["head.bias", "head.weight"]),
+        ({"representation": True}, {"representation": True}, []),
+        ({"representation": True}, {}, ["head.bias", "head.weight"]),
+        (
+            {},
+            {"representation": True},
+            ["head.bias", "head.weight", "representation.bias", "representation.weight"],
+        ),
+        (
+            {"representation": True},
+            {"representation": True, "num_classes": 9},
+            ["head.bias", "head.weight"],
+        ),
+    ],
+)
+def test_auto_keeps_a_head_only_where_it_fits_behind_the_same_layers(
+    source_options: dict[str, Any], options: dict[str, Any], new: list[str]
+) -> None:
+    source = small_model("ViT", **source_options)
+    assert fit_state_dict(other_model("ViT", **options), source.state_dict()).new == new
+
+
+def test_a_demanded_head_comes_with_the_layer_it_was_trained_behind() -> None:
+    source = small_model("ViT", representation=True).state_dict()
+    with pytest.raises(ValueError, match=r"unexpected: representation.weight, representation.bias"):
+        fit_state_dict(other_model("ViT"), source, new_head=False)
+    source = small_model("ViT").state_dict()
+    with pytest.raises(ValueError, match=r"unexpected: class_token.token"):
+        fit_state_dict(other_model("ViT", pool="gap"), source, new_head=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("model.npz", "jax"),
+        ("model.safetensors", "timm"),
+        ("model.safetensors", "vit_ray"),
+        ("hub", "huggingface"),
+    ],
+)
+def test_weights_of_other_heads_are_not_taken_for_the_models(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    save_weights(small_model("ViT"), tmp_path / name, layout)
+    other = "is of a model with num_heads=4, and this one has num_heads=8; build it with num_heads"
+    with pytest.raises(ValueError, match=other):
+        load_weights(small_model("ViT", num_heads=8), tmp_path / name)
+
+
+def test_the_heads_of_a_folder_are_those_that_transformers_builds(tmp_path: Path) -> None:
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        patch_size=8, image_size=32, num_labels=5,
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ValueError, match="num_heads=2, and this one has num_heads=4"):
+            load_weights(small_model("ViT"), path)
+        load_weights(small_model("ViT", num_heads=2), path)
+
+
+def test_one_table_of_positions_is_not_taken_for_another_use_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_weights(small_model("ViT", positions_at="every_layer_shared"), path, "vit_ray")
+    with pytest.raises(ValueError, match="build it with positions_at=every_layer_shared"):
+        load_weights(small_model("ViT"), path)
+
+
+@pytest.mark.parametrize("new_head", ["auto", False])
+@pytest.mark.parametrize("lost", ["head.weight", "head.bias"])
+@pytest.mark.parametrize("num_classes", [5, 9])
+def test_half_a_head_is_an_error_unless_a_fresh_one_is_wanted(
+    lost: str, new_head: Any, num_classes: int
+) -> None:
+    state = small_model("ViT").state_dict()
+    del state[lost]
+    with pytest.raises(ValueError, match=f"missing: {lost}"):
+        fit_state_dict(other_model("ViT", num_classes=num_classes), state, new_head)
+    report = fit_state_dict(other_model("ViT", num_classes=num_classes), state, new_head=True)
+    assert report.new == ["head.bias", "head.weight"]
+
+
+def test_a_class_token_is_dropped_by_a_model_that_averages() -> None:
+    source, model = small_model("ViT"), other_model("ViT", pool="gap")
+    report = fit_state_dict(model, source.state_dict())
+    # The head has learned to read the class token.
+    assert report.ignored == ["class_token.token", "head.bias", "head.weight"]
+    assert report.new == ["head.bias", "head.weight"]
+    assert torch.equal(model.positions[0].table, source.positions[0].table[:, 1:])
+
+
+def test_the_model_inside_a_masked_patch_objective_is_found() -> None:
+    objective = MaskedPatchObjective(small_model("ViT"))
+    report = fit_state_dict(other_model("ViT"), objective.state_dict(), new_head=True)
+    assert report.ignored == [
+        "head.bias",
+        "head.weight",
+        "mask.token",
+        "prediction.bias",
+        "prediction.weight",
+    ]
+    assert len(report.loaded) == len(objective.model.state_dict()) - 2
+
+
+@pytest.mark.parametrize(("target", "is_whole"), [("mean_color", True), ("full_patch", False)])
+def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(
+    target: Any, is_whole: bool
+) -> None:
+    source = MaskedPatchObjective(small_model("ViT"))
+    nn.init.normal_(source.prediction.weight)
+    objective = MaskedPatchObjective(other_model("ViT"), target)
+    report = fit_state_dict(objective, source.state_dict())
+    assert torch.equal(
+        objective.model.blocks[1].mlp.expand.bias, source.model.blocks[1].mlp.expand.bias
+    )
+    assert torch.equal(objective.mask.token, source.mask.token) == is_whole
+    names = {"mask.token", "prediction.weight", "prediction.bias"}
+    assert names <= set(report.loaded if is_whole else report.new)
+    assert bool(names & set(report.ignored)) != is_whole
+
+
+def test_an_objective_starts_from_a_published_file_and_from_a_plain_model(tmp_path: Path) -> None:
+    source = small_model("ViT")
+    save_weights(source, tmp_path / "model.npz", "jax")
+    for start in (
+        lambda objective: load_weights(objective, tmp_path / "model.npz"),
+        lambda objective: fit_state_dict(objective, source.state_dict()),
+    ):
+        objective = MaskedPatchObjective(other_model("ViT"))
+        start(objective)
+        for name, tensor in source.state_dict().items():
+            assert torch.equal(objective.model.state_dict()[name], tensor)
+
+
+def test_zeroed_heads_of_published_files_are_loaded_as_they_are(tmp_path: Path) -> None:
+    source = small_model("ViT")
+    nn.init.zeros_(source.head.weight)
+    save_weights(source, tmp_path / "model.npz", "jax")
+    assert_equal_after_loading(source, other_model("ViT"), tmp_path / "model.npz")
+
+
+def test_a_report_prints_what_became_of_every_tensor() -> None:
+    source = small_model("ViT", representation=True)
+    model = other_model("ViT", image_size=48, num_classes=9)
+    text = str(fit_state_dict(model, source.state_dict()))
+    assert text.splitlines() == [
+        "weights from a state dict",
+        "  loaded   29 tensors",
+        "  resized  positions.0.table 1x17x32 to 1x37x32",
+        "  new      head.bias, head.weight",
+        "  ignored  head.bias, head.weight, representation.bias, representation.weight",
+    ]
+
+
+# --- wrong files ---------------------------------------------------------------------------------
+
+
+def without(name: str) -> Callable[[Arrays], None]:
+    """Takes one array away."""
+    return lambda arrays: arrays.__delitem__(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("Transformer/encoder_norm/scale"), "missing: Transformer/encoder_norm/scale"),
+        (
+            without("Transformer/encoderblock_1/MultiHeadDotProductAttention_1/key/bias"),
+            "missing: .*encoderblock_1.*/key/bias",
+        ),
+        (without("cls"), "missing: class_token.token"),
+        (lambda arrays: arrays.update(extra=np.zeros(3)), "unexpected: extra"),
+        (
+            lambda arrays: arrays.update({"embedding/bias": np.zeros(31)}),
+            "of another shape: embedding.projection.bias is 31, the model has 32",
+        ),
+    ],
+)
+def test_a_wrong_or_partial_file_is_an_error_that_lists_the_tensors(
+    change: Callable[[Arrays], None], message: str, tmp_path: Path
+) -> None:
+    model = small_model("ViT")
+    arrays = saved_arrays(model, tmp_path)
+    change(arrays)
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        load_weights(model, tmp_path / "wrong.npz")
+    assert "does not fit this ViT" in str(error.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_deeper_file_is_not_cut_to_fit(tmp_path: Path) -> None:
+    save_weights(small_model("ViT", depth=3), tmp_path / "model.npz", "jax")
+    with pytest.raises(
+        ValueError, match=r"unexpected: Transformer/encoderblock_2/LayerNorm_0/bias"
+    ):
+        load_weights(small_model("ViT"), tmp_path / "model.npz")
+
+
+def test_a_demanded_head_that_does_not_fit_is_an_error() -> None:
+    source = small_model("ViT", num_classes=9)
+    with pytest.raises(ValueError, match=r"head.weight is 9x32, the model has 5x32"):
+        fit_state_dict(small_model("ViT"), source.state_dict(), new_head=False)
+
+
+def test_state_dicts_of_another_model_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"does not fit this BiT ResNet:\n  missing: root.weight"):
+        fit_state_dict(small_model("ResNet"), small_model("ViT").state_dict())
+
+
+def test_a_file_that_could_run_code_is_not_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=r"end in '.pth'; only .npz and .safetensors are read"):
+        load_weights(small_model("ViT"), tmp_path / "model.pth")
+    np.savez(tmp_path / "pickled.npz", a=np.array([object()], dtype=object))
+    with pytest.raises(ValueError, match="cannot be read: Object arrays cannot be loaded"):
+        load_weights(small_model("ViT"), tmp_path / "pickled.npz")
+
+
+def test_what_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "new" / "folder" / "model.npz")
+    assert (tmp_path / "new" / "folder" / "model.npz").is_file()
+    (tmp_path / "file").write_text("")
+    for name, layout in [("model.npz", "jax"), ("model.safetensors", "timm")]:
+        with pytest.raises(ValueError, match=f"weights cannot be written to .*/file/{name}"):
+            save_weights(small_model("ViT"), tmp_path / "file" / name, layout)
+
+
+@pytest.mark.parametrize("name", ["model.npz", "model.safetensors"])
+def test_a_truncated_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+    layout = "jax" if name.endswith("npz") else "timm"
+    save_weights(small_model("ViT"), tmp_path / name, layout)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+        load_weights(small_model("ViT"), tmp_path / name)
+
+
+def test_files_that_are_no_archive_of_arrays_are_errors_that_name_them(tmp_path: Path) -> None:
+    (tmp_path / "empty.npz").touch()
+    with pytest.raises(ValueError, match=r"empty.npz cannot be read"):
+        load_weights(small_model("ViT"), tmp_path / "empty.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    with pytest.raises(ValueError, match=r"one.npz cannot be read"):
+        load_weights(small_model("ViT"), tmp_path / "one.npz")
+
+
+def test_a_missing_file_unknown_names_and_unknown_layouts_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"do not exist; give a .npz or .safetensors"):
+        load_weights(small_model("ViT"), tmp_path / "none.npz")
+    np.savez(tmp_path / "other.npz", banana=np.zeros(1))
+    with pytest.raises(ValueError, match=r"named in no known layout .*: banana"):
+        load_weights(small_model("ViT"), tmp_path / "other.npz")
+    with pytest.raises(ValueError, match="layout='onnx' is unknown; use one of jax, timm"):
+        save_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
+    save_weights(small_model("ViT"), tmp_path / "x.npz")
+    with pytest.raises(ValueError, match="'onnx' is unknown; use one of jax, timm"):
+        load_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
+
+
+def test_what_a_layout_cannot_name_is_not_saved_without_it(tmp_path: Path) -> None:
+    model = small_model("ViT", positions="learned_2d")
+    with pytest.raises(ValueError, match=r"no names for positions.0.class_position"):
+        save_weights(model, tmp_path / "x.npz", "jax")
+    with pytest.raises(ValueError, match=r"axial ViT\); use layout='vit_ray'"):
+        save_weights(small_model("Axial-ViT"), tmp_path / "x.npz", "jax")
+    with pytest.raises(ValueError, match=r"ResNet \+ ViT hybrid"):
+        save_weights(small_model("R+ViT"), tmp_path / "x.safetensors", "huggingface")
+    with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
+        save_weights(small_model("ViT"), tmp_path / "x.safetensors", "jax")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "lost"),
+    [
+        *(
+            (layout, {"positions_at": "every_layer_shared"}, "positions_at='every_layer_shared'")
+            for layout in ("jax", "timm", "huggingface")
+        ),
+        ("huggingface", {"pool": "gap"}, "pool='gap'"),
+        ("huggingface", {"positions": "none"}, "positions='none'"),
+    ],
+)
+def test_what_a_layout_cannot_express_is_not_saved_as_another_function(
+    layout: str, options: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
+    with pytest.raises(ValueError, match=f"layout='{layout}' cannot express {lost}"):
+        save_weights(small_model("ViT", **options), path, layout)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,66 @@
+"""Questions about earlier runs, on real SQLite stores and on a server that is away."""
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking.mlflow_client import experiment_id, open_client
+from vit_ray.tracking.past_runs import finished_children, newest_run
+
+
+@pytest.fixture
+def tracking(tmp_path):
+    return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
+
+
+def _run(tracking, name, *, parent=None, kind=None, status=None, start=None):
+    client = open_client(tracking.uri)
+    tags = {"mlflow.parentRunId": parent} if parent else {}
+    if kind:
+        tags["vit_ray.kind"] = kind
+    experiment = experiment_id(client, tracking.uri, tracking.experiment)
+    run_id = client.create_run(experiment, start_time=start, tags=tags, run_name=name).info.run_id
+    if status:
+        client.set_terminated(run_id, status)
+    return run_id
+
+
+def test_the_newest_run_of_a_name_without_a_parent_is_found(tracking):
+    _run(tracking, "grid", start=1000)
+    newest = _run(tracking, "grid", kind="study", start=2000)
+    _run(tracking, "grid", parent=newest, start=3000)
+    _run(tracking, "other", start=4000)
+    assert newest_run(tracking, "grid") == newest
+    assert newest_run(tracking, "grid", "study") == newest
+    assert newest_run(tracking, "grid", "sweep") is None
+    assert newest_run(tracking, "nothing") is None
+
+
+def test_no_experiment_yet_means_no_run(tracking):
+    assert newest_run(tracking, "grid") is None
+    assert MlflowClient(tracking.uri).get_experiment_by_name("trials") is None
+
+
+def test_only_children_that_ended_well_are_finished(tracking):
+    parent = _run(tracking, "grid")
+    _run(tracking, "running", parent=parent)
+    _run(tracking, "failed", parent=parent, status="FAILED")
+    done = _run(tracking, "done", parent=parent, status="FINISHED")
+    _run(tracking, "stranger", status="FINISHED")
+    found = finished_children(tracking, parent)
+    assert {name: run.info.run_id for name, run in found.items()} == {"done": done}
+
+
+def test_a_deleted_child_is_not_finished(tracking):
+    parent = _run(tracking, "grid")
+    child = _run(tracking, "done", parent=parent, status="FINISHED")
+    MlflowClient(tracking.uri).delete_run(child)
+    assert finished_children(tracking, parent) == {}
+
+
+def test_while_mlflow_is_away_nothing_is_known_and_a_warning_says_so(tracking, caplog):
+    away = tracking.model_copy(update={"uri": "http://user:hunter2@127.0.0.1:9"})
+    assert newest_run(away, "grid") is None
+    assert finished_children(away, "0" * 32) == {}
+    assert caplog.text.count("cannot be asked for earlier runs") == 2
+    assert "hunter2" not in caplog.text

@@ -1,0 +1,70 @@
+"""The actor through which a run tells of itself."""
+
+import gzip
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from mlflow import MlflowClient
+
+from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking import run_actor
+from vit_ray.tracking.run_actor import start_recorder
+
+
+def started(folder: Path, parent: Any = None) -> Any:
+    config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
+    log_path = folder / "run" / "metrics.jsonl"
+    return start_recorder(
+        config, "run", log_path, run_id=None, params={}, tags={}, resume_step=None, parent=parent
+    )
+
+
+def test_a_second_driver_of_a_run_is_refused_until_the_first_has_ended(
+    ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_actor, "RELEASE_S", 1.0)
+    first = started(tmp_path)
+    with pytest.raises(ValueError, match=r"run 'run' in .* is being worked on by another driver"):
+        started(tmp_path)
+    ray.get(first.finish.remote("FINISHED"))
+    ray.kill(first)
+    monkeypatch.undo()
+    second = started(tmp_path)
+    assert ray.get(second.standing.remote()).step == 0
+    ray.kill(second)
+
+
+def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path: Path) -> None:
+    recorder = started(tmp_path)
+    content = gzip.compress(b"a trace")
+    ray.get(recorder.content.remote("trace.json.gz", content))
+    assert ray.get(recorder.finish.remote("FINISHED"))
+    run_id = ray.get(recorder.run_id.remote())
+    ray.kill(recorder)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    path = client.download_artifacts(run_id, "profile/trace.json.gz", str(tmp_path))
+    assert Path(path).read_bytes() == content
+
+
+def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(
+    ray_cluster: object, tmp_path: Path
+) -> None:
+    parent = started(tmp_path)
+    early = started(tmp_path / "early", parent)
+    ray.get([early.run_id.remote(), parent.run_id.remote()])
+    ray.get(parent.request_stop.remote("SIGTERM"))
+    late = started(tmp_path / "late", parent)
+    for child in (early, late):
+        _wait_until_told(child)
+        ray.kill(child)
+    ray.kill(parent)
+
+
+def _wait_until_told(child: Any) -> None:
+    deadline = time.monotonic() + 60
+    while ray.get(child.poll.remote(0, 1)) != ("SIGTERM", 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

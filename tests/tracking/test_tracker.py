@@ -1,0 +1,475 @@
+"""The writer of MLflow runs, against real SQLite files and a real MLflow server."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking.mlflow_client import (
+    absolute_uri,
+    experiment_id,
+    open_client,
+    redact_uri,
+    safe_uri,
+)
+from vit_ray.tracking.tracker import Tracker, replay
+
+ROOT = Path(__file__).parents[2]
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    return tmp_path / "tracking" / "metrics.jsonl"
+
+
+def _history(uri, run_id, key):
+    points = MlflowClient(uri).get_metric_history(run_id, key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def _only_run(uri, experiment="trials"):
+    client = MlflowClient(uri)
+    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_run_holds_what_was_recorded(config, log_path, tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text("a,b\n1,2\n")
+    params = {f"section.key_{i}": str(i) for i in range(250)}  # more than one request takes
+    tracker = Tracker.start(
+        config, "first", log_path, params=params, tags={"vit_ray.kind": "pretrain"}
+    )
+    tracker.metrics(10, {"train/loss": 2.5, "train/lr": 1e-3})
+    tracker.metrics(20, {"train/loss": 2.0})
+    tracker.tag("vit_ray.cluster", "2 CPUs")
+    tracker.artifact_text("recipe.yaml", "name: first\n")
+    tracker.artifact(table, "tables")
+    assert tracker.finish()
+
+    client = MlflowClient(config.uri)
+    run = client.get_run(tracker.run_id)
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params == params
+    assert run.data.tags["vit_ray.kind"] == "pretrain"
+    assert run.data.tags["vit_ray.cluster"] == "2 CPUs"
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(10, 2.5), (20, 2.0)]
+    assert _history(config.uri, tracker.run_id, "train/lr") == [(10, 1e-3)]
+    kept = {f.path for f in client.list_artifacts(tracker.run_id)}
+    assert kept == {"recipe.yaml", "tables"}
+    assert (tmp_path / "mlruns" / "trials").is_dir()
+    assert config.uri in tracker.hint
+
+
+def test_points_keep_the_time_they_were_recorded_at(config, log_path):
+    before_ms = round(time.time() * 1000)
+    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "early", log_path, wait_s=5)
+    tracker.metrics(1, {"train/loss": 1.0})
+    after_ms = round(time.time() * 1000)
+    tracker.finish(timeout_s=0.1)
+    replay(log_path, config.uri)
+    run = _only_run(config.uri)
+    point = MlflowClient(config.uri).get_metric_history(run.info.run_id, "train/loss")[0]
+    assert before_ms <= point.timestamp <= after_ms
+
+
+def test_a_child_run_names_its_parent(config, log_path, tmp_path):
+    parent = Tracker.start(config, "study", tmp_path / "parent.jsonl")
+    below = config.model_copy(update={"parent_run_id": parent.run_id})
+    child = Tracker.start(below, "cell", log_path)
+    assert child.finish()
+    assert parent.finish("KILLED")
+    client = MlflowClient(config.uri)
+    assert client.get_run(child.run_id).data.tags["mlflow.parentRunId"] == parent.run_id
+    assert client.get_run(parent.run_id).info.status == "KILLED"
+
+
+def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
+    config, log_path, tmp_path
+):
+    first = Tracker.start(config, "long", log_path, params={"seed": "0", "workers": "2"})
+    for step in (10, 20, 30):
+        first.metrics(step, {"train/loss": 100.0 - step})
+    first.metrics(20, {"eval/top1": 0.5})
+    assert first.flush(20)
+    # The first attempt dies here; its checkpoint is of step 20. A new node has no old log.
+    second = Tracker.start(
+        config,
+        "long",
+        tmp_path / "elsewhere.jsonl",
+        run_id=first.run_id,
+        params={"seed": "0", "workers": "4", "new": "1"},
+        resume_step=20,
+    )
+    for step in (30, 40):
+        second.metrics(step, {"train/loss": 100.5 - step})
+    second.metrics(40, {"eval/top1": 0.6})
+    assert second.finish()
+
+    assert second.run_id == first.run_id == _only_run(config.uri).info.run_id
+    assert _history(config.uri, first.run_id, "train/loss") == [
+        (10, 90.0),
+        (20, 80.0),
+        (30, 70.0),
+        (40, 60.5),
+    ]
+    assert _history(config.uri, first.run_id, "eval/top1") == [(20, 0.5), (40, 0.6)]
+    run = MlflowClient(config.uri).get_run(first.run_id)
+    assert run.data.params == {"seed": "0", "workers": "2", "new": "1"}
+    assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
+    assert run.data.tags["vit_ray.resumed_at_steps"] == "20"
+    assert run.info.status == "FINISHED"
+
+
+def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, log_path):
+    tracker = Tracker.start(config, "threads", log_path)
+    tracker.metrics(2, {"train/loss": 2.0})
+    assert tracker.flush(20)
+    tracker.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_workers_that_repeat_steps_within_one_attempt_add_nothing(config, log_path):
+    tracker = Tracker.start(config, "restarted", log_path)
+    for step in (*range(1, 700), *range(20, 705)):
+        tracker.metrics(step, {"train/loss": float(step)})
+    assert tracker.finish()
+    expected = [(step, float(step)) for step in range(1, 705)]
+    assert _history(config.uri, tracker.run_id, "train/loss") == expected
+
+
+def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config, log_path):
+    first = Tracker.start(config, "died", log_path)
+    for step in (1, 2, 4):
+        first.metrics(step, {"train/loss": float(step)})
+    assert first.flush(20)
+    later = round(time.time() * 1000)
+    with open(log_path, "a") as file:  # as the process writes, whose thread does not come to send
+        for step, value in ((3, 3.0), (4, 99.0), (5, 5.0)):
+            record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
+            file.write(json.dumps({**record, "time_ms": later}) + "\n")
+    first._ends = True  # no more work for its thread: the process is gone
+    second = Tracker.start(config, "died", log_path, resume_step=4)
+    second.metrics(5, {"train/loss": 98.0})
+    second.metrics(6, {"train/loss": 6.0})
+    assert second.finish()
+    expected = [(step, float(step)) for step in range(1, 7)]
+    assert _history(config.uri, first.run_id, "train/loss") == expected
+    assert replay(log_path, config.uri) == 0
+
+
+def test_a_finished_run_that_goes_on_is_running_again(config, log_path):
+    first = Tracker.start(config, "long", log_path)
+    assert first.finish()
+    second = Tracker.start(config, "long", log_path)
+    assert second.flush(20)
+    assert second.run_id == first.run_id
+    assert MlflowClient(config.uri).get_run(first.run_id).info.status == "RUNNING"
+    second.finish()
+
+
+def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(config, log_path):
+    away = config.model_copy(update={"uri": NOWHERE})
+    first = Tracker.start(away, "killed", log_path)
+    first.metrics(1, {"train/loss": 3.0})
+    first.finish(timeout_s=0.1)
+    with open(log_path, "a") as file:
+        file.write('{"kind": "metrics", "step": 2, "val')
+    second = Tracker.start(config, "killed", log_path, resume_step=1)
+    second.metrics(2, {"train/loss": 2.0})
+    assert second.finish()
+    assert _history(config.uri, second.run_id, "train/loss") == [(1, 3.0), (2, 2.0)]
+
+
+def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):
+    first = Tracker.start(config, "one", log_path)
+    first.metrics(1, {"train/loss": 1.0})
+    assert first.finish()
+    other = Tracker.start(config, "two", log_path.with_name("two.jsonl"))
+    assert other.finish()
+    again = Tracker.start(config, "two", log_path, run_id=other.run_id)
+    again.metrics(1, {"train/loss": 2.0})
+    assert again.finish()
+    assert _history(config.uri, first.run_id, "train/loss") == [(1, 1.0)]
+    assert _history(config.uri, other.run_id, "train/loss") == [(1, 2.0)]
+    assert log_path.with_name(f"{first.run_id}.metrics.jsonl").exists()
+
+
+def test_a_run_that_is_gone_from_mlflow_is_made_anew(config, log_path):
+    tracker = Tracker.start(config, "orphan", log_path, run_id="0" * 32)
+    tracker.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert tracker.run_id == _only_run(config.uri).info.run_id != "0" * 32
+
+
+def test_values_that_are_not_finite_are_counted_across_restarts(config, log_path, tmp_path):
+    first = Tracker.start(config, "bad", log_path)
+    for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
+        first.metrics(step, {"train/loss": loss})
+    assert first.flush(20)
+    second = Tracker.start(config, "bad", tmp_path / "2.jsonl", run_id=first.run_id)
+    second.metrics(3, {"train/loss": float("nan")})
+    assert second.finish()
+    assert _history(config.uri, first.run_id, "train/loss") == [(0, 1.0), (3, 2.0)]
+    assert _history(config.uri, first.run_id, "train/loss_nonfinite") == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog):
+    tracker = Tracker.start(config, "odd", log_path)
+    tracker.metrics(1, {"train/loss": 1.0})
+    tracker.metrics(2, {"not#allowed": 1.0})
+    tracker.metrics(3, {"train/loss": 3.0})
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (3, 3.0)]
+    assert [r for r in caplog.messages if "refuses" in r and "not#allowed" in r]
+
+
+def test_a_step_with_more_values_than_one_request_takes(config, log_path):
+    tracker = Tracker.start(config, "wide", log_path)
+    tracker.metrics(1, {f"system/node-{i}/cpu": float(i) for i in range(1500)})
+    tracker.metrics(1, {f"more/node-{i}": float(i) for i in range(700)})
+    assert tracker.finish()
+    assert len(MlflowClient(config.uri).get_run(tracker.run_id).data.metrics) == 2200
+
+
+def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
+    config, log_path, tmp_path
+):
+    tracker = Tracker.start(config, "copy", log_path, params={"seed": "1"}, tags={"a": "b"})
+    for step in range(100):
+        tracker.metrics(step, {"train/loss": float(-step)})
+    tracker.metrics(100, {"train/loss": float("nan")})
+    assert tracker.finish()
+    other = f"sqlite:///{tmp_path}/other.db"
+    assert replay(log_path, other) == 101
+    assert replay(log_path, other) == 0
+    assert replay(log_path, config.uri) == 0
+    run = _only_run(other)
+    assert (run.info.run_name, run.info.status) == ("copy", "FINISHED")
+    assert (run.data.params, run.data.tags["a"]) == ({"seed": "1"}, "b")
+    for key in ("train/loss", "train/loss_nonfinite"):
+        expected = _history(config.uri, tracker.run_id, key)
+        assert _history(other, run.info.run_id, key) == expected
+
+
+def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
+    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
+    tracker.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
+    tracker.finish(timeout_s=0.1)
+    job = [sys.executable, str(ROOT / "jobs" / "replay.py")]
+    done = subprocess.run([*job, str(log_path), config.uri], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2 points were new\n")
+    wrong = subprocess.run([*job, str(log_path) + "x", config.uri], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "no such file" in wrong.stderr
+
+
+def test_replay_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such file, or it does not begin with a run"):
+        replay(tmp_path / "none.jsonl", "sqlite:///x.db")
+
+
+def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path, caplog):
+    secret = "http://user:hunter2@127.0.0.1:9"
+    tracker = Tracker.start(
+        config.model_copy(update={"uri": secret}),
+        "alone",
+        log_path,
+        params={"tracking.uri": secret},
+    )
+    for step in range(50):
+        tracker.metrics(step, {"train/loss": 1.0})
+    assert tracker.run_id is None
+    assert not tracker.flush(2.5)
+    assert not tracker.finish("FAILED", timeout_s=0.1)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len([w for w in warnings if "cannot be used" in w]) == 1
+    assert "jobs/replay.py" in warnings[-1]
+    assert "hunter2" not in log_path.read_text() + "".join(caplog.messages) + tracker.hint
+    assert replay(log_path, config.uri) == 50
+    run = _only_run(config.uri)
+    assert run.info.status == "FAILED"
+    assert run.data.params["tracking.uri"] == "http://127.0.0.1:9"
+
+
+def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        away = config.model_copy(update={"uri": uri})
+        tracker = Tracker.start(away, "held", log_path, wait_s=0.2)
+        for step in range(1000):
+            tracker.metrics(step, {"train/loss": 1.0})
+        assert tracker.run_id is None
+        assert not tracker.finish("FAILED", timeout_s=0.2)
+    assert replay(log_path, config.uri) == 1000
+
+
+def test_a_full_disk_loses_records_with_one_warning_but_not_the_training(config, tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    tracker = Tracker.start(config, "full", blocked / "metrics.jsonl")
+    for step in range(5):
+        tracker.metrics(step, {"train/loss": 1.0})
+    tracker.finish(timeout_s=1)
+    assert len([m for m in caplog.messages if "cannot be kept" in m]) == 1
+
+
+def _record_in_process(uri, folder, name):
+    tracker = Tracker.start(
+        TrackingConfig(uri=uri, experiment="trials"),
+        name,
+        Path(folder) / f"{name}.jsonl",
+        wait_s=60,
+    )
+    for step in range(200):
+        tracker.metrics(step, {"train/loss": float(step)})
+    sys.exit(0 if tracker.finish(timeout_s=60) else 1)
+
+
+def test_processes_that_start_at_once_on_a_new_sqlite_file_all_write_everything(config, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    names = [f"trial-{i}" for i in range(3)]
+    processes = [
+        context.Process(target=_record_in_process, args=(config.uri, str(tmp_path), name))
+        for name in names
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    client = MlflowClient(config.uri)
+    runs = client.search_runs([client.get_experiment_by_name("trials").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == names
+    for run in runs:
+        history = _history(config.uri, run.info.run_id, "train/loss")
+        assert history == [(step, float(step)) for step in range(200)]
+
+
+def test_opening_a_new_store_prints_nothing(tmp_path):
+    code = (
+        "from vit_ray.tracking.mlflow_client import open_client; "
+        f"open_client('sqlite:///{tmp_path}/deep/er/mlflow.db')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "deep/er/mlflow.db").exists()
+
+
+def test_a_deleted_experiment_says_how_to_get_it_back(config):
+    client = open_client(config.uri)
+    client.delete_experiment(experiment_id(client, config.uri, "trials"))
+    with pytest.raises(ValueError, match=r"'trials' has been deleted.*mlflow experiments restore"):
+        experiment_id(client, config.uri, "trials")
+
+
+@pytest.mark.parametrize(
+    ("uri", "safe"),
+    [
+        ("http://u:pw@host:5000/x", "http://host:5000/x"),
+        ("postgresql://u:pw@db/mlflow?password=pw", "postgresql://db/mlflow"),
+        ("sqlite:////a/b.db", "sqlite:////a/b.db"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_secrets_leave_addresses_and_texts(uri, safe):
+    assert safe_uri(uri) == safe
+    text = redact_uri(f"request to {uri}/api failed; again {uri}", uri)
+    assert "pw" not in text
+    assert safe in text
+
+
+def test_a_relative_sqlite_file_belongs_to_the_folder_of_the_command(tmp_path):
+    assert absolute_uri("sqlite:///m.db", tmp_path) == f"sqlite:///{tmp_path}/m.db"
+    assert absolute_uri("sqlite:////m.db", tmp_path) == "sqlite:////m.db"
+    assert absolute_uri("http://host", tmp_path) == "http://host"
+
+
+class Server:
+    """A real `mlflow server` on a port that stays its own over restarts."""
+
+    def __init__(self, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.process = None
+
+    def start(self):
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        with open(self.folder / "server.log", "a") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+            )
+        for _ in range(600):
+            assert self.process.poll() is None, (self.folder / "server.log").read_text()
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=1).read()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError("the MLflow server did not come up")
+
+    def stop(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(tmp_path)
+    open_client(f"sqlite:///{tmp_path}/server.db")  # the schema, quicker than the server would
+    yield server
+    server.stop()
+
+
+def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_path, caplog):
+    server.start()
+    config = TrackingConfig(uri=server.uri, experiment="trials")
+    tracker = Tracker.start(config, "outage", log_path, wait_s=60)
+    run_id = tracker.run_id
+    assert run_id is not None
+    tracker.metrics(0, {"train/loss": 0.0})
+    assert tracker.flush(60)
+    server.stop()
+    for step in range(1, 40):
+        tracker.metrics(step, {"train/loss": float(step)})
+    assert not tracker.flush(2)
+    tracker.artifact_text("note.txt", "kept through the outage")
+    server.start()
+    tracker.metrics(40, {"train/loss": 40.0})
+    assert tracker.finish(timeout_s=60)
+
+    assert [m for m in caplog.messages if run_id in m and "cannot be used" in m]
+    expected = [(step, float(step)) for step in range(41)]
+    assert _history(server.uri, run_id, "train/loss") == expected
+    assert replay(log_path, server.uri) == 0
+    assert _history(server.uri, run_id, "train/loss") == expected
+    client = MlflowClient(server.uri)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert [f.path for f in client.list_artifacts(run_id)] == ["note.txt"]

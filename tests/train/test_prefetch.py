@@ -1,0 +1,53 @@
+"""Batches that a thread reads ahead."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vit_ray.train.loop import Batch
+from vit_ray.train.prefetch import pin_batch, prefetch
+
+
+def batch(number: int) -> Batch:
+    return {"image": np.full((2, 4, 4, 3), number, np.uint8), "sample": np.array([number])}
+
+
+def doubled(one: Batch) -> Batch:
+    return {**one, "sample": one["sample"] * 2}
+
+
+def test_all_batches_come_prepared_and_in_order() -> None:
+    found = [int(one["sample"][0]) for one in prefetch((batch(n) for n in range(9)), doubled)]
+    assert found == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_the_next_is_read_while_one_is_used() -> None:
+    was_read = [threading.Event() for _ in range(3)]
+
+    def batches() -> Iterator[Batch]:
+        for number, event in enumerate(was_read):
+            event.set()
+            yield batch(number)
+
+    feed = prefetch(batches(), doubled)
+    assert was_read[0].wait(30)  # before anything was asked for
+    next(feed)
+    assert was_read[1].wait(30)
+
+
+def test_an_error_comes_where_its_batch_was_due() -> None:
+    def batches() -> Iterator[Batch]:
+        yield batch(0)
+        raise ValueError("too many bad images")
+
+    feed = prefetch(batches(), doubled)
+    assert int(next(feed)["sample"][0]) == 0
+    with pytest.raises(ValueError, match="too many bad images"):
+        next(feed)
+
+
+def test_without_a_gpu_nothing_is_copied() -> None:
+    one = batch(3)
+    assert pin_batch(one)["image"] is one["image"]

@@ -1,0 +1,1 @@
+"""What a person types: one module per command, which the files of `jobs/` call."""

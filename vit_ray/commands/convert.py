@@ -1,0 +1,56 @@
+"""The conversion job: from a recipe's `convert` section to a data set and a report."""
+
+from __future__ import annotations
+
+from vit_ray.config import Recipe
+from vit_ray.config.commands import ConvertConfig
+from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.launch.cluster import connect
+
+
+def run_convert(recipe: Recipe) -> int:
+    """Convert, and print what came of it.
+
+    Raises:
+        ValueError: the recipe has no `convert` section, or the source is wrong.
+    """
+    config = convert_of(recipe)
+    connect(recipe)
+    report = convert_from(config, recipe.seed)
+    print(
+        f"{config.destination}: {report.num_images} images of {report.num_classes} classes in "
+        f"{report.num_shards} shards, {report.bytes / 2**20:.1f} MiB; "
+        f"{report.num_rejected} files rejected"
+    )
+    return 0
+
+
+def convert_of(recipe: Recipe) -> ConvertConfig:
+    """The recipe's conversion.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if recipe.convert is None:
+        raise ValueError(
+            "convert is not set; give convert.source and convert.destination, such as "
+            "convert='{source: images/, destination: data/}'"
+        )
+    return recipe.convert
+
+
+def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
+    """Run `vit_ray.data.prepare.convert.convert` as the section says; Ray must be up."""
+    return convert(
+        config.source,
+        config.destination,
+        format=config.format,
+        seed=seed,
+        rows_per_row_group=config.rows_per_row_group,
+        shard_mib=config.shard_mib,
+        classes=config.classes,
+        shrink_to=config.shrink_to,
+        shrink_quality=config.shrink_quality,
+        max_rejected_fraction=config.max_rejected_fraction,
+        num_cpus=config.cpus_per_task,
+    )

@@ -1,0 +1,80 @@
+"""The jobs that look after data sets: verify, subset and deduplicate."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from vit_ray.config import Recipe
+from vit_ray.data.prepare.deduplicate import deduplicate
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import verify
+from vit_ray.launch.cluster import connect
+
+_SHOWN = 20
+SectionType = TypeVar("SectionType")
+
+
+def run_verify(recipe: Recipe) -> int:
+    """Check a data set, print what is wrong and what to do; 1 if anything is.
+
+    Raises:
+        ValueError: the recipe has no `verify` section, or there is no such data set.
+    """
+    config = _section(recipe.verify, "verify", "verify.path")
+    connect(recipe)
+    report = verify(config.path, decode_fraction=config.decode_fraction)
+    for problem in report.problems[:_SHOWN]:
+        where = f"{problem.file} {problem.key}".strip()
+        print(f"{where}: {problem.what}")
+    if len(report.problems) > _SHOWN:
+        print(f"... and {len(report.problems) - _SHOWN} more")
+    print(
+        f"{config.path}: {report.num_images} images in {report.num_files} files checked, "
+        f"{report.num_decoded} decoded, {len(report.problems)} problems; {report.advice()}"
+    )
+    return 1 if report.problems else 0
+
+
+def run_subset(recipe: Recipe) -> int:
+    """Write the manifest of a part of a data set.
+
+    Raises:
+        ValueError: the recipe has no `subset` section, or the part cannot be taken.
+    """
+    config = _section(recipe.subset, "subset", "subset.source and subset.destination")
+    part = subset(
+        config.source,
+        config.destination,
+        count=config.count,
+        fraction=config.fraction,
+        seed=recipe.seed,
+    )
+    print(f"{config.destination}: {part.num_images} images of {config.source}, by manifest alone")
+    return 0
+
+
+def run_deduplicate(recipe: Recipe) -> int:
+    """Write the manifest of a data set without the images of evaluation sets.
+
+    Raises:
+        ValueError: the recipe has no `deduplicate` section, or a data set is missing.
+    """
+    config = _section(recipe.deduplicate, "deduplicate", "deduplicate.source")
+    connect(recipe)
+    report = deduplicate(
+        config.source,
+        list(config.evaluation_sets),
+        config.destination,
+        max_distance=config.max_distance,
+    )
+    print(
+        f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
+        f"of {report.num_images} images left out; duplicates.parquet lists them"
+    )
+    return 0
+
+
+def _section(section: SectionType | None, name: str, keys: str) -> SectionType:
+    if section is None:
+        raise ValueError(f"{name} is not set; give {keys} in the recipe or as key=value.")
+    return section

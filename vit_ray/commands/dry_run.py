@@ -1,0 +1,83 @@
+"""What `--dry-run` says beyond the resolved recipe: steps, batches, memory, exaFLOPs."""
+
+from __future__ import annotations
+
+from vit_ray.commands.plan import (
+    PlannedCluster,
+    TrainingFacts,
+    data_facts,
+    describe_work,
+    planned_cluster,
+)
+from vit_ray.config import Recipe
+from vit_ray.config.training import accumulation_steps
+from vit_ray.experiments.sweep import sweep_of, trial_recipe
+from vit_ray.launch.preflight import check_batch
+from vit_ray.measure.memory import MemoryEstimate
+from vit_ray.train.memory_estimate import estimate_memory, largest_micro_batch
+from vit_ray.train.micro_batch import micro_batch_size
+
+
+def describe_training(recipe: Recipe) -> str:
+    """Steps, batch, memory and compute of a training; reads the manifest and starts nothing.
+
+    Raises:
+        ValueError: as `plan_run`; `data.train` may be a placeholder if `plan` tells the counts.
+    """
+    facts = data_facts(recipe)
+    check_batch(recipe, facts.num_images)
+    cluster = planned_cluster(recipe)
+    lines = describe_work(recipe, facts, cluster)
+    for world_size in _shown_sizes(recipe):
+        lines += _describe_group(recipe, facts, cluster, world_size)
+    return "\n".join(lines)
+
+
+def _shown_sizes(recipe: Recipe) -> list[int]:
+    """Every group size of a short elastic range, the ends of a long one."""
+    sizes = recipe.group_sizes
+    return sizes if len(sizes) <= 4 else [sizes[0], sizes[-1]]
+
+
+def _describe_group(
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
+) -> list[str]:
+    batch = recipe.train.global_batch_size
+    micro, note = _micro_batch(recipe, facts, cluster, world_size)
+    passes = accumulation_steps(batch, micro, world_size)
+    memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
+    workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
+    return [
+        f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} x "
+        f"{passes} pass{'es' if passes > 1 else ''}",
+        f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
+        *_memory_parts(memory),
+    ]
+
+
+def _memory_parts(memory: MemoryEstimate) -> list[str]:
+    return [f"    {name:<20}{value:8.2f} GiB" for name, value in vars(memory).items()]
+
+
+def _micro_batch(
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
+) -> tuple[int, str]:
+    """Images per pass, and a note where `auto` is settled only by trial."""
+    is_auto = recipe.train.micro_batch_size == "auto"
+    if not is_auto or recipe.workers.use_gpu is False:
+        return micro_batch_size(recipe, world_size), ""
+    largest = largest_micro_batch(recipe, facts.num_classes, world_size, cluster.device.memory_gib)
+    if largest is None:
+        return 1, f" (does not fit a {recipe.plan.device})"
+    return largest, f" (the most that fits a {recipe.plan.device}, by estimate)"
+
+
+def describe_sweep(recipe: Recipe) -> str:
+    """The trials of a sweep, and the plan of one of them."""
+    config = sweep_of(recipe)
+    rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
+    trial = trial_recipe(recipe, config.learning_rates[0])
+    return (
+        f"{len(config.learning_rates)} trials (learning rates {rates}), then {config.seeds} "
+        f"runs on the full training set\n\none trial:\n{describe_training(trial)}"
+    )

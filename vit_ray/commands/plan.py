@@ -1,0 +1,230 @@
+"""What a recipe costs on a cluster, for every ZeRO stage, before anything is started.
+
+Memory is counted on models without memory, traffic and time are arithmetic on data sheets; no GPU,
+no data and no Ray are needed where the recipe tells `plan.num_images` and `plan.num_classes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vit_ray.config import Recipe
+from vit_ray.config.training import accumulation_steps
+from vit_ray.launch.preflight import plan_run
+from vit_ray.measure.devices import Device, device_names, find_device
+from vit_ray.measure.memory import MemoryEstimate
+from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
+from vit_ray.models.flops import forward_macs
+from vit_ray.train.memory_estimate import (
+    count_parameters,
+    estimate_memory,
+    largest_micro_batch,
+    state_shape,
+)
+
+STAGES = (0, 1, 2, 3)
+# A recipe that leaves the place of its data to the user says so with this name.
+PLACEHOLDER = "s3://BUCKET"
+NETWORK_GB_PER_S = 50.0  # 400 Gbit/s for each GPU, as in HGX and DGX H100 reference designs
+GPUS_PER_SERVER = 8
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the data make of a recipe, and its work."""
+
+    num_images: int
+    num_classes: int
+    source: str
+    """Where the two counts are from."""
+    total_steps: int
+    forward_macs: int
+    exaflops: float
+
+    @property
+    def is_told(self) -> bool:
+        """The counts are the recipe's word, and no data set was opened."""
+        return self.source.startswith("plan.")
+
+
+def told_facts(recipe: Recipe) -> TrainingFacts:
+    """From `plan.num_images` and `plan.num_classes`, or from the data set if they are not told.
+
+    Raises:
+        ValueError: neither is there, or the data set is missing or broken.
+    """
+    if recipe.plan.num_images is None:
+        return data_facts(recipe)
+    return _facts(recipe, recipe.plan.num_images, recipe.plan.num_classes or 0, "plan.num_images")
+
+
+def data_facts(recipe: Recipe) -> TrainingFacts:
+    """From the data set in `data.train`, or as told while that is still a placeholder.
+
+    Raises:
+        ValueError: as `told_facts`.
+    """
+    train = recipe.data.train
+    if train is None or train.startswith(PLACEHOLDER):
+        if recipe.plan.num_images is None:
+            raise ValueError(
+                f"data.train={train!r} is no data set; give the folder of a converted one, or tell "
+                "plan.num_images and plan.num_classes"
+            )
+        return told_facts(recipe)
+    plan = plan_run(recipe)
+    return _facts(recipe, plan.num_images, plan.manifest.num_classes, train)
+
+
+def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> TrainingFacts:
+    model, batch = recipe.model, recipe.train.global_batch_size
+    steps = recipe.optim.total_steps(num_images, batch)
+    macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
+    exaflops = 6 * macs * steps * batch / 1e18
+    return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
+
+
+@dataclass(frozen=True)
+class PlannedCluster:
+    """The cluster that a plan reckons with."""
+
+    device: Device
+    num_gpus: int
+    pace: Pace
+
+
+def planned_cluster(recipe: Recipe) -> PlannedCluster:
+    """The recipe's `plan` section with what it leaves unset filled in.
+
+    Raises:
+        ValueError: the device is not known, or its number does not divide the batch.
+    """
+    plan, batch = recipe.plan, recipe.train.global_batch_size
+    device = find_device(plan.device)
+    if device is None:
+        raise ValueError(
+            f"plan.device={plan.device!r} is not known; use one of {', '.join(device_names())}"
+        )
+    num_gpus = plan.num_gpus or recipe.group_sizes[-1]
+    if batch % num_gpus:
+        raise ValueError(
+            f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
+            f"{max(n for n in range(1, num_gpus + 1) if batch % n == 0)} or another divisor"
+        )
+    default_link = device.link_gb_per_s if num_gpus <= GPUS_PER_SERVER else NETWORK_GB_PER_S
+    peak = device.bf16_flops if recipe.train.precision == "bf16" else device.fp32_flops
+    return PlannedCluster(
+        device, num_gpus, Pace(peak, plan.mfu, plan.link_gb_per_s or default_link)
+    )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One ZeRO stage on the cluster."""
+
+    stage: int
+    largest_micro_batch: int | None
+    """None: not even one image fits."""
+    micro_batch: int
+    """The recipe's, or the largest; 1 where none fits."""
+    memory: MemoryEstimate
+    traffic: Traffic
+    time: StepTime
+
+
+def plan_stage(
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, stage: int
+) -> StagePlan:
+    """Memory, traffic and time of the recipe under a stage.
+
+    Raises:
+        ValueError: the recipe's micro-batch does not divide a worker's share.
+    """
+    batch, size = recipe.train.global_batch_size, cluster.num_gpus
+    largest = largest_micro_batch(recipe, facts.num_classes, size, cluster.device.memory_gib, stage)
+    wanted = recipe.train.micro_batch_size
+    micro = wanted if isinstance(wanted, int) else largest or 1
+    passes = accumulation_steps(batch, micro, size)
+    traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
+    every = recipe.train.activation_checkpointing
+    return StagePlan(
+        stage,
+        largest,
+        micro,
+        estimate_memory(recipe, facts.num_classes, micro, size, stage),
+        traffic,
+        cluster.pace.step_time(
+            facts.forward_macs, batch / size, 1 / every if every else 0.0, traffic
+        ),
+    )
+
+
+def describe_plan(recipe: Recipe) -> str:
+    """The text of `jobs/plan.py`: the work, then a column for each ZeRO stage."""
+    facts = told_facts(recipe)
+    cluster = planned_cluster(recipe)
+    stages = [plan_stage(recipe, facts, cluster, stage) for stage in STAGES]
+    lines = [
+        *describe_work(recipe, facts, cluster),
+        "",
+        *_stage_table(recipe, facts, stages, cluster),
+    ]
+    return "\n".join(lines)
+
+
+def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
+    """Lines on images, steps, model, exaFLOPs and device hours."""
+    batch, pace = recipe.train.global_batch_size, cluster.pace
+    epochs = facts.total_steps * batch / facts.num_images
+    parameters = count_parameters(recipe, facts.num_classes)
+    return [
+        f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
+        f"({facts.source})",
+        f"steps                   {facts.total_steps:,} of {batch:,} images: {epochs:.2f} epochs",
+        f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
+        f"{facts.forward_macs / 1e9:.4g} GMAC per image",
+        f"training                {describe_cost(recipe, facts)}",
+        f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
+        f"{cluster.device.memory_gib:.4g} GiB each, {pace.link_gb_per_s:g} GB/s sent by each",
+    ]
+
+
+def describe_cost(recipe: Recipe, facts: TrainingFacts) -> str:
+    """exaFLOPs and device hours, as headers of recipes state them."""
+    hours = planned_cluster(recipe).pace.device_hours(facts.exaflops)
+    return (
+        f"{facts.exaflops:,.4g} exaFLOPs, {hours:,.4g} {recipe.plan.device}-hours at "
+        f"{recipe.plan.mfu * 100:g} % MFU"
+    )
+
+
+def _stage_table(
+    recipe: Recipe, facts: TrainingFacts, stages: list[StagePlan], cluster: PlannedCluster
+) -> list[str]:
+    run_s = [stage.time.most_s * facts.total_steps for stage in stages]
+    batch = recipe.train.global_batch_size
+    rows: list[tuple[str, list[str]]] = [
+        ("ZeRO stage", [str(stage.stage) for stage in stages]),
+        ("largest micro-batch", [str(s.largest_micro_batch or "none") for s in stages]),
+        ("planned micro-batch", [str(s.micro_batch) for s in stages]),
+        ("passes per step", [str(batch // s.micro_batch // cluster.num_gpus) for s in stages]),
+        ("GiB per GPU, total", [f"{s.memory.total:.2f}" for s in stages]),
+    ]
+    for part in vars(stages[0].memory):
+        rows.append((f"  {part}", [f"{getattr(s.memory, part):.2f}" for s in stages]))
+    rows += [
+        ("GB sent per GPU and step", [f"{s.traffic.total / 1e9:.2f}" for s in stages]),
+        ("  gradients", [f"{s.traffic.gradients / 1e9:.2f}" for s in stages]),
+        ("  weights", [f"{s.traffic.weights / 1e9:.2f}" for s in stages]),
+        ("step in s, none hidden", [f"{s.time.most_s:.3f}" for s in stages]),
+        ("  computing", [f"{s.time.compute_s:.3f}" for s in stages]),
+        ("  communicating", [f"{s.time.communication_s:.3f}" for s in stages]),
+        ("step in s, all hidden", [f"{s.time.least_s:.3f}" for s in stages]),
+        (
+            "images per s and GPU",
+            [f"{batch / s.time.most_s / cluster.num_gpus:.0f}" for s in stages],
+        ),
+        ("run in days", [f"{seconds / DAY_S:.2f}" for seconds in run_s]),
+        ("core-days (GPU-days)", [f"{s / DAY_S * cluster.num_gpus:.1f}" for s in run_s]),
+    ]
+    return [f"{name:<26}" + "".join(f"{value:>10}" for value in values) for name, values in rows]

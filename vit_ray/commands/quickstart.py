@@ -1,0 +1,54 @@
+"""The main job in small: digits to parquet, pre-training, a sweep at a higher resolution."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from vit_ray.commands.convert import convert_from
+from vit_ray.commands.tables import print_result, print_sweep
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.commands import ConvertConfig
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare.digits import write_digits
+from vit_ray.experiments.sweep import run_sweep
+from vit_ray.launch.cluster import connect
+from vit_ray.launch.run import train
+
+SWEEP_RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits_sweep.yaml"
+
+
+def run_quickstart(recipe: Recipe) -> int:
+    """Convert, pre-train, sweep, and print a table; finished parts are not done again."""
+    start_s = time.monotonic()
+    sweep = load_recipe(SWEEP_RECIPE).with_changes(
+        output=recipe.output,
+        init_from=f"{recipe.output}/{recipe.name}",
+        data={"train": recipe.data.train, "eval": recipe.data.eval},
+        tracking=recipe.tracking.model_dump(mode="json"),
+    )
+    connect(recipe)
+    _convert_digits(recipe)
+    code = print_result(train(recipe)) or print_sweep(run_sweep(sweep))
+    print(f"All of it took {time.monotonic() - start_s:.0f} s.")
+    return code
+
+
+def _is_converted(path: str) -> bool:
+    try:
+        open_dataset(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _convert_digits(recipe: Recipe) -> None:
+    images = Path(recipe.output).parent / "images"
+    for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
+        assert destination is not None
+        if _is_converted(destination):
+            continue
+        write_digits(images)  # again, if it was interrupted: the files are the same
+        config = ConvertConfig(source=str(images / split), destination=destination)
+        report = convert_from(config, recipe.seed)
+        print(f"{destination}: {report.num_images} digits in {report.num_shards} shard(s)")

@@ -1,0 +1,77 @@
+"""What a job prints when it has ended: tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from vit_ray.experiments.sweep import SweepResult
+from vit_ray.launch.run import RunResult
+
+_SHOWN = (
+    ("eval/top1", "top-1 accuracy", "{:.2%}"),
+    ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
+    ("eval/loss", "evaluation loss", "{:.4f}"),
+    ("train/loss", "last training loss", "{:.4f}"),
+    ("train/images_per_s", "images/s", "{:.0f}"),
+    ("data/wait_fraction", "share of time waiting for data", "{:.1%}"),
+    ("perf/mfu", "MFU", "{:.1%}"),
+    ("startup/first_step_s", "Ray up to first step, s", "{:.1f}"),
+)
+
+
+def print_result(result: RunResult) -> int:
+    """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
+    table = Table(title=f"{result.name}: step {result.steps} of {result.total_steps}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, title, form in _SHOWN:
+        if key in result.metrics:
+            table.add_row(title, form.format(result.metrics[key]))
+    for key, value in sorted(result.metrics.items()):
+        if key.startswith("few_shot/"):
+            table.add_row(key.removeprefix("few_shot/").replace("_", " "), f"{value:.2%}")
+    _show(table)
+    note = " (it was complete before)" if result.already_complete else ""
+    print(f"checkpoint: {result.checkpoint}{note}")
+    if result.hint:
+        print(f"MLflow page: {result.hint}")
+    return 0 if result.is_complete else 3
+
+
+def print_sweep(result: SweepResult | None) -> int:
+    """The grid, the choice and the test accuracy; exit code 3 if it was stopped on request."""
+    if result is None:
+        print("stopped on request; the same command goes on from the checkpoints of its runs")
+        return 3
+    table = Table(title="Learning rates, chosen on the dev split")
+    table.add_column("learning rate", justify="right")
+    table.add_column("dev top-1", justify="right")
+    table.add_column("")
+    for row in result.rows:
+        accuracy = f"{row.dev_top1:.2%}" if row.dev_top1 is not None else f"failed: {row.error}"
+        chosen = "chosen" if row.learning_rate == result.learning_rate else ""
+        table.add_row(f"{row.learning_rate:g}", accuracy, chosen)
+    _show(table)
+    runs = "run" if len(result.test_top1) == 1 else "runs"
+    print(
+        f"test top-1, trained on all data: {result.mean:.2%} +- {result.deviation:.2%} "
+        f"({len(result.test_top1)} {runs})"
+    )
+    print(f"MLflow page: {result.hint}")
+    return 0
+
+
+def print_metrics(metrics: dict[str, float]) -> int:
+    """Figures of an evaluation."""
+    table = Table(title="Evaluation")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, value in sorted(metrics.items()):
+        table.add_row(key, f"{value:.4f}")
+    _show(table)
+    return 0
+
+
+def _show(table: Table) -> None:
+    Console().print(table)

@@ -1,0 +1,22 @@
+"""One training or evaluation, and what is printed of it."""
+
+from __future__ import annotations
+
+from vit_ray.commands.tables import print_metrics, print_result
+from vit_ray.config import Recipe
+from vit_ray.launch import run
+
+
+def pretrain(recipe: Recipe) -> int:
+    """Train from the start, or go on from the newest checkpoint of this name."""
+    return print_result(run.train(recipe))
+
+
+def finetune(recipe: Recipe) -> int:
+    """Train from the weights in `init_from` with a new head."""
+    return print_result(run.finetune(recipe))
+
+
+def evaluate(recipe: Recipe) -> int:
+    """Measure the weights in `init_from`."""
+    return print_metrics(run.evaluate(recipe))

@@ -1,0 +1,32 @@
+"""A trained model on the CPU of the driver, for jobs that read weights: no Ray, no DeepSpeed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vit_ray.config import Recipe
+from vit_ray.models import build_model
+from vit_ray.models.weights.state_dicts import LoadReport
+from vit_ray.train.init_weights import open_weights
+
+# A model that was pre-trained without labels, or published without a head, has no classes; its
+# fresh head of one class is zero.
+_NO_CLASSES = 1
+
+
+def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module, LoadReport]:
+    """The recipe's model with the weights of `init_from`, as many classes as these have.
+
+    Args:
+        recipe: `model` and `init_from` (whatever `open_weights` reads).
+        averaged: take the averaged weights of a checkpoint; None = if it has any.
+
+    Raises:
+        ValueError: nothing is given, or it is not whole, or it does not fit the model.
+    """
+    if recipe.init_from is None:
+        raise ValueError("init_from is not set; give the run, checkpoint or weight file to read")
+    weights = open_weights(recipe.init_from, averaged)
+    config, classes = recipe.model, weights.num_classes or _NO_CLASSES
+    model = build_model(config.name, classes, config.image_size, **config.options()).eval()
+    return model, weights.load_into(model, "auto", recipe.init_resize)

@@ -1,0 +1,165 @@
+"""The sections of a recipe that single commands read: data preparation, sweeps, studies, plans."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from vit_ray.config.section import Fraction, Positive, PositiveFloat, Section
+from vit_ray.config.training import ModelConfig
+
+
+class ConvertConfig(Section):
+    """From images as they lie to a sharded parquet data set."""
+
+    source: str
+    """Folder of class folders, tar shards, parquet, CSV or JSONL; local or `s3://`."""
+    destination: str
+    """Folder or `s3://` prefix of the new data set."""
+    format: Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl"] = "auto"
+    """Layout of the source."""
+    rows_per_row_group: Positive = 64
+    """Images per row group: the smallest unit that is read."""
+    shard_mib: Positive = 256
+    """Target size of a parquet file in MiB."""
+    max_rejected_fraction: Fraction = 0.1
+    """Refuse to commit when more of the source than this cannot be read as images."""
+    classes: tuple[str, ...] | None = None
+    """Class names in label order; unset = those that the source declares, or its sorted labels."""
+    shrink_to: Positive | None = None
+    """Re-encode images whose shorter side is longer than this; unset = keep every byte."""
+    shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
+    """JPEG quality of re-encoded images."""
+    cpus_per_task: PositiveFloat = 1.0
+    """CPUs that one conversion task reserves."""
+
+
+class VerifyConfig(Section):
+    """Checking a data set against its manifest."""
+
+    path: str
+    """Converted data set: a folder or `s3://` prefix."""
+    decode_fraction: Fraction = 0.01
+    """Share of the images to decode; checksums of all are checked always."""
+
+
+class SubsetConfig(Section):
+    """A nested part of a data set, by manifest alone."""
+
+    source: str
+    """Converted data set to take from."""
+    destination: str
+    """Folder of the new manifest."""
+    count: Positive | None = None
+    """Images to take; give this or `fraction`."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the images to take; give this or `count`."""
+
+
+class DeduplicateConfig(Section):
+    """Removing what a pre-training set shares with evaluation sets, by manifest alone."""
+
+    source: str
+    """Converted pre-training set."""
+    evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    """Converted sets whose images, exact or near, are left out."""
+    destination: str
+    """Folder of the new manifest and of the list of what was left out."""
+    max_distance: Annotated[int, Field(ge=0, le=128)] = 60
+    """Bits of 256 by which two perceptual hashes may differ."""
+
+
+class SweepConfig(Section):
+    """A grid of fine-tuning learning rates (Table 4), chosen on a dev split, then retrained."""
+
+    learning_rates: tuple[PositiveFloat, ...] = (0.001, 0.003, 0.01, 0.03)
+    """The grid."""
+    dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    """Share of the training set that chooses the rate: ImageNet 0.01, CIFAR 0.02, Pets 0.1."""
+    seeds: Positive = 3
+    """Runs on the full training set with the chosen rate; mean and deviation are reported."""
+    max_concurrent: Positive | None = None
+    """Trials at a time; unset = what the cluster holds."""
+
+    @model_validator(mode="after")
+    def _a_grid(self) -> SweepConfig:
+        if not self.learning_rates or len(set(self.learning_rates)) < len(self.learning_rates):
+            raise ValueError(
+                f"learning_rates={list(self.learning_rates)} must hold one or more different rates"
+            )
+        return self
+
+
+class StudyModel(Section):
+    """One row of a scaling study."""
+
+    label: str
+    """Name of the row in tables and figures."""
+    model: ModelConfig
+    """The model of the row."""
+    learning_rate: PositiveFloat | None = None
+    """Peak rate of the row; unset = the recipe's."""
+
+
+class StudyConfig(Section):
+    """A grid of models by data sizes; each cell is pre-trained and few-shot evaluated."""
+
+    models: tuple[StudyModel, ...] = Field(min_length=1)
+    """The rows."""
+    data_fractions: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] = (1.0,)
+    """Nested parts of the training set."""
+    epochs: tuple[PositiveFloat, ...] = (7.0,)
+    """Lengths; every model and data size is trained for each."""
+
+
+class ExportConfig(Section):
+    """Weights for other programs, from a run, a checkpoint or a published file."""
+
+    path: str
+    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; for
+    huggingface also a folder that `from_pretrained` reads."""
+    layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
+    """Whose names and shapes the tensors get."""
+    averaged: bool | None = None
+    """Averaged weights of a checkpoint; unset = if it has any."""
+
+
+class InspectConfig(Section):
+    """Figures of what a trained model looks at."""
+
+    images: str
+    """Folder of images, local or `s3://`, searched with its subfolders."""
+    path: str = "inspection"
+    """Local folder that the figures are written to."""
+    num_images: Positive = 128
+    """Images that attention distance is averaged over (the paper's number), over the folder."""
+    averaged: bool | None = None
+    """Averaged weights of a checkpoint; unset = if it has any."""
+
+
+class PlanConfig(Section):
+    """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` reckon with."""
+
+    device: str = "H200"
+    """GPU: part of the name that its driver reports, such as H200, H100, A100."""
+    num_gpus: Positive | None = None
+    """GPUs, one per worker; unset = the most of `workers.num_workers`."""
+    mfu: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
+    """Share of the GPU's dense peak that training is assumed to reach, communication aside."""
+    link_gb_per_s: PositiveFloat | None = None
+    """GB/s (1000^3) that a GPU sends; unset = the data sheet's link for up to 8 GPUs (one server),
+    and 50 for more (a port of 400 Gbit/s for each GPU)."""
+    num_images: Positive | None = None
+    """Training images, told instead of read from `data.train`."""
+    num_classes: Positive | None = None
+    """Classes, told instead of read from `data.train`."""
+
+    @model_validator(mode="after")
+    def _told_in_pairs(self) -> PlanConfig:
+        if (self.num_images is None) != (self.num_classes is None):
+            raise ValueError(
+                "num_images and num_classes go together; "
+                f"given {self.num_images} and {self.num_classes}"
+            )
+        return self

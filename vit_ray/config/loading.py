@@ -1,0 +1,88 @@
+"""Recipes from YAML: `base` files, `key.sub=value` overrides, and clear refusals."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit_ray.config.schema import Recipe, recipe_from_dict
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
+
+    Args:
+        path: YAML file; a key `base` names another recipe, relative to it, that it changes.
+        overrides: `dotted.key=value`, the value in YAML.
+
+    Raises:
+        ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), an
+            ill-typed or impossible value (with its dotted key).
+    """
+    tree = _read_tree(Path(path), seen=())
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return recipe_from_dict(tree, where=str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 3e-4 is a number (YAML 1.1 would read a string)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not valid YAML: {error}") from None
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 3)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ValueError(f"recipe {str(path)!r}: no such file{hint}")
+    if path.resolve() in seen:
+        raise ValueError(f"recipe {str(path)!r}: base names the recipe itself")
+    tree = _parse(path.read_text(), str(path))
+    if not isinstance(tree, dict):
+        raise ValueError(f"recipe {str(path)!r}: expected a mapping of sections, got {tree!r}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read_tree(path.parent / str(base), (*seen, path.resolve())), tree)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ValueError(f"override {override!r}: {parent} is a value, not a section")
+        node = child
+    node[last] = _parse(text, f"override {override!r}")

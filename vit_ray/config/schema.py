@@ -1,0 +1,141 @@
+"""The recipe: every knob of every job, with default, unit and check, in one frozen tree.
+
+Other rooms take the section they need; nothing edits a recipe after it is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vit_ray.config.commands import (
+    ConvertConfig,
+    DeduplicateConfig,
+    ExportConfig,
+    InspectConfig,
+    PlanConfig,
+    StudyConfig,
+    SubsetConfig,
+    SweepConfig,
+    VerifyConfig,
+)
+from vit_ray.config.section import NotNegative, Section
+from vit_ray.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    TrackingConfig,
+    TrainConfig,
+    WorkersConfig,
+)
+from vit_ray.config.validation import validated, value_text
+
+
+class Recipe(Section):
+    """Everything that decides what a job does."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    """Run name: folder of its checkpoints, and how it is resumed."""
+    seed: NotNegative = 0
+    """Initial weights, order, augmentation and dropout."""
+    output: str = "runs"
+    """Folder or `s3://` prefix under which runs keep their checkpoints."""
+    resume: bool | Literal["auto"] = "auto"
+    """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it."""
+    init_from: str | None = None
+    """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
+    folder of Hugging Face; local or `s3://`."""
+    init_resize: Literal["bilinear", "bicubic"] = "bilinear"
+    """How positions of `init_from` reach another resolution: as the paper's code, or as timm and
+    transformers."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvalConfig = EvalConfig()
+    workers: WorkersConfig = WorkersConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    convert: ConvertConfig | None = None
+    verify: VerifyConfig | None = None
+    subset: SubsetConfig | None = None
+    deduplicate: DeduplicateConfig | None = None
+    sweep: SweepConfig | None = None
+    study: StudyConfig | None = None
+    plan: PlanConfig = PlanConfig()
+    export: ExportConfig | None = None
+    inspect: InspectConfig | None = None
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Worker counts that training may have: those that divide its batch; all if none does."""
+        sizes = list(self.workers.sizes)
+        return [n for n in sizes if self.train.global_batch_size % n == 0] or sizes
+
+    @property
+    def run_folder(self) -> str:
+        """Where the run of this name keeps its checkpoints."""
+        return f"{self.output.rstrip('/')}/{self.name}"
+
+    def flat(self) -> dict[str, str]:
+        """Dotted keys to values as text, as MLflow's parameters take them."""
+        return {key: value_text(value) for key, value in _leaves(self.model_dump(), "")}
+
+    def with_absolute_paths(self) -> Recipe:
+        """The same with local paths made absolute: workers run in folders of their own."""
+        few_shot = {key: getattr(self.evaluate, key) for key in ("few_shot_train", "few_shot_test")}
+        return self.with_changes(
+            output=_absolute(self.output),
+            init_from=_absolute(self.init_from),
+            data={"train": _absolute(self.data.train), "eval": _absolute(self.data.eval)},
+            evaluate={key: _absolute(path) for key, path in few_shot.items()},
+            tracking={"uri": _absolute_sqlite(self.tracking.uri)},
+        )
+
+    def with_changes(self, **sections: Any) -> Recipe:
+        """A checked copy; a dict changes the named keys of a section, anything else replaces it.
+
+        Raises:
+            ValueError: as `load_recipe`.
+        """
+        tree = self.model_dump(mode="json")
+        for key, value in sections.items():
+            old = tree.get(key)
+            tree[key] = (
+                {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            )
+        return recipe_from_dict(tree, where=f"recipe {self.name!r}")
+
+
+def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
+    """A checked recipe from plain data.
+
+    Raises:
+        ValueError: as `load_recipe`; every problem is listed.
+    """
+    return validated(Recipe, tree, where)
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _absolute_sqlite(uri: str) -> str:
+    scheme = "sqlite:///"
+    if not uri.startswith(scheme) or uri.startswith(f"{scheme}/"):
+        return uri
+    return scheme + str(Path(uri.removeprefix(scheme)).absolute())
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found += _leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found

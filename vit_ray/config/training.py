@@ -1,0 +1,345 @@
+"""The sections of a recipe that decide what one training does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from vit_ray.config.section import (
+    Fraction,
+    ImageSize,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+
+class ModelConfig(Section):
+    """Which model, and the options that the paper varies."""
+
+    name: str = "ViT-B/16"
+    """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or a family with its size in full: `ViT`,
+    `Axial-ViT`, `R+ViT`, `ResNet`, `AxialResNet`."""
+    image_size: ImageSize = 224
+    """Input side in pixels, or (height, width)."""
+    depth: Positive | None = None
+    """Transformer blocks; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    width: Positive | None = None
+    """Token width D; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    mlp_dim: Positive | None = None
+    """Hidden width of the MLP; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    num_heads: Positive | None = None
+    """Attention heads; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    patch_size: Positive | None = None
+    """Patch side in pixels; of `ViT`, `Axial-ViT` only."""
+    stages: tuple[Positive, ...] | None = None
+    """Units of each stage; of `R+ViT`, `ResNet`, `AxialResNet` only."""
+    width_factor: Positive | None = None
+    """Factor on the widths of a ResNet (64 in its first stage); of the same three only."""
+    positions: Literal["none", "learned_1d", "learned_2d", "relative"] | None = None
+    """Position embedding of Table 8; unset = the model's own default."""
+    positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None
+    """Where positions are added."""
+    pool: Literal["cls", "gap"] | None = None
+    """Classifier input: the class token, or the mean over patch tokens."""
+    representation: bool | None = None
+    """The tanh layer before the head, used in pre-training."""
+    head_bias: float | None = None
+    """Initial bias of the head: -10 for ImageNet-21k, -6.9 for ImageNet with sigmoid loss."""
+    dropout: Fraction | None = None
+    """Dropout after every dense layer but q, k, v, and after the positions."""
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for `build_model`: only what the recipe sets."""
+        given = self.model_dump(exclude={"name", "image_size"})
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class AugmentConfig(Section):
+    """How an encoded image becomes a square of pixels; random numbers are keyed by sample."""
+
+    kind: Literal["inception_crop", "resize_crop", "resize", "center_crop"] = "inception_crop"
+    """Inception crop, BiT's resize and random crop, plain resize, or resize and centre crop."""
+    min_area: Fraction = 0.05
+    """Smallest share of the image's area that an inception crop takes."""
+    max_area: Fraction = 1.0
+    """Largest share of the image's area that an inception crop takes."""
+    resize: Positive | None = None
+    """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
+    flip: bool = True
+    """Mirror half of the images."""
+
+    @model_validator(mode="after")
+    def _areas_in_order(self) -> AugmentConfig:
+        if self.min_area > self.max_area:
+            raise ValueError(
+                f"min_area={self.min_area} is larger than max_area={self.max_area}; "
+                "give a range from small to large"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """Which data sets, and how they are streamed."""
+
+    train: str | None = None
+    """Converted training set: a folder or `s3://` prefix."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Train on this share of `train`; smaller shares are subsets of larger ones."""
+    eval: str | None = None
+    """Converted set for accuracy; unset = none, or the held-out part of `train`."""
+    held_out_fraction: Fraction = 0.0
+    """Share of `train` set aside (keyed by `seed`) and evaluated on when `eval` is unset."""
+    augment: AugmentConfig = AugmentConfig()
+    """Training images."""
+    eval_augment: AugmentConfig = AugmentConfig(kind="center_crop", flip=False)
+    """Evaluation images."""
+    max_bad_fraction: Fraction = 0.001
+    """Undecodable images tolerated before the run stops, as a share of the data set."""
+    cpus_per_task: PositiveFloat = 0.66
+    """CPUs that one read-and-decode task reserves. Below 1, since each waits a part of its time
+    for storage and for its turn: three tasks keep two cores busy."""
+    max_tasks: Positive | None = None
+    """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
+    decode: Literal["host", "device"] = "host"
+    """Where training images become pixels: in reading tasks, or in the training workers, on the GPU
+    by nvImageCodec, where the CPUs cannot keep up. The crops are the same; pixels differ a little
+    (an antialiased resize of the region at full scale, where reading tasks decode it coarser)."""
+    task_memory_mib: Positive = 256
+    """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
+    object_store_mib: Positive | None = None
+    """Most of the cluster's object store, in MiB, that a stream's images may take while they wait
+    for training; at the limit reading waits. Unset = Ray Data's share, half of the store."""
+    prefetch_batches: NotNegative = 2
+    """Steps' worth of images that a worker fetches ahead."""
+
+
+class OptimConfig(Section):
+    """Optimizer, schedule and length of a run."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (the paper's pre-training) or SGD with momentum (its fine-tuning, and BiT)."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's moments."""
+    momentum: Fraction = 0.9
+    """SGD's momentum."""
+    weight_decay: NotNegativeFloat = 0.0
+    """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
+    it from the moments and scales it by the rate; SGD adds it to the gradient, as BiT did."""
+    clip_norm: NotNegativeFloat = 1.0
+    """Largest global gradient norm; 0 = no clipping."""
+    schedule: Literal["linear", "cosine", "constant", "steps"] = "cosine"
+    """Decay after the warm-up; `steps` multiplies by 0.1 at 30, 60 and 90 % (BiT)."""
+    end_learning_rate: NotNegativeFloat = 0.0
+    """Where linear and cosine decay end; the paper's linear decay ends at 1e-5."""
+    warmup_steps: NotNegative = 0
+    """Linear warm-up from zero."""
+    steps: Positive | None = None
+    """Length in optimizer steps; give exactly one of steps, epochs, images."""
+    epochs: PositiveFloat | None = None
+    """Length in passes over the training set."""
+    images: Positive | None = None
+    """Length in training images seen."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> OptimConfig:
+        given = [k for k in ("steps", "epochs", "images") if getattr(self, k) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"the length of the run is given {len(given)} times ({', '.join(given)}); "
+                "keep one of steps, epochs, images and set the others to null"
+            )
+        return self
+
+    def total_steps(self, num_images: int, global_batch_size: int) -> int:
+        """Optimizer steps of the run.
+
+        A length in epochs or images rounds to the nearest whole batch.
+
+        Raises:
+            ValueError: no length is given, or the warm-up does not fit in it.
+        """
+        if self.steps is not None:
+            total = self.steps
+        elif self.images is not None:
+            total = max(1, round(self.images / global_batch_size))
+        elif self.epochs is not None:
+            total = max(1, round(num_images * self.epochs / global_batch_size))
+        else:
+            raise ValueError(
+                "optim: the run has no length; set one of optim.steps, optim.epochs, optim.images"
+            )
+        if self.warmup_steps >= total:
+            raise ValueError(
+                f"optim.warmup_steps={self.warmup_steps} does not end before the run does "
+                f"({total} steps); set it below {total}"
+            )
+        return total
+
+
+class TrainConfig(Section):
+    """Loss, batch and the engine that trains."""
+
+    loss: Literal["softmax", "sigmoid", "masked_patch"] = "softmax"
+    """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels)."""
+    label_smoothing: Fraction = 0.0
+    """Softmax only."""
+    masked_target: Literal["mean_color", "downsized", "full_patch"] = "mean_color"
+    """What masked patch prediction predicts."""
+    global_batch_size: Positive = 4096
+    """Images per optimizer step, on any number of workers."""
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    """Images per worker and pass; `auto` = the largest that fits. The rest is accumulation."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights."""
+    offload: bool = False
+    """Keep optimizer state in host memory (ZeRO 1-3)."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """bf16 keeps fp32 master weights and an fp32 loss."""
+    activation_checkpointing: NotNegative = 0
+    """0 = keep all activations, n = recompute every n-th block."""
+    compile: bool = False
+    """torch.compile the model (ZeRO 0-2)."""
+    averaging: Fraction = 0.0
+    """Polyak averaging factor per step (the paper's is 0.9999); 0 = off."""
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back."""
+    max_nonfinite_steps: Positive = 3
+    """With skip or rollback: stop at this many in a row."""
+    log_every_steps: Positive = 50
+    """Cadence of log lines and metrics."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
+    early_stopping: Positive | None = None
+    """Stop after this many evaluations without a better validation loss."""
+    step_timeout_s: PositiveFloat = 600.0
+    """A step that takes longer counts as hung: the attempt is ended and restarted."""
+
+    @model_validator(mode="after")
+    def _known_combinations(self) -> TrainConfig:
+        if self.label_smoothing and self.loss != "softmax":
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} needs loss=softmax, not {self.loss}; "
+                "set label_smoothing to 0 or the loss to softmax"
+            )
+        if self.compile and self.zero_stage == 3:
+            raise ValueError(
+                "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, "
+                "or set compile to false"
+            )
+        if self.offload and self.zero_stage == 0:
+            raise ValueError(
+                "offload=true needs zero_stage 1, 2 or 3; zero_stage=0 keeps all state"
+            )
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} ends before it begins; "
+                "give the first and the last step, such as [20, 22]"
+            )
+        if self.averaging == 1.0:
+            raise ValueError("averaging=1.0 would never move; use a factor below 1 such as 0.9999")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When state is written, and how much of it is kept."""
+
+    every_steps: Positive | None = None
+    """Cadence in steps; unset = only by minutes, and at the end."""
+    every_minutes: PositiveFloat | None = 15.0
+    """Cadence by the clock."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: bool = False
+    """Also keep the one with the best validation loss."""
+
+
+class EvalConfig(Section):
+    """Evaluation while training, and at its end."""
+
+    every_steps: Positive | None = None
+    """Cadence; unset = only at the end."""
+    batch_size: Positive = 256
+    """Images per worker and pass."""
+    few_shot_train: str | None = None
+    """Converted set that few-shot examples are drawn from; unset = no few-shot accuracy."""
+    few_shot_test: str | None = None
+    """Converted set that few-shot accuracy is measured on."""
+    shots: tuple[Positive, ...] = (1, 5, 10, 25)
+    """Examples per class."""
+    few_shot_seeds: Positive = 3
+    """Random draws of examples; the mean is reported."""
+
+    @model_validator(mode="after")
+    def _few_shot_in_pairs(self) -> EvalConfig:
+        if (self.few_shot_train is None) != (self.few_shot_test is None):
+            raise ValueError(
+                "few_shot_train and few_shot_test go together; "
+                f"given {self.few_shot_train!r} and {self.few_shot_test!r}"
+            )
+        return self
+
+
+class WorkersConfig(Section):
+    """Ray Train workers: how many, on what, and how failures are met."""
+
+    num_workers: Positive | tuple[Positive, Positive] = 1
+    """Workers, or (min, max) for an elastic run, which takes those counts that divide the batch."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """One GPU per worker; `auto` = if the cluster has any."""
+    cpus_per_worker: PositiveFloat = 1.0
+    """CPUs that a worker reserves; the rest of the cluster feeds it."""
+    max_failures: int = Field(default=5, ge=-1)
+    """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
+    number. Passes that do not fit into memory and nodes that are preempted are not counted."""
+    collective_timeout_s: Positive = 600
+    """A collective operation that takes longer fails the attempt."""
+
+    @property
+    def sizes(self) -> range:
+        """Every worker count that the run may have."""
+        if isinstance(self.num_workers, int):
+            return range(self.num_workers, self.num_workers + 1)
+        return range(self.num_workers[0], self.num_workers[1] + 1)
+
+    @model_validator(mode="after")
+    def _sizes_in_order(self) -> WorkersConfig:
+        if len(self.sizes) == 0:
+            raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
+        return self
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str = "sqlite:///mlflow.db"
+    """Tracking server or SQLite file; relative files lie in the folder of the command."""
+    experiment: str = "vit_ray"
+    """MLflow experiment."""
+    parent_run_id: str | None = None
+    """Record under this run (sweeps and studies set it)."""
+    system_metrics: bool = True
+    """CPU, memory, GPU and network of every node."""
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
+    """Passes per optimizer step: global batch / (micro-batch x workers).
+
+    Raises:
+        ValueError: it does not divide; the message gives the nearest batch that does.
+    """
+    per_pass = micro_batch_size * num_workers
+    if global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+    nearest = max(1, round(global_batch_size / per_pass)) * per_pass
+    raise ValueError(
+        f"train.global_batch_size={global_batch_size} is not divisible by train.micro_batch_size "
+        f"x workers.num_workers ({micro_batch_size} x {num_workers} = {per_pass}: "
+        f"{global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
+        f"{global_batch_size % per_pass}); the nearest valid train.global_batch_size is {nearest}"
+    )

@@ -1,0 +1,101 @@
+"""Plain data to a checked schema: each problem by its dotted key, with the nearest valid one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Any, TypeVar, get_args
+
+import pydantic
+from pydantic import BaseModel
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
+    """A checked instance of a schema from plain data.
+
+    Raises:
+        ValueError: as `load_recipe`; every problem is listed.
+    """
+    try:
+        # JSON mode is strict about types but lets a list stand for a tuple, as YAML needs.
+        return schema.model_validate_json(json.dumps(tree))
+    except pydantic.ValidationError as error:
+        found = error.errors()
+        # A tuple whose items failed counts as too short as well; only the items' own faults help.
+        causes = [p for p in found if p["type"] != "too_short"] or found
+        problems = [_describe(schema, problem) for problem in causes]
+        raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
+
+
+def _describe(schema: type[BaseModel], problem: Any) -> str:
+    where = [part for part in problem["loc"] if not _is_union_branch(part)]
+    key = ".".join(str(part) for part in where)
+    if problem["type"] == "extra_forbidden":
+        return _describe_unknown(schema, where)
+    given = problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{key} is required but not given"
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}={given!r}: {message}"
+
+
+def _is_union_branch(part: Any) -> bool:
+    """Pydantic names the branch of a union it tried; users did not write that."""
+    return (
+        isinstance(part, str)
+        and re.search(r"[\[(,]|^(constrained-)?(int|float|bool|str)$", part) is not None
+    )
+
+
+def _describe_unknown(schema: type[BaseModel], where: list[Any]) -> str:
+    section, unknown = where[:-1], str(where[-1])
+    valid = _keys_of(schema, section)
+    everything = list(dotted_keys(schema))
+    near = difflib.get_close_matches(unknown, valid, 1, 0.6)
+    prefix = "".join(f"{part}." for part in section)
+    if near:
+        hint = f"did you mean {prefix}{near[0]}?"
+    elif elsewhere := [key for key in everything if key.split(".")[-1] == unknown]:
+        hint = f"did you mean {elsewhere[0]}?"
+    else:
+        full = difflib.get_close_matches(f"{prefix}{unknown}", everything, 1, 0.0)
+        hint = f"the nearest is {full[0]}" if full else ""
+    return f"unknown key {prefix}{unknown}; {hint} (valid in this section: {', '.join(valid)})"
+
+
+def _keys_of(schema: type[BaseModel], section: list[Any]) -> list[str]:
+    model = schema
+    for part in section:
+        if isinstance(part, int):
+            continue
+        model = section_type(model.model_fields[str(part)].annotation) or model
+    return list(model.model_fields)
+
+
+def section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field of this type holds, if it holds one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_type(argument) for argument in get_args(annotation))
+    return next((section for section in found if section), None)
+
+
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key of a schema, sections and values, in the order of their fields."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        section = section_type(field.annotation)
+        if section is not None:
+            keys += dotted_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def value_text(value: Any) -> str:
+    """A value of a recipe as a person writes it: lists in JSON, the rest as text."""
+    return json.dumps(value, default=str) if isinstance(value, (tuple, list, dict)) else str(value)

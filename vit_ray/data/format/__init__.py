@@ -1,0 +1,1 @@
+"""What a data set is on disk: columns, manifest, row groups, shards."""

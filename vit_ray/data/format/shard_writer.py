@@ -1,0 +1,95 @@
+"""One parquet shard: rows in, fixed-size row groups out, and the facts that the manifest needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
+from vit_ray.storage import Location
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One row of a shard before it is written."""
+
+    image: bytes
+    labels: tuple[int, ...]
+    key: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What the manifest says of one written shard; lists have one entry per row group."""
+
+    rows: list[int]
+    row_group_bytes: list[int]
+    bytes: int
+
+
+class ShardWriter:
+    """Writes the rows of one shard in the order given.
+
+    Use as a context; the file becomes visible when the block ends without an error, unless no row
+    was added.
+    """
+
+    def __init__(self, destination: Location, rows_per_row_group: int) -> None:
+        self._output = destination.atomic_output()
+        self._destination = destination
+        self._rows_per_row_group = rows_per_row_group
+        self._pending: list[EncodedImage] = []
+        self._rows: list[int] = []
+
+    def __enter__(self) -> "ShardWriter":
+        target = self._output.__enter__()
+        self._target = target
+        self._writer = pq.ParquetWriter(
+            target.path,
+            SHARD_SCHEMA,
+            filesystem=target.filesystem,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=False,
+        )
+        return self
+
+    def add(self, row: EncodedImage) -> None:
+        """Append one row."""
+        self._pending.append(row)
+        if len(self._pending) == self._rows_per_row_group:
+            self._flush()
+
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
+        if error_type is None and self._pending:
+            self._flush()
+        self._writer.close()
+        self._output.__exit__(error_type, error, trace)
+
+    def facts(self) -> ShardFacts:
+        """Facts of the finished file, read from its footer."""
+        with self._destination.filesystem.open_input_file(self._destination.path) as source:
+            metadata = pq.ParquetFile(source).metadata
+            sizes = [_stored_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
+            return ShardFacts(self._rows, sizes, source.size())
+
+    def _flush(self) -> None:
+        columns = [
+            [row.image for row in self._pending],
+            [list(row.labels) for row in self._pending],
+            [row.key for row in self._pending],
+            [row.width for row in self._pending],
+            [row.height for row in self._pending],
+            [checksum(row.image) for row in self._pending],
+        ]
+        arrays = [pa.array(c, type=f.type) for c, f in zip(columns, SHARD_SCHEMA, strict=True)]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=SHARD_SCHEMA))
+        self._rows.append(len(self._pending))
+        self._pending = []
+
+
+def _stored_bytes(row_group: Any) -> int:
+    return sum(row_group.column(i).total_compressed_size for i in range(row_group.num_columns))

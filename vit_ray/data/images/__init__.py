@@ -1,0 +1,1 @@
+"""Encoded images to crops of pixels, and to perceptual hashes."""

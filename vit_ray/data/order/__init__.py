@@ -1,0 +1,1 @@
+"""Which sample stands at which position of a run, and who reads it."""

@@ -1,0 +1,1 @@
+"""From images as people keep them to a checked, deduplicated data set."""

@@ -1,0 +1,1 @@
+"""The training and evaluation streams through Ray Data."""

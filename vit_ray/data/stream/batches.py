@@ -1,0 +1,212 @@
+"""Positions of a stream to batches of pixels: what runs in every reading task.
+
+Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
+"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
+Where the device decodes, training batches have the columns of `encoded` in the place of "image".
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
+from vit_ray.data.format.schema import NO_LABEL
+from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.samples import Plan, Rows
+from vit_ray.data.order.selection import RowSelection
+from vit_ray.data.stream.encoded import EncodedColumns
+
+Batch = dict[str, NDArray[Any]]
+
+_PADDING_SAMPLE: Final = -1
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream reads and how; everything but who reads it.
+
+    Attributes:
+        seed: of the order and of the augmentation.
+        rows: which rows take part; None for all.
+        max_bad_fraction: share of the images that may be undecodable before an error.
+        num_cpus: CPUs that one reading task takes.
+        concurrency: most reading tasks at a time; None for as many as there are CPUs.
+        block_rows: rows that travel together, about; a multiple of the micro-batch is used.
+        task_rows: rows that one task makes, about.
+        held_mib: encoded images that a reading task keeps at hand; one row group at least.
+        object_store_mib: most of the object store, in MiB, that blocks of this stream may take
+            before reading waits for training; None for Ray Data's own share.
+        decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
+            the training workers. Evaluation images are always decoded by reading tasks.
+    """
+
+    manifest: Manifest
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    seed: int = 0
+    rows: RowSelection | None = None
+    max_bad_fraction: float = 0.001
+    num_cpus: float = 0.66
+    concurrency: int | None = None
+    block_rows: int = 128
+    task_rows: int = 1024
+    held_mib: int = 256
+    object_store_mib: int | None = None
+    decode: Literal["host", "device"] = "host"
+
+    @property
+    def num_images(self) -> int:
+        """Images of one epoch."""
+        return self.manifest.num_images if self.rows is None else self.rows.count
+
+
+@dataclass(frozen=True)
+class StreamJob:
+    """A stream for a known world; `counts` are the rows of each row group that take part."""
+
+    spec: StreamSpec
+    partition: Partition
+    start: int
+    is_training: bool
+    counts: NDArray[np.integer]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether images travel as they are stored."""
+        return self.is_training and self.spec.decode == "device"
+
+
+class BatchReader:
+    """Makes the batches of one stream; keeps its plan and some row groups between calls."""
+
+    def __init__(self, job: StreamJob) -> None:
+        spec = job.spec
+        self._job = job
+        self._plan = Plan(
+            spec.manifest, spec.seed, spec.rows, is_shuffled=job.is_training, counts=job.counts
+        )
+        self._read = _HeldRowGroups(RowGroupReader(spec.manifest).read, spec.held_mib << 20)
+
+    def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
+        """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
+        offsets = self._job.partition.offsets(rank, first, last)
+        rows = self._rows_at(self._job.start + offsets)
+        return _BatchMaker(self._job, self._plan, self._read, last - first).make(rows)
+
+    def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
+        if not self._job.is_training:
+            positions = positions[positions < self._plan.num_images]
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        runs = [run for run in np.split(positions, breaks) if len(run)]
+        parts = [self._plan.rows_at(int(run[0]), int(run[-1]) + 1) for run in runs]
+        return Rows.joined(parts)
+
+
+class _HeldRowGroups:
+    """The row groups that were read last: the blocks of a round share them."""
+
+    def __init__(self, read: Callable[[int], EncodedRows], most_bytes: int) -> None:
+        self._read = read
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[int, EncodedRows] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, group: int) -> EncodedRows:
+        if group not in self._held:
+            self._held[group] = self._read(group)
+            self._bytes += self._held[group].nbytes
+            while self._bytes > self._most_bytes and len(self._held) > 1:
+                self._bytes -= self._held.popitem(last=False)[1].nbytes
+        self._held.move_to_end(group)
+        return self._held[group]
+
+
+class _PixelColumns:
+    """Images cut out by the host, written straight into the batch."""
+
+    def __init__(self, augmentation: Augmentation, size: int) -> None:
+        self._augmentation = augmentation
+        self._images = np.empty((size, *augmentation.shape), np.uint8)
+
+    def set(self, i: int, image: bytes, rng_key: tuple[int, int, int], where: str) -> None:
+        training_crop(image, self._augmentation, rng_key, self._images[i])
+
+    def blank(self, i: int) -> None:
+        self._images[i] = 0
+
+    def columns(self) -> Batch:
+        return {"image": self._images}
+
+
+class _BatchMaker:
+    """Makes one batch of `size` rows."""
+
+    def __init__(
+        self, job: StreamJob, plan: Plan, read: Callable[[int], EncodedRows], size: int
+    ) -> None:
+        self._job, self._spec, self._size = job, job.spec, size
+        self._plan = plan
+        self._read = read
+        self._bad: dict[int, str] = {}
+        columns = EncodedColumns if job.is_encoded else _PixelColumns
+        self._images = columns(job.spec.augmentation, size)
+        self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
+        self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
+
+    def make(self, rows: Rows) -> tuple[Batch, dict[int, str]]:
+        """The batch: a bad row is replaced in training, and padding in evaluation."""
+        for i in range(self._size):
+            if i >= len(rows.samples):
+                self._images.blank(i)
+                continue
+            place = int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i])
+            if self._try_row(i, *place):
+                continue
+            if self._job.is_training:
+                self._fill_with_neighbour(i, *place)
+            else:
+                self._images.blank(i)
+        batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
+        if not self._job.is_training:
+            batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
+        return batch, self._bad
+
+    def _fill_with_neighbour(self, i: int, epoch: int, group: int, row: int) -> None:
+        """Write the next row of the row group that can be decoded."""
+        others = self._plan.rows_of_group(group)
+        after = int(np.searchsorted(others, row)) + 1
+        if not any(
+            self._try_row(i, epoch, group, int(other)) for other in np.roll(others, -after)[:-1]
+        ):
+            manifest = self._spec.manifest
+            raise ValueError(
+                f"shard {manifest.shard_location(group).path!r}: no image of its row group "
+                f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
+            )
+
+    def _try_row(self, i: int, epoch: int, group: int, row: int) -> bool:
+        spec, manifest = self._spec, self._spec.manifest
+        encoded = self._read(group)
+        stored = manifest.stored_row(group, row)
+        sample = int(manifest.first_samples[group]) + row
+        where = self._where(encoded, group, stored)
+        try:
+            self._images.set(i, encoded.image(stored), (spec.seed, epoch, sample), where)
+        except ValueError as error:
+            self._bad[sample] = f"{where}: {error}"
+            return False
+        labels = encoded.labels_of(stored)
+        self._labels[i, : len(labels)] = labels
+        self._samples[i] = sample
+        return True
+
+    def _where(self, encoded: EncodedRows, group: int, stored: int) -> str:
+        manifest = self._spec.manifest
+        shard = manifest.files[int(manifest.file_index[group])].path
+        number = int(manifest.row_group[group])
+        return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"

@@ -1,0 +1,78 @@
+"""Images that travel as they are stored, to be decoded by the training workers.
+
+A block is then one row, so that Ray Data neither joins nor cuts it, however its bytes vary: column
+`packed` is an Arrow IPC stream of a table with a row per image:
+
+* `encoded`: a JPEG file, or, for images of any other kind, the pixels of the finished crop.
+* `box`: int32 (4,), the crop in pixels of the file: top, left, bottom, right; zeros where
+  `encoded` is pixels.
+* `is_flipped`: whether the crop is to be mirrored.
+* `where`: names the image in errors.
+* `labels`: int32 (max_labels,), and `sample`: int64, as in a batch of pixels.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from vit_ray.data.images.crops import Augmentation, crop_of_jpeg, training_crop
+
+
+class EncodedColumns:
+    """The encoded images of a batch, and where their crops lie."""
+
+    def __init__(self, augmentation: Augmentation, size: int) -> None:
+        self._augmentation = augmentation
+        self._encoded: NDArray[Any] = np.full(size, b"", object)
+        self._where: NDArray[Any] = np.full(size, "", object)
+        self._boxes = np.zeros((size, 4), np.int32)
+        self._is_flipped = np.zeros(size, np.bool_)
+
+    def set(self, i: int, image: bytes, rng_key: tuple[int, int, int], where: str) -> None:
+        """Write one image.
+
+        Raises:
+            BadImageError: if it is not a plain JPEG and cannot be decoded.
+        """
+        crop = crop_of_jpeg(image, self._augmentation, rng_key)
+        if crop is None:
+            image = training_crop(image, self._augmentation, rng_key).tobytes()
+        else:
+            self._boxes[i], self._is_flipped[i] = crop.box, crop.is_flipped
+        self._encoded[i], self._where[i] = image, where
+
+    def blank(self, i: int) -> None:
+        """Rows are blank to begin with."""
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Everything as columns of a batch."""
+        return {
+            "encoded": self._encoded,
+            "box": self._boxes,
+            "is_flipped": self._is_flipped,
+            "where": self._where,
+        }
+
+
+def packed(batch: dict[str, NDArray[Any]]) -> pa.Table:
+    """A batch as the one row in which it travels."""
+    return packed_table(pa.table({name: _arrow(column) for name, column in batch.items()}))
+
+
+def packed_table(table: pa.Table) -> pa.Table:
+    """A table as one row of another."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue()
+    ends = pa.py_buffer(np.array([0, content.size], np.int64))
+    row = pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, content])
+    return pa.table({"packed": row})
+
+
+def _arrow(column: NDArray[Any]) -> pa.Array:
+    if column.ndim == 1:
+        return pa.array(column)
+    return pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), column.shape[1])

@@ -1,0 +1,251 @@
+"""The training and evaluation streams: Ray Data sets whose order does not depend on who reads.
+
+A stream is planned in segments of some thousand tasks, one execution of the Ray Data set after the
+other, so that starting costs the same however long the run and wherever it resumes. `batches` has
+the batch contract.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cv2
+import ray
+import ray.data
+from ray.data import DataContext, ExecutionOptions, ExecutionResources
+from ray.data._internal.iterator.stream_split_iterator import StreamSplitDataIterator
+from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from vit_ray.data.order.partition import (
+    BlockTask,
+    Partition,
+    full_block_rows,
+    plan_segments,
+    read_tasks,
+)
+from vit_ray.data.order.samples import rows_per_group
+from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.stream.encoded import packed
+
+__all__ = [
+    "StreamSpec",
+    "evaluation_stream",
+    "split_stream",
+    "training_stream",
+]
+
+_WARM_WORKERS: Final = 64
+_BLOCKS_READY: Final = 2
+"""Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
+_FIRST_SEGMENT_TASKS: Final = 512
+_LATER_SEGMENT_TASKS: Final = 8192
+"""Tasks planned at a time: about 0.2 ms each, before the first batch of a segment."""
+
+
+def training_stream(
+    spec: StreamSpec, *, world_size: int, batch_size_per_rank: int, start: int, stop: int
+) -> ray.data.Dataset:
+    """Positions [start, stop) of a run, for `split_stream(..., world_size)`.
+
+    Args:
+        start, stop: samples seen before and after; positions over all epochs joined.
+
+    Raises:
+        ValueError: if the range is empty or not a whole number of passes of all ranks.
+    """
+    partition = Partition(world_size, batch_size_per_rank)
+    if stop <= start or (stop - start) % partition.rows_per_pass:
+        raise ValueError(
+            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
+            f"multiple of workers x micro-batch ({world_size} x {batch_size_per_rank} = "
+            f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}."
+        )
+    counts = rows_per_group(spec.manifest, spec.rows)
+    job = StreamJob(spec, partition, start, is_training=True, counts=counts)
+    return _dataset(job, (stop - start) // world_size)
+
+
+def evaluation_stream(spec: StreamSpec, *, world_size: int, batch_size: int) -> ray.data.Dataset:
+    """Every image once, in order, padded so that all ranks get equally many whole batches."""
+    partition = Partition(world_size, batch_size)
+    passes = -(-spec.num_images // partition.rows_per_pass)
+    counts = rows_per_group(spec.manifest, spec.rows)
+    job = StreamJob(spec, partition, start=0, is_training=False, counts=counts)
+    return _dataset(job, passes * batch_size)
+
+
+def split_stream(dataset: ray.data.Dataset, world_size: int) -> list[Any]:
+    """An iterator per rank over all segments; each is read once, by all ranks together."""
+    splits = dataset.streaming_split(world_size, equal=True)
+    num_segments = getattr(dataset, "_vit_ray_segments", 1)
+    if num_segments == 1:
+        return list(splits)
+    return [SegmentedIterator(split, num_segments) for split in splits]
+
+
+class SegmentedIterator(StreamSplitDataIterator):
+    """A rank's part of a stream: one Ray Data execution per segment, joined end to end."""
+
+    def __init__(self, split: Any, num_segments: int) -> None:
+        super().__init__(split._coord_actor, split._output_split_idx, split.world_size())
+        self._num_segments = num_segments
+
+    def _to_ref_bundle_iterator(self) -> Any:
+        first, stats, executor = super()._to_ref_bundle_iterator()
+        follow = super()._to_ref_bundle_iterator
+
+        def all_segments() -> Iterator[Any]:
+            yield from first
+            for _ in range(1, self._num_segments):
+                yield from follow()[0]
+
+        return all_segments(), stats, executor
+
+
+def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
+    spec = job.spec
+    bounds = plan_segments(
+        job.partition,
+        rows_per_rank,
+        task_rows=spec.task_rows,
+        first_tasks=_FIRST_SEGMENT_TASKS,
+        later_tasks=_LATER_SEGMENT_TASKS,
+    )
+    dataset = ray.data.read_datasource(
+        _BlockSource(job, bounds),
+        num_cpus=spec.num_cpus,
+        concurrency=_most_tasks(job),
+        override_num_blocks=1,
+    )
+    _shape_blocks_as_given(dataset.context, job)
+    _warm_up(spec)
+    dataset._vit_ray_segments = len(bounds)
+    return dataset
+
+
+def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
+    """Make Ray Data emit each block as it is made.
+
+    Its output buffer emits what exceeds `target_max_block_size` and slices what exceeds 1.5 times
+    that, by whole rows. Between the two lies the full block of pixels, and a smaller one is the
+    only one of its task. A block of encoded images is one row, which exceeds anything.
+    """
+    spec = job.spec
+    context.target_max_block_size = 1 if job.is_encoded else _block_bytes(job) * 3 // 4
+    limits = ExecutionResources.inf()
+    if spec.object_store_mib is not None:
+        limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
+    context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
+    context.enable_progress_bars = False
+    context._execution_idx = 0
+
+
+def _block_bytes(job: StreamJob) -> int:
+    """Size of a full block; of encoded images, on average."""
+    spec = job.spec
+    rows = full_block_rows(job.partition, spec.block_rows)
+    if job.is_encoded:
+        return int(rows * spec.manifest.bytes.sum() / spec.manifest.num_images)
+    return rows * math.prod(spec.augmentation.shape)
+
+
+def _most_tasks(job: StreamJob) -> int | None:
+    """Tasks at a time: what they have ready takes at most half of the stream's object store.
+
+    Ray Data counts it only once it knows the size of the blocks, and starts with as many tasks as
+    there are CPUs.
+    """
+    spec = job.spec
+    if spec.object_store_mib is None:
+        return spec.concurrency
+    ready = _BLOCKS_READY * _block_bytes(job)
+    tasks = max(1, (spec.object_store_mib << 20) // 2 // ready)
+    return min(tasks, spec.concurrency or tasks)
+
+
+@ray.remote
+def _import_what_tasks_need() -> None:
+    """Unpickling this function imports this module, and with it all that a reading task uses."""
+
+
+def _warm_up(spec: StreamSpec) -> None:
+    """Let idle workers import while the stream's coordinator starts; nobody waits for it."""
+    cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    tasks = min(int(cpus / spec.num_cpus), spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
+    for _ in range(tasks):
+        _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
+
+
+class _BlockSource(Datasource):
+    """One read task per block task; the job travels once, through the object store."""
+
+    def __init__(self, job: StreamJob, bounds: list[tuple[int, int]]) -> None:
+        self._partition = job.partition
+        self._block_rows = job.spec.block_rows
+        self._task_rows = job.spec.task_rows
+        self._job_ref = ray.put(job)
+        self._bounds = bounds
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self,
+        parallelism: int,
+        per_task_row_limit: int | None = None,
+        data_context: DataContext | None = None,
+    ) -> list[ReadTask]:
+        """Tasks of the segment that this execution stands for; of the first without a context."""
+        segment = 0 if data_context is None else data_context._execution_idx
+        first, last = self._bounds[segment % len(self._bounds)]
+        tasks = read_tasks(
+            self._partition, first, last, block_rows=self._block_rows, task_rows=self._task_rows
+        )
+        return [ReadTask(_Blocks(self._job_ref, task), _UNKNOWN) for task in tasks]
+
+
+_UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
+
+
+class _Reader:
+    """What a process keeps of a stream between tasks."""
+
+    def __init__(self, job: StreamJob, name: str) -> None:
+        # A task has one core; the threads of OpenCV's pool would only spin beside it.
+        cv2.setNumThreads(0)
+        self.batches = BatchReader(job)
+        self.limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
+        self.is_encoded = job.is_encoded
+
+
+_STREAMS_HELD: Final = 2
+_READERS: Final[OrderedDict[str, _Reader]] = OrderedDict()
+"""Of the streams that this process last worked for: training, and an evaluation beside it."""
+
+
+def _reader_of(job_ref: Any) -> _Reader:
+    """The job itself is fetched once: it holds the manifest."""
+    name = job_ref.hex()
+    if name not in _READERS:
+        _READERS[name] = _Reader(ray.get(job_ref), name)
+        if len(_READERS) > _STREAMS_HELD:
+            _READERS.popitem(last=False)
+    _READERS.move_to_end(name)
+    return _READERS[name]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    job_ref: Any
+    task: BlockTask
+
+    def __call__(self) -> Iterator[Block]:
+        reader = _reader_of(self.job_ref)
+        for rank, first, last in self.task.blocks():
+            batch, bad = reader.batches.batch(rank, first, last)
+            reader.limit.note(bad)
+            yield packed(batch) if reader.is_encoded else BlockAccessor.batch_to_block(batch)

@@ -1,0 +1,1 @@
+"""Many runs under one parent: sweeps and scaling studies."""

@@ -1,0 +1,36 @@
+"""The report page of a run and of what is recorded under it, beside its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from vit_ray.config import Recipe
+from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.report.page import build_report
+from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
+
+logger = logging.getLogger(__name__)
+
+
+def write_page(recipe: Recipe, run_id: str | None) -> Path:
+    """The page of a run with its children, or of the whole experiment; returns its path.
+
+    Raises:
+        ValueError: MLflow has no such runs.
+    """
+    selection = run_id or recipe.tracking.experiment
+    target = metrics_log_path(recipe).with_name("report.html")
+    return build_report(absolute_uri(recipe.tracking.uri), selection, target)
+
+
+def page_of(recipe: Recipe, run_id: str | None) -> Path | None:
+    """As `write_page` at the end of a long job, which must not fail because MLflow is away."""
+    if run_id is None:
+        return None
+    try:
+        return write_page(recipe, run_id)
+    except Exception as error:
+        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+        logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)
+        return None

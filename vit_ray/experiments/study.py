@@ -1,0 +1,313 @@
+"""A scaling study: models by data sizes by lengths, each cell pre-trained and few-shot evaluated.
+
+Sections 4.3 and 4.4 of the paper, on whatever data the recipe names. Cells run one after another,
+each on all workers; their names are derived from the grid, so a study that is started again skips
+what is finished and continues the cell that was cut short.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from mlflow.entities import Run
+
+from vit_ray.config import Recipe
+from vit_ray.config.commands import StudyModel
+from vit_ray.experiments.page import page_of
+from vit_ray.launch.cluster import connect
+from vit_ray.launch.preflight import RunPlan, check_cluster, metrics_log_path, plan_run
+from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.run import (
+    ParentRun,
+    RunResult,
+    finished_status,
+    run_facts,
+    stopping_on_sigterm,
+    train,
+)
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.models.flops import forward_macs
+from vit_ray.storage import locate
+from vit_ray.tracking.past_runs import finished_children, newest_run
+from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.tracking.tracker import Tracker
+
+# What decides a cell's result; a finished cell counts only if these are as they were.
+_DECISIVE = ("seed", "model.", "data.", "optim.", "train.", "evaluate.", "init_")
+# Of these, what changes speed or place but not the result.
+_HARMLESS = (
+    "data.cpus_per_task",
+    "data.eval",
+    "data.max_tasks",
+    "data.object_store_mib",
+    "data.prefetch_batches",
+    "data.task_memory_mib",
+    "data.train",  # the data set's fingerprint tells more than its path
+    "evaluate.batch_size",
+    "evaluate.few_shot_test",
+    "evaluate.few_shot_train",
+    "train.log_every_steps",
+    "train.micro_batch_size",
+    "train.profile_steps",
+    "train.step_timeout_s",
+    "train.zero_stage",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of the grid."""
+
+    label: str
+    fraction: float
+    epochs: float
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Run name: the study's, the model's label, the share of data, the length."""
+        return self.recipe.name
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of a cell."""
+
+    cell: Cell
+    metrics: dict[str, float]
+    run_id: str | None
+    was_finished: bool = False
+    """It was complete before; nothing was trained."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """All cells in the order of the grid, and the page that shows them."""
+
+    cells: list[CellResult]
+    num_cells: int
+    """Of the whole grid; more than `cells` if the study was stopped on request."""
+    parent_run_id: str | None
+    page: Path | None
+    """None while MLflow is away: `jobs/report.py` makes it later."""
+    hint: str
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every cell of the grid came to its end."""
+        return len(self.cells) == self.num_cells and not any(cell.error for cell in self.cells)
+
+
+def study_cells(recipe: Recipe) -> list[Cell]:
+    """The grid: every model with every share of the data and every length.
+
+    Raises:
+        ValueError: the recipe has no study, or two cells would have one name.
+    """
+    if recipe.study is None:
+        raise ValueError(
+            "study is not set; give study.models, a list of {label: ..., model: {name: ...}}"
+        )
+    study = recipe.study
+    cells = [
+        Cell(model.label, fraction, epochs, _cell_recipe(recipe, model, fraction, epochs))
+        for model in study.models
+        for fraction in study.data_fractions
+        for epochs in study.epochs
+    ]
+    names = [cell.name for cell in cells]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"study: {len(twice)} cells have a name twice, such as {twice[0]!r}; give each of "
+            "study.models its own label, and list no fraction or length twice"
+        )
+    return cells
+
+
+def run_study(recipe: Recipe) -> StudyResult:
+    """Train and evaluate every cell that is not finished, and write the report.
+
+    Raises:
+        ValueError: a cell cannot work, or is finished with another recipe; nothing was started.
+    """
+    recipe = recipe.with_absolute_paths()
+    cells = study_cells(recipe)
+    plans = [plan_run(cell.recipe) for cell in cells]
+    parent_id = newest_run(recipe.tracking, recipe.name, "study")
+    finished = _finished_cells(recipe, cells, plans, parent_id)
+    cluster = connect(recipe)
+    check_cluster(recipe, cluster)
+    with lock_run(locate(recipe.run_folder)):
+        recorder = start_recorder(
+            recipe.tracking,
+            recipe.name,
+            metrics_log_path(recipe),
+            run_id=parent_id,
+            params=recipe.flat(),
+            tags=run_facts("study", plans[0], cluster),
+            resume_step=None,
+        )
+        is_complete = False
+        try:
+            outcome = _run_all(recipe, cells, plans, finished, recorder)
+            is_complete = outcome.is_complete
+            return outcome
+        finally:
+            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            ray.kill(recorder)
+
+
+def _run_all(
+    recipe: Recipe,
+    cells: list[Cell],
+    plans: list[RunPlan],
+    finished: dict[str, CellResult],
+    recorder: Any,
+) -> StudyResult:
+    parent_id = ray.get(recorder.run_id.remote())
+    total_steps = sum(plan.total_steps for plan in plans)
+    with shown_progress(recorder, recipe.name, total_steps), stopping_on_sigterm(recorder):
+        results = _run_cells(cells, plans, finished, recorder, parent_id)
+    ray.get(recorder.metrics.remote(len(results), _totals(results)))
+    page = page_of(recipe, parent_id)
+    if page is not None:
+        ray.get(recorder.artifact.remote(str(page)))
+        ray.get(recorder.artifact.remote(str(page.with_suffix(".csv"))))
+    return StudyResult(results, len(cells), parent_id, page, ray.get(recorder.hint.remote()))
+
+
+def cell_metrics(
+    cell: Cell, plan: RunPlan, steps: int, images_per_s: float | None
+) -> dict[str, float]:
+    """Compute and data of a cell: `study/...`, and `cost/core_days` where the speed is known.
+
+    exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18 (the paper's Table 6).
+    """
+    model = cell.recipe.model
+    macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
+    images_seen = steps * cell.recipe.train.global_batch_size
+    metrics = {
+        "study/exaflops": 6 * macs * images_seen / 1e18,
+        "study/forward_gmacs": macs / 1e9,
+        "study/images_seen": float(images_seen),
+        "study/train_images": float(plan.num_images),
+    }
+    if images_per_s:
+        num_workers = cell.recipe.group_sizes[-1]
+        metrics["cost/core_days"] = images_seen / images_per_s * num_workers / 86_400
+    return metrics
+
+
+def _cell_recipe(recipe: Recipe, model: StudyModel, fraction: float, epochs: float) -> Recipe:
+    label = re.sub(r"[^A-Za-z0-9._+]+", "-", model.label).strip("-")
+    rate = model.learning_rate or recipe.optim.learning_rate
+    return recipe.with_changes(
+        name=f"{recipe.name}-{label}-data{fraction:g}-epochs{epochs:g}",
+        model=model.model.model_dump(mode="json"),
+        data={"fraction": fraction},
+        optim={"learning_rate": rate, "epochs": epochs, "steps": None, "images": None},
+        study=None,
+    )
+
+
+def _finished_cells(
+    recipe: Recipe, cells: list[Cell], plans: list[RunPlan], parent_id: str | None
+) -> dict[str, CellResult]:
+    if parent_id is None:
+        return {}
+    runs = finished_children(recipe.tracking, parent_id)
+    found = {}
+    for cell, plan in zip(cells, plans, strict=True):
+        run = runs.get(cell.name)
+        if run is not None and "study/exaflops" in run.data.metrics:
+            _check_same_cell(cell, plan, run)
+            found[cell.name] = CellResult(
+                cell, dict(run.data.metrics), str(run.info.run_id), was_finished=True
+            )
+    return found
+
+
+def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
+    before = {**run.data.params, "the data": run.data.tags.get("vit_ray.data_fingerprint")}
+    now = {**cell.recipe.flat(), "the data": plan.manifest.fingerprint}
+    decisive = ["the data", *(key for key in now if key.startswith(_DECISIVE))]
+    changed = [
+        f"{key} was {before[key]} and is {now[key]}"
+        for key in decisive
+        if key not in _HARMLESS and key in before and before[key] != now[key]
+    ]
+    if changed:
+        raise ValueError(
+            f"cell {cell.name!r} was finished with another recipe: {'; '.join(changed)}. Put that "
+            "back, or choose another name for the study"
+        )
+
+
+def _run_cells(
+    cells: list[Cell],
+    plans: list[RunPlan],
+    finished: dict[str, CellResult],
+    recorder: Any,
+    parent_id: str | None,
+) -> list[CellResult]:
+    family = ParentRun(recorder, ray.get_runtime_context().get_node_id())
+    results = []
+    for cell, plan in zip(cells, plans, strict=True):
+        if ray.get(recorder.stop_reason.remote()):
+            break  # between two cells
+        if cell.name in finished:
+            results.append(finished[cell.name])
+        else:
+            result = _run_cell(cell, plan, family, parent_id)
+            if result is None:
+                break  # stopped on request: what is left runs when the study is started again
+            results.append(result)
+        if results[-1].error:
+            recorder.event.remote("failed cell", f"{cell.name}: {results[-1].error}", 0)
+        recorder.child_step.remote(cell.name, plan.total_steps)
+    return results
+
+
+def _run_cell(
+    cell: Cell, plan: RunPlan, family: ParentRun, parent_id: str | None
+) -> CellResult | None:
+    """Train one cell; None if it was stopped on request. A failing cell does not end the study."""
+    recipe = cell.recipe.with_changes(tracking={"parent_run_id": parent_id})
+    tags = {"vit_ray.study_label": cell.label}
+    try:
+        result = train(recipe, kind="study_cell", tags=tags, family=family)
+    except RunFailedError as error:
+        return CellResult(cell, {}, None, error=str(error).strip().splitlines()[0])
+    if not result.is_complete:
+        return None
+    metrics = cell_metrics(cell, plan, result.steps, result.metrics.get("train/images_per_s"))
+    run_id = _record(recipe, result, metrics)
+    return CellResult(cell, {**result.metrics, **metrics}, run_id, result.already_complete)
+
+
+def _record(recipe: Recipe, result: RunResult, metrics: dict[str, float]) -> str | None:
+    """Add the study's metrics to the cell's run, which its training has already ended."""
+    tracker = Tracker.start(
+        recipe.tracking, recipe.name, metrics_log_path(recipe), run_id=result.run_id
+    )
+    tracker.metrics(result.steps, metrics)
+    tracker.finish()
+    return tracker.run_id
+
+
+def _totals(results: list[CellResult]) -> dict[str, float]:
+    exaflops = sum(result.metrics.get("study/exaflops", 0.0) for result in results)
+    failed = sum(bool(result.error) for result in results)
+    return {
+        "study/cells": float(len(results) - failed),
+        "study/failed_cells": float(failed),
+        "study/exaflops_total": exaflops,
+    }

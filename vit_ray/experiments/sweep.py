@@ -1,0 +1,246 @@
+"""A Ray Tune sweep of fine-tuning learning rates, as the paper's section 4.1 prescribes.
+
+Each rate is tried on the training set less a dev split; the best on the dev split is trained on
+all of the training set, with several seeds, and tested. Runs have stable names, so that a sweep
+started again does not repeat what is finished and continues what is not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import tune
+
+from vit_ray.config import Recipe
+from vit_ray.config.commands import SweepConfig
+from vit_ray.launch.cluster import connect
+from vit_ray.launch.preflight import check_cluster, metrics_log_path, plan_run
+from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.run import (
+    ParentRun,
+    RunResult,
+    finished_status,
+    run_facts,
+    stopping_on_sigterm,
+    train,
+)
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.storage import locate
+from vit_ray.tracking.run_actor import start_recorder
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One learning rate and what it reached on the dev split."""
+
+    learning_rate: float
+    dev_top1: float | None
+    """None: the trial failed."""
+    run_id: str | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The grid, the rate that was chosen, and the test accuracy of the retrained models."""
+
+    rows: list[SweepRow]
+    learning_rate: float
+    test_top1: list[float]
+    """One for each seed."""
+    parent_run_id: str | None
+    hint: str
+
+    @property
+    def mean(self) -> float:
+        """Mean test accuracy over seeds."""
+        return statistics.fmean(self.test_top1)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation over seeds; 0 for a single one."""
+        return statistics.stdev(self.test_top1) if len(self.test_top1) > 1 else 0.0
+
+
+def sweep_of(recipe: Recipe) -> SweepConfig:
+    """The recipe's sweep section.
+
+    Raises:
+        ValueError: it has none, or nothing to fine-tune, or nothing to test on.
+    """
+    if recipe.sweep is None:
+        raise ValueError("sweep is not set; give sweep.learning_rates, such as [0.003, 0.01, 0.03]")
+    if recipe.init_from is None:
+        raise ValueError("init_from is not set; give the run, checkpoint or file to fine-tune")
+    if recipe.data.eval is None:
+        raise ValueError("data.eval is not set; give the test set for the chosen learning rate")
+    return recipe.sweep
+
+
+def trial_recipe(recipe: Recipe, learning_rate: float) -> Recipe:
+    """Fine-tune with one rate on the training set less the dev split, measured on that split."""
+    return recipe.with_changes(
+        name=f"{recipe.name}-lr{learning_rate:g}",
+        optim={"learning_rate": learning_rate},
+        data={"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction},
+        sweep=None,
+    )
+
+
+def final_recipe(recipe: Recipe, learning_rate: float, seed: int) -> Recipe:
+    """Fine-tune with the chosen rate on all of the training set, measured on the test set."""
+    return recipe.with_changes(
+        name=f"{recipe.name}-final-lr{learning_rate:g}-seed{seed}",
+        seed=seed,
+        optim={"learning_rate": learning_rate},
+        sweep=None,
+    )
+
+
+def run_sweep(recipe: Recipe) -> SweepResult | None:
+    """Try every rate, choose on the dev split, retrain, test; None if it was told to stop.
+
+    Raises:
+        ValueError: the recipe cannot work; nothing was started.
+        RunFailedError: no trial, or not every retraining, came to its end.
+    """
+    recipe = recipe.with_absolute_paths()
+    config = sweep_of(recipe)
+    trials = [trial_recipe(recipe, rate) for rate in config.learning_rates]
+    plan = plan_run(recipe)
+    steps = [plan_run(trial).total_steps for trial in trials]
+    cluster = connect(recipe)
+    check_cluster(recipe, cluster)
+    with lock_run(locate(recipe.run_folder)):
+        recorder = start_recorder(
+            recipe.tracking,
+            recipe.name,
+            metrics_log_path(recipe),
+            run_id=None,
+            params=recipe.flat(),
+            tags=run_facts("sweep", plan, cluster),
+            resume_step=None,
+        )
+        is_complete = False
+        try:
+            total_steps = sum(steps) + config.seeds * plan.total_steps
+            with (
+                shown_progress(recorder, recipe.name, total_steps),
+                stopping_on_sigterm(recorder),
+            ):
+                outcome = _run_stages(recipe, trials, recorder)
+            is_complete = outcome is not None
+            return outcome
+        finally:
+            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            ray.kill(recorder)
+
+
+def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
+    config = sweep_of(recipe)
+    parent_id = ray.get(recorder.run_id.remote())
+    family = ParentRun(recorder, ray.get_runtime_context().get_node_id())
+    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", family)
+    if tried is None:
+        return None
+    rows = [_row(rate, *found) for rate, found in zip(config.learning_rates, tried, strict=True)]
+    best = _best(rows)
+    finals = [
+        _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
+    ]
+    results = _run_all(finals, "finetune", family)
+    if results is None:
+        return None
+    errors = [error for _, error in results if error]
+    if errors:
+        raise RunFailedError(f"retraining with learning rate {best:g} failed: {errors[0]}")
+    accuracies = [result.metrics["eval/top1"] for result, _ in results if result]
+    outcome = SweepResult(rows, best, accuracies, parent_id, ray.get(recorder.hint.remote()))
+    _record_outcome(recorder, outcome)
+    return outcome
+
+
+def max_concurrent(recipe: Recipe) -> int:
+    """Trials that the cluster holds at a time, each with its workers and one data task."""
+    limit = sweep_of(recipe).max_concurrent if recipe.sweep else None
+    if limit is not None:
+        return limit
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    workers = recipe.workers
+    size = recipe.group_sizes[0]
+    by_cpu = resources.get("CPU", 1) // (size * workers.cpus_per_worker + recipe.data.cpus_per_task)
+    by_gpu = resources.get("GPU", 0) // size if resources.get("GPU", 0) else by_cpu
+    return max(1, int(min(by_cpu, by_gpu)))
+
+
+def _under(recipe: Recipe, parent_id: str | None) -> Recipe:
+    return recipe.with_changes(tracking={"parent_run_id": parent_id})
+
+
+def _run_all(
+    recipes: list[Recipe], kind: Any, family: ParentRun
+) -> list[tuple[RunResult | None, str]] | None:
+    """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes.
+
+    None if the sweep was told to stop: its trials have written checkpoints, and go on from there.
+    """
+
+    def trial(config: dict[str, Any]) -> None:
+        recipe = recipes[config["index"]]
+        if reason := ray.get(family.recorder.stop_reason.remote()):
+            tune.report({"error": reason})  # its turn came when the sweep was to stop
+            return
+        try:
+            result = train(recipe, kind=kind, family=family, tags={"vit_ray.sweep_stage": kind})
+        except (ValueError, RuntimeError) as error:
+            # One rate that fails must not end the sweep; its row shows the error.
+            tune.report({"error": str(error)})
+        else:
+            tune.report({"result": vars(result), "error": ""})
+
+    # Trials only wait for their workers; what those take is reserved by Ray Train.
+    light = tune.with_resources(trial, {"CPU": 0.01})
+    tuner = tune.Tuner(
+        light,
+        param_space={"index": tune.grid_search(list(range(len(recipes))))},
+        tune_config=tune.TuneConfig(max_concurrent_trials=max_concurrent(recipes[0])),
+        run_config=tune.RunConfig(
+            name=f"{recipes[0].name}-tune",
+            storage_path=f"{recipes[0].output.rstrip('/')}/tune",
+            verbose=0,
+        ),
+    )
+    found: list[tuple[RunResult | None, str]] = [(None, "the trial did not start")] * len(recipes)
+    grid = tuner.fit()
+    for outcome in (grid[k] for k in range(len(grid))):
+        index = outcome.config["index"] if outcome.config else 0
+        if outcome.error is not None:
+            found[index] = (None, str(outcome.error).strip().splitlines()[-1])
+        elif outcome.metrics and outcome.metrics["error"]:
+            found[index] = (None, outcome.metrics["error"])
+        elif outcome.metrics:
+            found[index] = (RunResult(**outcome.metrics["result"]), "")
+    return None if ray.get(family.recorder.stop_reason.remote()) else found
+
+
+def _row(rate: float, result: RunResult | None, error: str) -> SweepRow:
+    if result is None:
+        return SweepRow(rate, None, None, error)
+    return SweepRow(rate, result.metrics.get("eval/top1"), result.run_id)
+
+
+def _best(rows: list[SweepRow]) -> float:
+    measured = [row for row in rows if row.dev_top1 is not None]
+    if not measured:
+        raise RunFailedError(f"every trial failed; the first: {rows[0].error}")
+    return max(measured, key=lambda row: row.dev_top1 or 0.0).learning_rate
+
+
+def _record_outcome(recorder: Any, outcome: SweepResult) -> None:
+    metrics = {"sweep/learning_rate": outcome.learning_rate, "eval/top1": outcome.mean}
+    metrics["eval/top1_std"] = outcome.deviation
+    ray.get(recorder.metrics.remote(0, metrics))

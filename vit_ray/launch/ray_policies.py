@@ -1,0 +1,193 @@
+"""What Ray Train decides for a run: when a failure ends it, and how large its group is.
+
+Ray 2.60 has no public place for either; the trainer's own step that hands its policies to the
+controller is overridden, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller.state import ResizingState
+from ray.train.v2._internal.execution.failure_handling import (
+    DefaultFailurePolicy,
+    FailureDecision,
+)
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ScalingDecision,
+)
+from ray.train.v2.api.config import FailureConfig, ScalingConfig
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.worker import SmallerMicroBatchError
+
+SAVE_BEFORE_RESIZE_S = 120.0
+WAIT_FOR_NODES_S = 1.0
+_MOST_CAUSES: Final = 3
+_COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
+
+
+class PolicedTrainer(TorchTrainer):
+    """A `TorchTrainer` with policies of its own, by the names of the controller's arguments."""
+
+    def __init__(self, policies: dict[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._policies = policies
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        return super()._initialize_and_run_controller(**{**arguments, **self._policies})
+
+
+class ConsecutiveFailurePolicy(DefaultFailurePolicy):
+    """Ends a run that fails again and again with no new checkpoint between.
+
+    Ray Train itself counts all failures since the start: a run of weeks would end at the sixth
+    node that it lost, however far apart they were.
+    """
+
+    def __init__(self, recorder: Any, max_failures: int, run_folder: str) -> None:
+        # Ray's own limits are off: for nodes taken back, and groups that find no place in time.
+        super().__init__(FailureConfig(max_failures=-1))
+        self._recorder, self._max_failures = recorder, max_failures
+        self._run_folder = run_folder
+        self._count, self._failed_at = 0, -1
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Every failure becomes part of the run's history."""
+        text = cause(training_failed_error)
+        self._recorder.event.remote("worker failed", text, 0)
+        if ray.get(self._recorder.failure.remote()):
+            return FailureDecision.RAISE  # a worker has said that a restart would not help
+        if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
+            return super().make_decision(training_failed_error)
+        if self._is_one_too_many(training_failed_error):
+            told = f"failure {self._count} with no new checkpoint between"
+            reason = f"{text} ({told}; workers.max_failures={self._max_failures})"
+            ray.get(self._recorder.fail.remote(reason))
+            return FailureDecision.RAISE
+        return FailureDecision.RETRY
+
+    def _is_one_too_many(self, error: Any) -> bool:
+        newest = newest_step(self._run_folder)
+        if newest not in (-1, self._failed_at):
+            self._count, self._failed_at = 0, newest
+        # A smaller micro-batch is a remedy, and there are only so many.
+        failures = getattr(error, "worker_failures", {}).values()
+        if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
+            self._count += 1
+        return -1 < self._max_failures < self._count
+
+
+def _is_crash(error: TrainingFailedError) -> bool:
+    """Whether workers died, in training or while their group was being started."""
+    if isinstance(error, WorkerGroupError):
+        return True
+    failure = getattr(error, "controller_failure", None)
+    if isinstance(failure, ray.exceptions.RayTaskError):
+        return not isinstance(failure.cause, ValueError)
+    return isinstance(failure, WorkerGroupStartupFailedError | ray.exceptions.RayActorError)
+
+
+class DivisorScalingPolicy(ElasticScalingPolicy):
+    """The largest group that fits, divides the global batch, and leaves a CPU to read data with."""
+
+    def __init__(
+        self, scaling_config: ScalingConfig, sizes: Sequence[int], reading_cpus: float
+    ) -> None:
+        """
+        Args:
+            sizes: worker counts that are allowed.
+            reading_cpus: CPUs of one reading task, which must be free on some node.
+        """
+        super().__init__(scaling_config)
+        self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        """As Ray's, which would ask again without a pause while there is no place for a group."""
+        decision = super().make_decision_for_non_running_worker_group()
+        if isinstance(decision, NoopDecision):
+            time.sleep(WAIT_FOR_NODES_S)
+        return decision
+
+    def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
+        wanted = self.scaling_config._resources_per_worker_not_none
+        # Ray's coordinator counts a node that is lost for some seconds more than the cluster does.
+        cpus = cpus_by_node()
+        counts = {
+            node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
+            for node, held in reserved_resources.items()
+            if node in cpus
+        }
+        most, cpus_per_worker = sum(counts.values()), wanted.get("CPU", 0.0)
+        spare = max(
+            (n - counts.get(node, 0) * cpus_per_worker for node, n in cpus.items()), default=0
+        )
+        if spare < self._reading_cpus and cpus_per_worker > 0:
+            most -= math.ceil(self._reading_cpus / cpus_per_worker)
+        return max((size for size in self._sizes if size <= most), default=0)
+
+
+def cpus_by_node() -> dict[str, float]:
+    """CPUs of each node that is alive, by its id."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}
+
+
+class SaveBeforeResize(ControllerCallback):
+    """An elastic group that has room to grow is saved first.
+
+    It is started again from its newest checkpoint, which by the clock may be a quarter of an hour
+    old.
+    """
+
+    def __init__(self, recorder: Any, run_folder: str) -> None:
+        self._recorder, self._run_folder = recorder, run_folder
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Wait for a checkpoint when Ray has decided to change the size of a running group."""
+        if not isinstance(current_state, ResizingState):
+            return
+        before = newest_step(self._run_folder)
+        self._recorder.request_save.remote()
+        deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
+        while newest_step(self._run_folder) <= before and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def newest_step(run_folder: str) -> int:
+    """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
+    try:
+        checkpoint = newest_checkpoint(locate(run_folder))
+    except OSError:
+        return -1
+    return checkpoint.position.step if checkpoint else -1
+
+
+def cause(error: BaseException) -> str:
+    """The workers' own words, without the frames around them; what others met after it comes last.
+
+    A worker that dies takes the connections of the others with it.
+    """
+    failures = getattr(error, "worker_failures", None)
+    if not failures:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[-1].strip() if lines else repr(error)
+    ranks: dict[str, int] = {}
+    for rank, failure in sorted(failures.items()):
+        ranks.setdefault(cause(failure), rank)
+    first_to_last = sorted(ranks, key=lambda text: (bool(_COLLATERAL.search(text)), ranks[text]))
+    shown = [f"worker {ranks[text]}: {text}" for text in first_to_last[:_MOST_CAUSES]]
+    return "; ".join(shown)

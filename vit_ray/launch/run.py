@@ -1,0 +1,293 @@
+"""One training (or evaluation) from recipe to result: checks, recorder, workers, outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+
+from vit_ray.config import Recipe
+from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.launch.cluster import ClusterShape, connect
+from vit_ray.launch.preflight import (
+    RunPlan,
+    check_cluster,
+    check_same_run,
+    check_weights,
+    find_resume_point,
+    metrics_log_path,
+    plan_run,
+)
+from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.worker_group import RunFailedError, run_workers
+from vit_ray.storage import locate
+from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.train.checkpoint import Checkpoint, newest_checkpoint
+from vit_ray.train.worker import TrainJob
+
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+_HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of a run."""
+
+    run_id: str | None
+    """MLflow run; None if MLflow was away all the time."""
+    name: str
+    steps: int
+    """Optimizer steps completed."""
+    total_steps: int
+    metrics: dict[str, float]
+    """Last value of every metric."""
+    checkpoint: str
+    """Folder of the newest checkpoint."""
+    already_complete: bool = False
+    """The run had ended before; nothing was trained."""
+    hint: str = ""
+    """How to open MLflow's page."""
+    events: list[str] = field(default_factory=list)
+    """What happened on the way: restarts, refused steps, failed saves."""
+
+    ended: str = ""
+    """Why it was over before its last step (early stopping); empty if it was not."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it reached its end (and was not stopped on request)."""
+        return self.steps >= self.total_steps or bool(self.ended)
+
+
+@dataclass(frozen=True)
+class ParentRun:
+    """The sweep or study that a run is part of."""
+
+    recorder: Any
+    """Recorder of the parent run, which shows how far its children are."""
+    node_id: str
+    """Node of the parent's driver, where MLflow is written."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    kind: Kind = "pretrain",
+    tags: dict[str, str] | None = None,
+    family: ParentRun | None = None,
+) -> RunResult:
+    """Train as the recipe says, from the newest checkpoint of this name if there is one.
+
+    Raises:
+        ValueError: the recipe cannot work; nothing was started.
+        RunFailedError: training failed more often than the recipe allows.
+    """
+    recipe = recipe.with_absolute_paths()
+    plan = plan_run(recipe)
+    # From before the checkpoints are looked at: another driver may be removing them.
+    with lock_run(locate(recipe.run_folder)):
+        damage: list[str] = []
+        resume_from = find_resume_point(recipe, damage.append)
+        if resume_from is not None:
+            check_same_run(recipe, resume_from, plan.manifest.fingerprint)
+            if resume_from.position.step >= plan.total_steps or resume_from.position.ended:
+                return _finished_before(recipe, resume_from, plan.total_steps)
+        else:
+            check_weights(recipe)
+        cluster = connect(recipe)
+        use_gpu = check_cluster(recipe, cluster)
+        return _run(recipe, plan, kind, tags or {}, cluster, use_gpu, resume_from, family, damage)
+
+
+def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
+    """Train from the weights in `init_from` with a new head; positions are resized.
+
+    Raises:
+        ValueError: no weights are given, or as `train`.
+    """
+    if recipe.init_from is None:
+        raise ValueError("init_from is not set; give the run, checkpoint or file to fine-tune")
+    return train(recipe, kind="finetune", tags=tags)
+
+
+def evaluate(recipe: Recipe) -> dict[str, float]:
+    """Accuracy, and few-shot accuracy if the recipe asks for it, of the weights in `init_from`.
+
+    Raises:
+        ValueError: no weights or no data set are given, or they do not fit.
+    """
+    if recipe.init_from is None:
+        raise ValueError("init_from is not set; give the run, checkpoint or file to evaluate")
+    recipe = recipe.with_absolute_paths()
+    # A run of its own: the training of this name keeps its record as it is.
+    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    plan = plan_run(recipe, needs_train=False)
+    check_weights(recipe)
+    cluster = connect(recipe)
+    use_gpu = check_cluster(recipe, cluster)
+    return _run(recipe, plan, "evaluate", {}, cluster, use_gpu, None).metrics
+
+
+def _run(
+    recipe: Recipe,
+    plan: RunPlan,
+    kind: Kind,
+    tags: dict[str, str],
+    cluster: ClusterShape,
+    use_gpu: bool,
+    resume_from: Checkpoint | None,
+    family: ParentRun | None = None,
+    damage: Sequence[str] = (),
+) -> RunResult:
+    recorder = start_recorder(
+        recipe.tracking,
+        recipe.name,
+        metrics_log_path(recipe),
+        run_id=resume_from.position.tracking_run_id if resume_from else None,
+        params=recipe.flat(),
+        tags={**run_facts(kind, plan, cluster), **tags},
+        resume_step=resume_from.position.step if resume_from else None,
+        parent=family.recorder if family else None,
+        node_id=family.node_id if family else None,
+    )
+    for text in damage:
+        recorder.event.remote("damaged checkpoint", text, 0)
+    job = TrainJob(
+        recipe=recipe,
+        kind="evaluate" if kind == "evaluate" else "train",
+        num_classes=plan.manifest.num_classes,
+        num_images=plan.num_images,
+        total_steps=plan.total_steps,
+        data_fingerprint=plan.manifest.fingerprint,
+        run_folder=recipe.run_folder,
+        new_head=_HEADS.get(kind, "auto"),
+        few_shot_classes=plan.few_shot_classes,
+        ray_ready_s=cluster.ready_s,
+        recorder=recorder,
+        note_bad_images=_bad_images(recipe, plan).note,
+    )
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        with (
+            shown_progress(recorder, recipe.name, plan.total_steps, is_shown=family is None),
+            # A sweep or study passes it on to the runs under it.
+            stopping_on_sigterm(recorder) if family is None else contextlib.nullcontext(),
+        ):
+            run_workers(job, plan.streams, cluster, use_gpu=use_gpu)
+        result = _result(job, recorder)
+        status = finished_status(result.is_complete or kind == "evaluate")
+        return result
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
+            ray.get(recorder.finish.remote(status))
+            ray.kill(recorder)
+
+
+def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
+    """Of images that travel encoded, and turn out bad in a training worker."""
+    return BadRowLimit(recipe.run_folder, plan.num_images, recipe.data.max_bad_fraction)
+
+
+def _result(job: TrainJob, recorder: Any) -> RunResult:
+    standing = ray.get(recorder.standing.remote())
+    checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
+    steps = checkpoint.position.step if checkpoint else 0
+    ended = checkpoint.position.ended if checkpoint else ""
+    was_stopped = any(event.kind == "stopped" for event in standing.events)
+    if job.kind == "train" and not (steps >= job.total_steps or ended or was_stopped):
+        raise RunFailedError(
+            f"training ended, but its newest whole checkpoint is of step {steps} of "
+            f"{job.total_steps}: the last one could not be written to {job.run_folder}; see the "
+            "events, make room there and run the same command again"
+        )
+    return RunResult(
+        run_id=ray.get(recorder.run_id.remote()),
+        name=job.recipe.name,
+        steps=steps,
+        total_steps=job.total_steps,
+        ended=ended,
+        metrics=dict(standing.metrics),
+        checkpoint=checkpoint.folder.path if checkpoint else "",
+        hint=ray.get(recorder.hint.remote()),
+        events=[f"{event.kind}: {event.text}" for event in standing.events],
+    )
+
+
+def _finished_before(recipe: Recipe, checkpoint: Checkpoint, total_steps: int) -> RunResult:
+    position = checkpoint.position
+    return RunResult(
+        run_id=position.tracking_run_id,
+        name=recipe.name,
+        steps=position.step,
+        total_steps=total_steps,
+        metrics=dict(position.metrics),
+        checkpoint=checkpoint.folder.path,
+        already_complete=True,
+        ended=position.ended,
+    )
+
+
+def finished_status(is_complete: bool) -> Literal["FINISHED", "KILLED"]:
+    """MLflow's word for a run that ended without an error."""
+    return "FINISHED" if is_complete else "KILLED"
+
+
+def run_facts(kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]:
+    """Tags that say what ran, on which code, data and cluster."""
+    return {
+        "vit_ray.kind": kind,
+        "vit_ray.git_commit": git_commit(),
+        "vit_ray.data_fingerprint": plan.manifest.fingerprint,
+        "vit_ray.cluster": str(cluster),
+        "vit_ray.driver": platform.node(),
+        "vit_ray.ray_version": ray.__version__,
+    }
+
+
+def git_commit() -> str:
+    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
+
+    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
+    """
+    if told := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return told
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        commit = _git("rev-parse", "HEAD", cwd=here)
+        return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str, cwd: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@contextmanager
+def stopping_on_sigterm(recorder: Any) -> Iterator[None]:
+    """SIGTERM asks the workers for a checkpoint and a clean end; a second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread only
+        return
+
+    def on_sigterm(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        recorder.request_stop.remote("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

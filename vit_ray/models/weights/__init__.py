@@ -1,0 +1,5 @@
+"""Weights in and out, in our own names and in every published layout."""
+
+from vit_ray.models.weights.load_save import load_weights, save_weights
+
+__all__ = ["load_weights", "save_weights"]

@@ -1,0 +1,126 @@
+"""One spelling for the names in published files, and what a file's names tell of its layout."""
+
+import re
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from vit_ray.models.positions import Grid, square_grid
+from vit_ray.models.weights.name_maps import JAX_POSITIONS, LAYOUTS, Tensors
+
+# Pattern and replacement, in order: other spellings of the same tensors.
+_SPELLINGS: dict[str, list[tuple[str, str]]] = {
+    "jax": [
+        (r"^(opt/target|params)/(img/)?", ""),
+        (r"^Transformer/pos_embedding$", JAX_POSITIONS),
+        # big_vision counts the parts of a block from 0 by kind.
+        (r"/MultiHeadDotProductAttention_0/", "/MultiHeadDotProductAttention_1/"),
+        (r"/MlpBlock_0/", "/MlpBlock_3/"),
+        (r"(encoderblock_\d+)/LayerNorm_1/", r"\1/LayerNorm_2/"),
+    ],
+    "timm": [
+        # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it.
+        (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
+    ],
+    "huggingface": [
+        (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),
+        (r"^(embedder|norm)\.", r"bit.\1."),
+        (r"^vit\.encoder\.stages\.", "bit.encoder.stages."),
+        # The names inside transformers 5, which its saved files do not use.
+        (r"^vit\.layers\.", "vit.encoder.layer."),
+        (r"\.attention\.q_proj\.", ".attention.attention.query."),
+        (r"\.attention\.k_proj\.", ".attention.attention.key."),
+        (r"\.attention\.v_proj\.", ".attention.attention.value."),
+        (r"\.attention\.o_proj\.", ".attention.output.dense."),
+        (r"\.mlp\.fc1\.", ".intermediate.dense."),
+        (r"\.mlp\.fc2\.", ".output.dense."),
+    ],
+    "vit_ray": [],
+}
+
+
+def canonical_names(
+    tensors: Tensors, layout: str, grid: Grid | None = None, model_grid: Grid | None = None
+) -> Tensors:
+    """The same tensors under the spelling of the rules.
+
+    Stacked blocks are taken apart, and positions get a row for the class token where it has none:
+    as many rows as the file's `grid` has patches, where that is known. `model_grid` is that of the
+    model to fill.
+    """
+    renamed: Tensors = {}
+    for name, tensor in _unstacked(tensors).items():
+        for pattern, replacement in _SPELLINGS[layout]:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = tensor
+    if layout == "jax" and "pos_embedding" in renamed:
+        # big_vision adds positions before the class token, which therefore has none.
+        table = renamed.pop("pos_embedding")
+        renamed[JAX_POSITIONS] = _zero_row_before(table) if "cls" in renamed else table
+    if layout == "timm" and {"pos_embed", "cls_token"} <= set(renamed):
+        # So do the timm models that do not embed the class token; only the row count tells.
+        table = renamed["pos_embed"]
+        if _lacks_class_row(table.shape[1], grid, model_grid):
+            renamed["pos_embed"] = _zero_row_before(table)
+    return renamed
+
+
+def _lacks_class_row(num_rows: int, grid: Grid | None, model_grid: Grid | None) -> bool:
+    """A table of n x (n + 2) patches and a class token has a square number of rows, too."""
+    if grid is not None:
+        return num_rows == grid[0] * grid[1]
+    if model_grid is not None and num_rows == model_grid[0] * model_grid[1] + 1:
+        return False
+    return square_grid(num_rows) is not None and square_grid(num_rows - 1) is None
+
+
+def _zero_row_before(table: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+
+
+def _unstacked(tensors: Tensors) -> Tensors:
+    """big_vision may keep all blocks in one tensor, the block being its first axis."""
+    marker, flat = "Transformer/encoderblock/", dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if marker not in name:
+            flat[name] = tensor
+            continue
+        for index, part in enumerate(tensor):
+            flat[name.replace(marker, f"Transformer/encoderblock_{index}/")] = part
+    return flat
+
+
+def without_training_state(tensors: Tensors) -> tuple[Tensors, list[str]]:
+    """The parameters of a file, and what its training kept beside them, by first name.
+
+    Checkpoints of big_vision and of flax are whole trainings, and are published as they are.
+    """
+    for prefix in ("params/", "opt/target/"):
+        if any(name.startswith(prefix) for name in tensors):
+            kept = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            beside = Counter(name.partition("/")[0] for name in tensors if name not in kept)
+            return kept, [f"{name} ({count} of training)" for name, count in beside.items()]
+    return tensors, []
+
+
+def detect_layout(names: list[str]) -> str:
+    """The layout of a file, from the names of its tensors.
+
+    Raises:
+        ValueError: if no layout has such names.
+    """
+    signs = {
+        "jax": r"(^|/)embedding/kernel$|^resnet/root_block/",
+        "huggingface": r"(^|\.)(embeddings\.patch_embeddings|embedder\.convolution)\.",
+        "timm": r"^patch_embed\.proj\.|^stem\.conv\.",
+        "vit_ray": r"^embedding\.projection\.|^units\.0\.",
+    }
+    for layout, pattern in signs.items():
+        if any(re.search(pattern, name) for name in names):
+            return layout
+    shown = ", ".join(sorted(names)[:8])
+    raise ValueError(
+        f"the tensors are named in no known layout ({', '.join(LAYOUTS)}): {shown}, ...; "
+        "check that the file holds a ViT, a hybrid or a BiT ResNet."
+    )

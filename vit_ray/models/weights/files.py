@@ -1,0 +1,226 @@
+"""Files of tensors: `.npz` without pickled objects, and safetensors.
+
+Neither can run code when it is read. Written files appear whole or not at all.
+"""
+
+import contextlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vit_ray.models.encoder import LAYER_NORM_EPS
+from vit_ray.models.positions import Grid
+from vit_ray.models.resnet import BitResNet
+from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+from vit_ray.models.weights.name_maps import Tensors
+
+# What a folder of Hugging Face transformers holds.
+FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
+
+_GRID_KEY, _HEADS_KEY, _POSITIONS_AT_KEY = (
+    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions_at")
+)
+_JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
+# numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
+_BROKEN = (ValueError, OSError, EOFError, TypeError)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the source of weights tells of its model that their names and shapes do not.
+
+    Attributes:
+        grid: (rows, columns) of the positions.
+        num_heads: of each block.
+        positions_at: as in `VitOptions`.
+    """
+
+    grid: Grid | None = None
+    num_heads: int | None = None
+    positions_at: str | None = None
+
+
+def origin_of(model: nn.Module) -> Origin:
+    """What weights of a model should tell of it."""
+    if not isinstance(model, VisionTransformer):
+        return Origin()
+    return Origin(model.grid, model.size.num_heads, model.options.positions_at)
+
+
+def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
+    """Tensors of a file, and what it tells of the model that they are of.
+
+    Args:
+        path: the file, or a folder that Hugging Face transformers wrote.
+        source: what errors call it.
+
+    Raises:
+        ValueError: if there is no such file, or it is broken, or of a format that could run code.
+    """
+    if path.is_dir():
+        path = path / FOLDER_WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file.")
+    if path.suffix not in _READERS:
+        raise ValueError(
+            f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
+            "because other formats can run code. Convert the file first."
+        )
+    try:
+        return _READERS[path.suffix](path)
+    except (*_BROKEN, SafetensorError, zipfile.BadZipFile) as error:
+        raise ValueError(f"weights {source} cannot be read: {error}") from error
+
+
+def _read_npz(path: Path) -> tuple[Tensors, Origin]:
+    with np.load(path, allow_pickle=False) as arrays:
+        tensors = {name: _from_numpy(arrays[name]) for name in arrays.files}
+    # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
+    heads = (t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name))
+    return tensors, Origin(num_heads=next(heads, None))
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """numpy has no bfloat16 and writes it as two nameless bytes."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _read_safetensors(path: Path) -> tuple[Tensors, Origin]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        told = file.metadata() or {}
+    grid, heads = told.get(_GRID_KEY), told.get(_HEADS_KEY) or _heads_beside(path)
+    rows, _, columns = grid.partition("x") if grid else ("", "", "")
+    return tensors, Origin(
+        (int(rows), int(columns)) if grid else None,
+        int(heads) if heads else None,
+        told.get(_POSITIONS_AT_KEY),
+    )
+
+
+def _heads_beside(path: Path) -> int | None:
+    """Heads that transformers would build the model of its folder with."""
+    config = path.with_name(FOLDER_CONFIG)
+    if path.name != FOLDER_WEIGHTS or not config.is_file():
+        return None
+    told = json.loads(config.read_text())
+    return told.get("num_attention_heads") if isinstance(told, dict) else None
+
+
+def _told(origin: Origin) -> dict[str, str]:
+    """The metadata that `_read_safetensors` reads."""
+    told = {_HEADS_KEY: origin.num_heads, _POSITIONS_AT_KEY: origin.positions_at}
+    if origin.grid is not None:
+        told[_GRID_KEY] = f"{origin.grid[0]}x{origin.grid[1]}"
+    return {key: str(value) for key, value in told.items() if value is not None}
+
+
+_READERS: dict[str, Callable[[Path], tuple[Tensors, Origin]]] = {
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+}
+
+
+def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -> None:
+    """Write named tensors where and as a layout asks; see `weights.save_weights`.
+
+    Raises:
+        ValueError: if the suffix does not fit the layout, or nothing can be written there.
+    """
+    check_suffix(path, layout)
+    if _is_folder(path, layout):
+        config = json.dumps(_huggingface_config(model), indent=2)
+        _replace(path / FOLDER_CONFIG, lambda partial: partial.write_text(config + "\n"))
+        path = path / FOLDER_WEIGHTS
+    if layout == "jax":
+        arrays = {name: _to_numpy(tensor) for name, tensor in tensors.items()}
+        _replace(path, lambda partial: _save_npz(partial, arrays))
+        return
+    metadata = {"format": "pt", **_told(origin_of(model))}
+    _replace(path, lambda partial: save_file(tensors, partial, metadata))
+
+
+def check_suffix(path: Path, layout: str) -> None:
+    """Refuse a file whose name promises another format than its layout's.
+
+    Raises:
+        ValueError: telling the layout's.
+    """
+    suffix = ".npz" if layout == "jax" else ".safetensors"
+    if path.suffix != suffix and not _is_folder(path, layout):
+        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")
+
+
+def _is_folder(path: Path, layout: str) -> bool:
+    return layout == "huggingface" and not path.suffix
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the path and move into place, so that no reader meets half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"weights cannot be written to {path}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _save_npz(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """float32 where numpy has no such type; every bfloat16 number is one of float32."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _huggingface_config(model: nn.Module) -> dict[str, Any]:
+    """What transformers needs to build the same model; its own defaults differ in two places."""
+    if isinstance(model, VisionTransformer):
+        embedding = model.embedding
+        assert isinstance(embedding, PatchEmbedding)
+        size, patch_size = model.size, embedding.patch_size
+        # Its classifier does not go through the tanh layer, which its bare model calls the pooler.
+        has_tanh = model.representation is not None
+        config: dict[str, Any] = {
+            "architectures": ["ViTModel" if has_tanh else "ViTForImageClassification"],
+            "model_type": "vit",
+            "hidden_size": size.width,
+            "intermediate_size": size.mlp_dim,
+            "num_hidden_layers": size.depth,
+            "num_attention_heads": size.num_heads,
+            "patch_size": patch_size,
+            "image_size": [side * patch_size for side in model.grid],
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": LAYER_NORM_EPS,
+        }
+    else:
+        assert isinstance(model, BitResNet)
+        config = {
+            "architectures": ["BitForImageClassification"],
+            "model_type": "bit",
+            "depths": list(model.size.stages),
+            "hidden_sizes": [4 * width for width in model.size.widths],
+            "embedding_size": model.size.widths[0],
+            "layer_type": "preactivation",
+        }
+    labels = {str(index): f"LABEL_{index}" for index in range(model.head.out_features)}
+    return {**config, "id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}

@@ -1,0 +1,190 @@
+"""Weights in and out: our own state dicts, and the published layouts of `layouts.py`.
+
+Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.positions import Grid, ResizeMode
+from vit_ray.models.vit import VisionTransformer
+from vit_ray.models.weights.aliases import canonical_names, detect_layout, without_training_state
+from vit_ray.models.weights.files import Origin, read_tensors, write_tensors
+from vit_ray.models.weights.name_maps import (
+    HEAD_BIASES,
+    Tensors,
+    check_layout,
+    rules_for,
+    to_own,
+    to_published,
+)
+from vit_ray.models.weights.state_dicts import (
+    SPARE_PREFIXES,
+    LoadReport,
+    NewHead,
+    Problems,
+    fit_state_dict,
+)
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """Tensors of a file in a published layout, as they lie in it."""
+
+    source: str
+    layout: str
+    tensors: Tensors
+    origin: Origin
+    beside: tuple[str, ...] = ()
+    """What the file holds of the training that made it; nobody needs it."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of its head; None where it has no head."""
+        renamed = canonical_names(self.tensors, self.layout)
+        biases = (renamed[name] for name in HEAD_BIASES if name in renamed)
+        return next((bias.numel() for bias in biases), None)
+
+    def load_into(
+        self,
+        model: nn.Module,
+        new_head: NewHead = "auto",
+        *,
+        resize: ResizeMode = "bilinear",
+        source_grid: Grid | None = None,
+    ) -> LoadReport:
+        """As `load_weights`."""
+        if isinstance(model, MaskedPatchObjective):
+            model = model.model
+        source = f"{self.source} (layout {self.layout})"
+        origin = replace(self.origin, grid=source_grid or self.origin.grid)
+        model_grid = getattr(model, "grid", None)
+        renamed = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
+        own, left_over, missing = _to_own_names(model, self.layout, renamed)
+        problems = Problems(source, model)
+        problems.add("unexpected", left_over)
+        problems.add("missing", missing)
+        problems.raise_if_any()
+        report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
+        report.ignored += self.beside
+        return report
+
+
+def read_weights(path: str | Path, layout: str = "auto", source: str | None = None) -> WeightFile:
+    """Read a published checkpoint whole.
+
+    Args:
+        path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder of Hugging Face.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto" to tell it from the names.
+        source: what reports and errors call it, where not its path.
+
+    Raises:
+        ValueError: if the file is broken, of no known layout, or of a format that could run code.
+    """
+    source = source or str(path)
+    tensors, origin = read_tensors(Path(path), source)
+    tensors, beside = without_training_state(tensors)
+    layout = detect_layout(list(tensors)) if layout == "auto" else layout
+    check_layout(layout)
+    return WeightFile(source, layout, tensors, origin, tuple(beside))
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    layout: str = "auto",
+    *,
+    new_head: NewHead = "auto",
+    resize: ResizeMode = "bilinear",
+    source_grid: Grid | None = None,
+) -> LoadReport:
+    """Load a published checkpoint into a model, in place.
+
+    Args:
+        model: from `build_model`; may have another resolution or another head than the file.
+        path: as in `read_weights`.
+        layout: as in `read_weights`.
+        new_head: as in `fit_state_dict`.
+        resize: "bilinear" as the reference code, or "bicubic".
+        source_grid: (rows, columns) of the file's positions where they are not of a square image.
+
+    Raises:
+        ValueError: if the file is not whole, has tensors of another model, or is of a format that
+            could run code; the tensors are listed.
+    """
+    file = read_weights(path, layout)
+    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
+
+
+def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> None:
+    """Write a model's weights in a published layout; the file appears whole or not at all.
+
+    Args:
+        model: from `build_model`, on any device.
+        path: a file: `.npz` for "jax", else `.safetensors`. With "huggingface" a path without a
+            suffix is a folder that `from_pretrained` reads (`model.safetensors`, `config.json`).
+        layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
+
+    Raises:
+        ValueError: if the layout cannot express the model, or the suffix does not fit it.
+    """
+    path = Path(path)
+    rules = rules_for(model, layout)
+    _check_expressible(model, layout)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    nameless = sorted(set(state) - {rule.own for rule in rules})
+    if nameless:
+        raise ValueError(
+            f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'."
+        )
+    num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
+    published: Tensors = {}
+    for rule in rules:
+        if rule.own in state:
+            parts = to_published(rule, state[rule.own], num_heads)
+            published.update(zip(rule.published, parts, strict=True))
+    write_tensors(path, published, layout, model)
+
+
+def _check_expressible(model: nn.Module, layout: str) -> None:
+    """Options that leave no trace in the tensors: a reader of the layout would run another model.
+
+    Raises:
+        ValueError: if the model has one that the layout cannot express.
+    """
+    if layout == "vit_ray" or not isinstance(model, VisionTransformer):
+        return
+    options = model.options
+    if options.positions_at == "every_layer_shared":
+        lost = "positions_at='every_layer_shared'"
+    elif layout == "huggingface" and options.pool == "gap":
+        lost = "pool='gap'"
+    elif layout == "huggingface" and options.positions == "none":
+        lost = "positions='none'"
+    else:
+        return
+    raise ValueError(f"layout={layout!r} cannot express {lost}; use layout='vit_ray'.")
+
+
+def _to_own_names(
+    model: nn.Module, layout: str, tensors: Tensors
+) -> tuple[Tensors, list[str], list[str]]:
+    """Tensors under our names; published names without a use; published names not found.
+
+    Head, representation layer and class token may be missing here: whether they are needed is
+    for `fit_state_dict` to say.
+    """
+    own: Tensors = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for rule in rules_for(model, layout):
+        absent = [name for name in rule.published if name not in tensors]
+        used.update(rule.published)
+        if not absent:
+            own[rule.own] = to_own(rule, [tensors[name] for name in rule.published])
+        elif len(absent) < len(rule.published) or not rule.own.startswith(SPARE_PREFIXES):
+            missing += absent
+    return own, sorted(set(tensors) - used), missing

@@ -1,0 +1,118 @@
+"""An append-only JSONL file that is the queue between training and MLflow.
+
+Whatever is to be recorded is first a line on disk, so it survives an outage of MLflow and the end
+of the process. Beside the file, `<name>.sent` says how far MLflow has it, and in which run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What MLflow has of a log."""
+
+    offset: int = 0
+    """Bytes."""
+    run_id: str | None = None
+    """The run that has them."""
+    attempt_ms: int | None = None
+    """When the attempt began that the next records belong to."""
+
+
+class MetricsLog:
+    """The file; appending is safe from any thread and never raises."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self.num_lost = 0
+
+    def append(self, record: Record) -> None:
+        """Write one record; a full disk loses it with one warning, and training goes on."""
+        line = json.dumps(record) + "\n"
+        try:
+            with self._lock:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.path, "a+b") as file:
+                    file.write(self._line_end(file) + line.encode())
+        except OSError as error:
+            self.num_lost += 1
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("metrics cannot be kept in %s: %s", self.path, error)
+
+    def read(self, offset: int, max_bytes: int = 2**20) -> list[tuple[Record, int]]:
+        """Whole records from a byte offset on, each with the offset behind it."""
+        if self.size <= offset:
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            text = file.read(max_bytes)
+            if b"\n" not in text:  # a record longer than that, such as a text artifact
+                text += file.readline()
+        records = []
+        for line in text.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            records.append((_parsed(line), offset))
+        return records
+
+    def first_start(self) -> Record | None:
+        """The record that opened the file."""
+        records = self.read(0)
+        return next((r for r, _ in records if r["kind"] == "start"), None)
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def sent(self) -> Sent:
+        """How far MLflow has the file, as noted by `mark_sent`."""
+        try:
+            return Sent(**json.loads(self._sent_path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return Sent()
+
+    def mark_sent(self, sent: Sent) -> None:
+        """Note how far MLflow has the file; never raises, as sending twice does no harm."""
+        half = self._sent_path.with_suffix(".half")
+        try:
+            half.write_text(json.dumps(asdict(sent)))
+            os.replace(half, self._sent_path)
+        except OSError as error:
+            logger.debug("cannot note progress beside %s: %s", self.path, error)
+
+    @property
+    def _sent_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".sent")
+
+    @staticmethod
+    def _line_end(file: Any) -> bytes:
+        """A line end where a killed process left half a line."""
+        if file.seek(0, os.SEEK_END) == 0:
+            return b""
+        file.seek(-1, os.SEEK_END)
+        return b"" if file.read(1) == b"\n" else b"\n"
+
+
+def _parsed(line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {"kind": "torn"}
+    return record if isinstance(record, dict) and "kind" in record else {"kind": "torn"}

@@ -1,0 +1,114 @@
+"""Where MLflow keeps its runs: addresses without secrets, the schema made once, a quiet client."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+SQLITE = "sqlite:///"
+
+# MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
+_REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+
+
+def absolute_uri(uri: str, folder: Path | None = None) -> str:
+    """The address with a relative SQLite file made absolute, so that it holds in any process.
+
+    Args:
+        uri: `TrackingConfig.uri`.
+        folder: what a relative file is relative to; the current folder when not given.
+    """
+    path = _sqlite_path(uri)
+    return uri if path is None else f"{SQLITE}{(folder or Path.cwd()) / path}"
+
+
+def safe_uri(uri: str) -> str:
+    """The address without user, password and query, fit for logs and tags."""
+    parts = urlsplit(uri)
+    if not parts.netloc:
+        return uri.partition("?")[0]
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+
+
+def redact_uri(text: str, uri: str) -> str:
+    """The text with the address's secrets taken out, such as an error that quotes the address."""
+    parts = urlsplit(uri)
+    userinfo = parts.netloc.rpartition("@")[0]
+    text = text.replace(uri, safe_uri(uri))
+    for secret in (f"{userinfo}@", f"?{parts.query}"):
+        if len(secret) > 1:
+            text = text.replace(secret, "")
+    return text
+
+
+def open_client(uri: str) -> MlflowClient:
+    """A client that fails fast and logs nothing; creates or upgrades a SQLite file.
+
+    Jobs call it on the driver before any worker starts: several processes that create the schema
+    of one database at once trip over each other.
+
+    Raises:
+        Exception: whatever MLflow raises when the store cannot be used.
+    """
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+    for name, value in _REQUEST_LIMITS.items():
+        os.environ.setdefault(name, value)
+    path = _sqlite_path(uri)
+    if path is None:
+        return MlflowClient(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        client = MlflowClient(absolute_uri(uri))
+        client.search_experiments(max_results=1)  # the first query makes the schema
+    return client
+
+
+def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    """Id of the experiment, which is created when there is none.
+
+    Runs of a SQLite file keep their artifacts in `mlruns/` beside it; a server decides itself.
+
+    Raises:
+        ValueError: the experiment has been deleted.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        _create_experiment(client, uri, name)
+        found = client.get_experiment_by_name(name)
+    assert found is not None
+    if found.lifecycle_stage != "active":
+        raise ValueError(
+            f"tracking.experiment={name!r} has been deleted in MLflow; restore it with `mlflow "
+            f"experiments restore --experiment-id {found.experiment_id}` or choose another name"
+        )
+    return str(found.experiment_id)
+
+
+def page_hint(uri: str, run_id: str | None = None) -> str:
+    """What a person does to see the runs: a command for a SQLite file, a link for a server."""
+    if _sqlite_path(uri) is not None:
+        return f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
+    link = safe_uri(uri).rstrip("/")
+    return f"{link}/#/runs/{run_id}" if run_id else link
+
+
+def _create_experiment(client: MlflowClient, uri: str, name: str) -> None:
+    path = _sqlite_path(absolute_uri(uri))
+    location = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
+    try:
+        client.create_experiment(name, artifact_location=location)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+            raise
+
+
+def _sqlite_path(uri: str) -> Path | None:
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None

@@ -1,0 +1,236 @@
+"""Brings the records of a metrics log into one MLflow run, each point once.
+
+Everything here may raise what MLflow raises; `tracking` decides what that means. A step that a key
+already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
+replay makes a saw-tooth or counts anything twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from vit_ray.tracking.metrics_log import Record
+from vit_ray.tracking.mlflow_client import experiment_id, open_client
+
+MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
+MAX_PARAMS = 100
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+ORIGIN = "vit_ray.spool"  # tag that finds the run of a log again
+
+NONFINITE = "_nonfinite"
+
+logger = logging.getLogger(__name__)
+
+
+class RunWriter:
+    """One MLflow run, found or created by `connect`."""
+
+    def __init__(
+        self, uri: str, start: Record, run_id: str | None, attempt_ms: int | None = None
+    ) -> None:
+        """
+        Args:
+            uri: tracking server or absolute SQLite address.
+            start: the record that opened the log: run name, experiment, parent.
+            run_id: the run to continue, if one is known.
+            attempt_ms: when the attempt began whose records come first, if not with its start.
+        """
+        self.attempt_ms = attempt_ms
+        self.run_id: str | None = None
+        self._uri = uri
+        self._start = start
+        self._wanted = run_id
+        self._client: MlflowClient | None = None
+        self._seen: dict[str, SeenSteps] = {}
+        self._num_nonfinite: dict[str, float] = {}
+        self._senders: dict[str, Callable[[Record], None]] = {
+            "start": self._send_start,
+            "tag": lambda r: self._tag(r["key"], r["value"]),
+            "text": self._send_text,
+            "artifact": self._send_artifact,
+            "finish": lambda r: self.client.set_terminated(self._id, r["status"]),
+        }
+
+    @property
+    def client(self) -> MlflowClient:
+        """The client of a connected writer."""
+        assert self._client is not None, "connect() comes first"
+        return self._client
+
+    @property
+    def _id(self) -> str:
+        assert self.run_id is not None, "connect() comes first"
+        return self.run_id
+
+    def connect(self) -> None:
+        """Find the run and what it already holds, or create it."""
+        self._client = open_client(self._uri)
+        run = self._find() or self._create()
+        if self.attempt_ms is not None:
+            self._load_steps(run, self.attempt_ms)
+        self.run_id = run.info.run_id
+
+    def send(self, records: Sequence[Record]) -> int:
+        """Record them in order: metrics in one batch, or a single record of another kind.
+
+        Returns:
+            Metric points that were new.
+        """
+        if records[0]["kind"] == "metrics":
+            return self._send_metrics(records)
+        for record in records:
+            sender = self._senders.get(record["kind"])
+            if sender is not None:
+                sender(record)
+        return 0
+
+    def _find(self) -> Run | None:
+        if self._wanted is not None:
+            run = _existing(self.client, self._wanted)
+            if run is not None:
+                return run
+        experiment = self.client.get_experiment_by_name(self._start["experiment"])
+        for origin in filter(None, (self._wanted, self._start["spool_id"])):
+            if experiment is None:
+                break
+            found = self.client.search_runs(
+                [experiment.experiment_id], f"tags.`{ORIGIN}` = '{origin}'", max_results=1
+            )
+            if found:
+                return self.client.get_run(found[0].info.run_id)
+        return None
+
+    def _create(self) -> Run:
+        tags = {ORIGIN: self._wanted or self._start["spool_id"]}
+        if self._start["parent_run_id"]:
+            tags["mlflow.parentRunId"] = self._start["parent_run_id"]
+        return self.client.create_run(
+            experiment_id(self.client, self._uri, self._start["experiment"]),
+            start_time=self._start["time_ms"],
+            tags=tags,
+            run_name=self._start["run_name"],
+        )
+
+    def _send_start(self, record: Record) -> None:
+        run = self.client.get_run(self._id)
+        self.attempt_ms = record["time_ms"]
+        self._load_steps(run, record["time_ms"])
+        if run.info.status != "RUNNING":
+            self.client.update_run(self._id, status="RUNNING")
+        self._send_params(record["params"], run.data.params)
+        tags = dict(record["tags"])
+        if record["resume_step"] is not None:
+            before = run.data.tags.get("vit_ray.resumed_at_steps", "")
+            steps = [*before.split(), str(record["resume_step"])]
+            tags["vit_ray.resumed_at_steps"] = " ".join(dict.fromkeys(steps))
+        if "vit_ray.git_commit" in tags:
+            tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
+        self.client.log_batch(
+            self._id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
+        )
+
+    def _send_params(self, given: dict[str, str], known: dict[str, str]) -> None:
+        """MLflow never changes a parameter, so what a restart changed becomes a tag."""
+        params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in given.items()}
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for first in range(0, len(new), MAX_PARAMS):
+            self.client.log_batch(self._id, params=new[first : first + MAX_PARAMS])
+        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
+        if changed:
+            self._tag("vit_ray.changed_params", json.dumps(changed))
+
+    def _load_steps(self, run: Run, attempt_ms: int) -> None:
+        """What earlier attempts logged, up to which an attempt repeats, and what it has itself."""
+        self._seen, self._num_nonfinite = {}, {}
+        for latest in run.data.to_proto().metrics:
+            points = [latest]
+            if latest.timestamp >= attempt_ms:
+                points = self.client.get_metric_history(run.info.run_id, latest.key)
+            before = [point.step for point in points if point.timestamp < attempt_ms]
+            seen = self._seen[latest.key] = SeenSteps(max(before, default=-1))
+            seen.add(point.step for point in points if point.timestamp >= attempt_ms)
+            if latest.key.endswith(NONFINITE):
+                self._num_nonfinite[latest.key] = latest.value
+
+    def _send_metrics(self, records: Sequence[Record]) -> int:
+        new: dict[str, set[int]] = {}
+        counts = dict(self._num_nonfinite)
+        points: list[Metric] = []
+        for record in records:
+            for key, value in record["values"].items():
+                # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
+                is_finite = math.isfinite(value)
+                key = key if is_finite else key + NONFINITE
+                step, steps = record["step"], new.setdefault(key, set())
+                if step in steps or step in self._seen.get(key, ()):
+                    continue
+                steps.add(step)
+                if not is_finite:
+                    value = counts[key] = counts.get(key, 0.0) + 1.0
+                points.append(Metric(key, value, record["time_ms"], step))
+        for first in range(0, len(points), MAX_METRICS):
+            self.client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
+        # Only now: a batch that failed must be sent again in full.
+        self._num_nonfinite = counts
+        for key, steps in new.items():
+            self._seen.setdefault(key, SeenSteps()).add(steps)
+        return len(points)
+
+    def _send_text(self, record: Record) -> None:
+        self.client.log_text(self._id, record["text"], record["name"])
+
+    def _send_artifact(self, record: Record) -> None:
+        path = Path(record["path"])
+        if not path.exists():
+            logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
+        elif path.is_dir():
+            self.client.log_artifacts(self._id, str(path), record["folder"] or None)
+        else:
+            self.client.log_artifact(self._id, str(path), record["folder"] or None)
+
+    def _tag(self, key: str, value: str) -> None:
+        self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])
+
+
+class SeenSteps:
+    """Steps that a key has, in little memory: all up to `low`, and some above it.
+
+    Points may arrive a little out of order, since they come from several threads.
+    """
+
+    NUM_KEPT = 256
+
+    def __init__(self, low: int = -1) -> None:
+        self._low = low
+        self._above: set[int] = set()
+
+    def __contains__(self, step: int) -> bool:
+        return step <= self._low or step in self._above
+
+    def add(self, steps: Iterable[int]) -> None:
+        """Remember these; the lowest of too many move the bound up."""
+        self._above.update(steps)
+        num_over = len(self._above) - self.NUM_KEPT
+        if num_over > 0:
+            lowest = sorted(self._above)[:num_over]
+            self._low = max(self._low, lowest[-1])
+            self._above.difference_update(lowest)
+
+
+def _existing(client: MlflowClient, run_id: str) -> Run | None:
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None

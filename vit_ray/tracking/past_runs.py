@@ -1,0 +1,75 @@
+"""What MLflow knows of earlier attempts: the parent run of a name, and its finished children.
+
+These are questions, not records: while MLflow is away the answer is "nothing", with a warning, and
+jobs fall back on their checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
+
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
+
+
+def newest_run(tracking: TrackingConfig, name: str, kind: str | None = None) -> str | None:
+    """Id of the newest run of this name that has no parent, of one `vit_ray.kind` if given."""
+
+    def ask(client: MlflowClient) -> str | None:
+        experiment = client.get_experiment_by_name(tracking.experiment)
+        if experiment is None:
+            return None
+        wanted = f"attributes.run_name = '{name}'"
+        if kind is not None:
+            wanted += f" and tags.`vit_ray.kind` = '{kind}'"
+        found = client.search_runs(
+            [experiment.experiment_id], wanted, order_by=["attributes.start_time DESC"]
+        )
+        roots = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
+        return str(roots[0].info.run_id) if roots else None
+
+    return _asked(tracking, ask, None)
+
+
+def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str, Run]:
+    """Runs under a parent that ended well, by run name."""
+
+    def ask(client: MlflowClient) -> dict[str, Run]:
+        parent = client.get_run(parent_run_id)
+        found: dict[str, Run] = {}
+        token: str | None = None
+        while True:
+            page = client.search_runs(
+                [parent.info.experiment_id],
+                f"tags.`mlflow.parentRunId` = '{parent_run_id}' and attributes.status = 'FINISHED'",
+                page_token=token,
+            )
+            found |= {str(run.info.run_name): run for run in page}
+            token = page.token
+            if not token:
+                return found
+
+    return _asked(tracking, ask, {})
+
+
+def _asked(
+    tracking: TrackingConfig, ask: Callable[[MlflowClient], Answer], nothing: Answer
+) -> Answer:
+    try:
+        return ask(open_client(tracking.uri))
+    except Exception as error:
+        logger.warning(
+            "MLflow at %s cannot be asked for earlier runs: %s",
+            safe_uri(tracking.uri),
+            redact_uri(str(error), tracking.uri).partition("\n")[0],
+        )
+        return nothing

@@ -1,0 +1,141 @@
+"""Weights to start from: another run's checkpoint, or an exported or published file."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+from pyarrow import fs
+from torch import nn
+
+from vit_ray.config.training import ModelConfig
+from vit_ray.models import build_model
+from vit_ray.models.positions import ResizeMode
+from vit_ray.models.weights.files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, origin_of
+from vit_ray.models.weights.load_save import WeightFile, read_weights
+from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
+from vit_ray.storage import Location, locate
+from vit_ray.train.checkpoint import Checkpoint, Position, find_weights
+
+_WEIGHT_FILES = (".npz", ".safetensors")
+# A remote file is fetched in pieces, so that a fault costs one of them.
+_PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights at rest: how many classes they tell apart, None for none, and the way into a model.
+
+    `load_into` takes the model, what becomes of its head, and how positions are resized, as
+    `initialize_weights`.
+    """
+
+    num_classes: int | None
+    load_into: Callable[[nn.Module, NewHead, ResizeMode], LoadReport]
+
+
+def initialize_weights(
+    model: nn.Module,
+    path: str,
+    *,
+    new_head: NewHead,
+    averaged: bool | None = None,
+    resize: ResizeMode = "bilinear",
+) -> LoadReport:
+    """Load weights, positions resized to the model's resolution; tells what became of each tensor.
+
+    Args:
+        path: as in `open_weights`.
+        new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
+            demands the saved one, "auto" takes it if it fits.
+        averaged: as in `open_weights`.
+        resize: as in `fit_state_dict`.
+
+    Raises:
+        ValueError: there is nothing to load at `path`, or it does not fit the model.
+    """
+    return open_weights(path, averaged).load_into(model, new_head, resize)
+
+
+def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
+    """The weights of a run or of a file; a GPU is not needed.
+
+    Args:
+        path: a run folder, a checkpoint folder, a `.npz` or `.safetensors` file, or a folder that
+            Hugging Face transformers wrote; local or `s3://`.
+        averaged: take the averaged weights of a checkpoint; None = if it has any.
+
+    Raises:
+        ValueError: there are no weights at `path`, or they are not whole.
+    """
+    location = find_weight_file(path)
+    if location is not None:
+        file = _read_file(location)
+        return SavedWeights(
+            file.num_classes,
+            lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
+        )
+    return _of_checkpoint(find_weights(path), averaged)
+
+
+def find_weight_file(path: str) -> Location | None:
+    """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
+
+    A path that ends like a weight file is one, whether or not it is there.
+    """
+    location = locate(path)
+    if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
+        return location
+    inside = location.child(FOLDER_WEIGHTS)
+    return inside if inside.exists() else None
+
+
+def _read_file(location: Location) -> WeightFile:
+    if location.is_local:
+        return read_weights(location.path)
+    place = PurePosixPath(location.path)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in {place.name, FOLDER_CONFIG}:
+            remote = Location(location.filesystem, str(place.with_name(name)))
+            _fetch(remote, Path(folder) / name)
+        return read_weights(Path(folder) / place.name, source=location.uri)
+
+
+def _fetch(location: Location, copy: Path) -> None:
+    """Copy a file, where there is one."""
+    size = location.info().size
+    if size is None:
+        return
+    with copy.open("wb") as file:
+        for start in range(0, size, _PIECE_BYTES):
+            file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
+
+
+def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeights:
+    position = checkpoint.position
+    takes_average = checkpoint.has_average() if averaged is None else averaged
+    if takes_average and not checkpoint.has_average():
+        raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null.")
+    kind = "averaged weights" if takes_average else "weights"
+    source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
+
+    def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
+        weights = checkpoint.weights(averaged=takes_average)
+        origin = origin_of_checkpoint(position)
+        return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
+
+    head = position.shapes.get("head.bias")
+    return SavedWeights(head[0] if head else None, load_into)
+
+
+def origin_of_checkpoint(position: Position) -> Origin:
+    """What a checkpoint's recipe tells of its model: whether 36 tokens are 4 x 9 or 6 x 6."""
+    if "model" not in position.recipe:
+        return NOT_TOLD
+    config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
+    with torch.device("meta"):  # sizes without memory
+        return origin_of(build_model(config.name, 1, config.image_size, **config.options()))

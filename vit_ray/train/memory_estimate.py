@@ -1,0 +1,138 @@
+"""What a recipe's training weighs: parameters, activations and memory, without allocating."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.config import Recipe
+from vit_ray.measure.activation_memory import gpu_kernels, kept_bytes, peak_bytes
+from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
+from vit_ray.models import build_model
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.train.objective import classification_loss, normalize
+
+
+def count_parameters(recipe: Recipe, num_classes: int) -> int:
+    """Trained parameters of the recipe's model."""
+    model = _meta_model(recipe, num_classes)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
+    """Bytes kept for the backward pass of one micro-batch, the loss included.
+
+    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
+    head and token, and no N x N matrix. A recomputed block keeps its input.
+    """
+    model = _prepared_model(recipe, num_classes)
+    with gpu_kernels():
+        return kept_bytes(_forward(model, recipe, batch_size), model.parameters())
+
+
+@functools.lru_cache(maxsize=256)
+def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
+    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment."""
+    model = _prepared_model(recipe, num_classes)
+    with gpu_kernels():
+        peak = peak_bytes(_forward(model, recipe, batch_size), list(model.parameters()))
+    return Activations(kept=activation_bytes(recipe, num_classes, batch_size), peak=peak)
+
+
+def state_shape(
+    recipe: Recipe, num_classes: int, world_size: int, stage: int | None = None
+) -> StateShape:
+    """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
+    stage = recipe.train.zero_stage if stage is None else stage
+    trained = count_parameters(recipe, num_classes)
+    everything = sum(p.numel() for p in _meta_model(recipe, num_classes).parameters())
+    return StateShape(
+        num_parameters=trained,
+        num_frozen=everything - trained,
+        stage=stage,
+        world_size=world_size,
+        precision=recipe.train.precision,
+        moments=2 if recipe.optim.name == "adamw" else 1,
+        has_average=recipe.train.averaging > 0,
+        offload=recipe.train.offload and stage > 0,
+    )
+
+
+def estimate_memory(
+    recipe: Recipe,
+    num_classes: int,
+    micro_batch_size: int,
+    world_size: int,
+    stage: int | None = None,
+) -> MemoryEstimate:
+    """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
+
+
+# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+RESERVED_FRACTION = 0.05
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
+) -> int | None:
+    """The largest divisor of a worker's share of the global batch whose estimate fits.
+
+    Args:
+        memory_gib: of the device; 5 % of it stay free.
+        stage: ZeRO stage; None = the recipe's.
+
+    Returns:
+        Images per pass, or None if not even one fits.
+    """
+    share = recipe.train.global_batch_size // world_size
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        activations = measure_activations(recipe, num_classes, sizes[middle])
+        fits = state_memory(shape, activations).total <= memory_gib * (1 - RESERVED_FRACTION)
+        low, high = (middle + 1, high) if fits else (low, middle)
+    return sizes[low - 1] if low else None
+
+
+def _forward(model: nn.Module, recipe: Recipe, batch_size: int) -> Callable[[], Tensor]:
+    """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
+    size = recipe.model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    dtype = next(model.parameters()).dtype
+
+    def forward() -> Tensor:
+        shape = (batch_size, height, width, 3)
+        images = normalize(torch.empty(shape, device="meta", dtype=torch.uint8), dtype)
+        numbers = torch.zeros(batch_size, device="meta", dtype=torch.int64)
+        if recipe.train.loss == "masked_patch":
+            loss: Tensor = model(images, numbers)
+            return loss
+        return classification_loss(model(images), numbers[:, None], recipe.train).mean()
+
+    return forward
+
+
+def _prepared_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """In the recipe's precision, with its recomputation."""
+    model = _meta_model(recipe, num_classes)
+    if recipe.train.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    return model
+
+
+def _meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    with torch.device("meta"):
+        model = build_model(
+            recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
+        )
+        if recipe.train.loss == "masked_patch":
+            model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    return model

@@ -129,8 +129,9 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     from vit_ray.measure.meters import Compute
     from vit_ray.models import build_model
     from vit_ray.train.engine import DeepSpeedEngine
-    from vit_ray.train.loop import Progress, RankContext, run_training
+    from vit_ray.train.loop import RankContext, run_training
     from vit_ray.train.objective import classification_loss, normalize
+    from vit_ray.train.progress import Progress
 
     recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
     use_gpu = torch.cuda.is_available()

@@ -32,6 +32,7 @@ from vit_ray.storage import locate
 from vit_ray.train import init_weights
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.init_weights import initialize_weights
+from vit_ray.train.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ def write_run(
     """
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     position = Position(
-        step=7,
+        Progress(step=7),
         applied_steps=7,
         samples_seen=14,
         global_batch_size=2,

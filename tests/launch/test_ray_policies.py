@@ -33,6 +33,7 @@ from vit_ray.train.checkpoint import (
     folder_name,
     write_snapshot,
 )
+from vit_ray.train.progress import Progress
 from vit_ray.train.worker import SmallerMicroBatchError
 
 
@@ -89,7 +90,7 @@ class Workers:
 
     def request_save(self) -> None:
         self._step += 10
-        where = Position(self._step, self._step, self._step, 1, {"w": [2]}, {}, "print")
+        where = Position(Progress(self._step), self._step, self._step, 1, {"w": [2]}, {}, "print")
         taken = Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where)
         write_snapshot(taken, self._folder.child(folder_name(self._step)))
 

@@ -12,6 +12,7 @@ from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, newest_checkpoint, write_snapshot
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.progress import Progress
 
 GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.
@@ -97,7 +98,7 @@ def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> lis
 
 def position(engine: DeepSpeedEngine, step: int) -> Position:
     return Position(
-        step=step,
+        Progress(step=step),
         applied_steps=engine.applied_steps,
         samples_seen=step * GLOBAL_BATCH,
         global_batch_size=GLOBAL_BATCH,

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or nothing, verified, kept and pruned."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,15 @@ from vit_ray.train.checkpoint import (
     write_snapshot,
 )
 from vit_ray.train.fragments import Fragment
+from vit_ray.train.progress import Progress
 
 SHAPES = {"a": [3, 4], "b": [5]}
 
 
 def position(step: int) -> Position:
     return Position(
-        step=step, applied_steps=step, samples_seen=8 * step, global_batch_size=8, shapes=SHAPES,
-        recipe={"name": "x"}, data_fingerprint="f",
+        Progress(step=step), applied_steps=step, samples_seen=8 * step, global_batch_size=8,
+        shapes=SHAPES, recipe={"name": "x"}, data_fingerprint="f",
     )  # fmt: skip
 
 
@@ -210,3 +212,27 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.position.step == 1
+
+
+def test_a_position_is_one_flat_object_on_disk_and_comes_back_as_it_was() -> None:
+    progress = Progress(7, 0.5, 2, 6, "no better", 12.5, 1, {"eval/loss": 0.75})
+    before = Position(progress, 5, 56, 8, SHAPES, {"name": "x"}, "f", "run", {"ray": "2.60"})
+    saved = json.loads(json.dumps(before.to_json()))
+    assert saved["step"] == 7
+    assert saved["metrics"] == {"eval/loss": 0.75}
+    assert saved["applied_steps"] == 5
+    assert Position.from_json(saved) == before
+
+
+def test_a_position_of_format_1_is_read() -> None:
+    """Field by field as checkpoints of format 1 hold it, which count no refused steps."""
+    saved = {
+        "step": 80, "applied_steps": 79, "samples_seen": 5120, "global_batch_size": 64,
+        "shapes": {"head.bias": [10]}, "recipe": {"name": "x"}, "data_fingerprint": "f",
+        "tracking_run_id": "r", "best_eval_loss": 0.25, "evals_without_best": 1, "eval_step": 80,
+        "ended": "", "train_seconds": 3.5, "metrics": {"eval/loss": 0.5}, "versions": {},
+    }  # fmt: skip
+    read = Position.from_json(saved)
+    assert read.progress == Progress(80, 0.25, 1, 80, "", 3.5, 0, {"eval/loss": 0.5})
+    assert (read.step, read.applied_steps, read.samples_seen) == (80, 79, 5120)
+    assert (read.tracking_run_id, read.shapes) == ("r", {"head.bias": [10]})

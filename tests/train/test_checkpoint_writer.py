@@ -10,10 +10,11 @@ from vit_ray.storage import Location, locate
 from vit_ray.train import checkpoint_writer
 from vit_ray.train.checkpoint import Position, Snapshot, list_checkpoints, newest_checkpoint
 from vit_ray.train.checkpoint_writer import MAX_FAILED_SAVES, SAVE_ATTEMPTS, CheckpointWriter
+from vit_ray.train.progress import Progress
 
 
-def snapshot(step: int, rank: int = 0, world_size: int = 1, **position: Any) -> Snapshot:
-    where = Position(step, step, step * 8, 8, {"w": [2]}, {}, "print", **position)
+def snapshot(step: int, rank: int = 0, world_size: int = 1, **progress: Any) -> Snapshot:
+    where = Position(Progress(step, **progress), step, step * 8, 8, {"w": [2]}, {}, "print")
     return Snapshot(rank, world_size, {f"weight|w|{rank}": torch.ones(2)}, where)
 
 

@@ -11,7 +11,8 @@ import torch
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Batch, Progress, RankContext, run_training
+from vit_ray.train.loop import Batch, RankContext, run_training
+from vit_ray.train.progress import Progress
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 

@@ -101,7 +101,7 @@ def train(
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is not None:
             check_same_run(recipe, resume_from, plan.manifest.fingerprint)
-            if resume_from.position.step >= plan.total_steps or resume_from.position.ended:
+            if resume_from.position.step >= plan.total_steps or resume_from.position.progress.ended:
                 return _finished_before(recipe, resume_from, plan.total_steps)
         else:
             check_weights(recipe)
@@ -203,7 +203,7 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
     standing = ray.get(recorder.standing.remote())
     checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
-    ended = checkpoint.position.ended if checkpoint else ""
+    ended = checkpoint.position.progress.ended if checkpoint else ""
     was_stopped = any(event.kind == "stopped" for event in standing.events)
     if job.kind == "train" and not (steps >= job.total_steps or ended or was_stopped):
         raise RunFailedError(
@@ -231,10 +231,10 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, total_steps: int) -
         name=recipe.name,
         steps=position.step,
         total_steps=total_steps,
-        metrics=dict(position.metrics),
+        metrics=dict(position.progress.metrics),
         checkpoint=checkpoint.folder.path,
         already_complete=True,
-        ended=position.ended,
+        ended=position.progress.ended,
     )
 
 

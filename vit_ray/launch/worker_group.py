@@ -145,7 +145,7 @@ class _Remaining:
         folder = locate(self.job.run_folder)
         checkpoint = self._newest(folder)
         step = checkpoint.position.step if checkpoint else None
-        is_over = checkpoint is not None and bool(checkpoint.position.ended)
+        is_over = checkpoint is not None and bool(checkpoint.position.progress.ended)
         ray.get(self.job.recorder.start_from.remote(self.job.total_steps if is_over else step))
         batch = self.job.recipe.train.global_batch_size
         start = checkpoint.position.samples_seen if checkpoint else 0

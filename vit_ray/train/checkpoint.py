@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import safetensors.torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vit_ray.storage import Location, locate
 from vit_ray.train.fragments import Fragment, State
+from vit_ray.train.progress import Progress
 
 FORMAT_VERSION = 1
 WEIGHT, AVERAGE = "weight", "average"
@@ -41,8 +42,7 @@ logger = logging.getLogger(__name__)
 class Position:
     """Where a run stands, and what it is: all that is not a tensor."""
 
-    step: int
-    """Optimizer steps completed, applied or skipped."""
+    progress: Progress
     applied_steps: int
     """Steps that moved the weights: Adam's bias correction counts these."""
     samples_seen: int
@@ -53,17 +53,25 @@ class Position:
     recipe: dict[str, Any]
     data_fingerprint: str
     tracking_run_id: str | None = None
-    best_eval_loss: float | None = None
-    evals_without_best: int = 0
-    eval_step: int = -1
-    """Step of the last evaluation."""
-    ended: str = ""
-    """Why the run is over before its last step; empty if it is not."""
-    train_seconds: float = 0.0
-    """Time spent training so far, over all attempts."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Last value of every metric."""
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed, applied or refused."""
+        return self.progress.step
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object: the fields of the progress stand beside the others."""
+        saved = asdict(self)
+        return {**saved.pop("progress"), **saved}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Position:
+        """What `to_json` gave; a field of the progress that is not there has its default."""
+        names = {entry.name for entry in fields(Progress)}
+        progress = Progress(**{key: value for key, value in saved.items() if key in names})
+        rest = {key: value for key, value in saved.items() if key not in names}
+        return cls(progress, **rest)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def write_snapshot(snapshot: Snapshot, folder: Location) -> int:
         "tensors": {key: values.numel() for key, values in snapshot.tensors.items()},
     }
     if snapshot.rank == 0:
-        index["position"] = asdict(snapshot.position)
+        index["position"] = snapshot.position.to_json()
     folder.child(f"{stem}.json").write(json.dumps(index).encode())
     return len(content)
 
@@ -279,7 +287,7 @@ def _open(folder: Location) -> Checkpoint | None:
             )
         shards.append(Shard(file, index["bytes"], index["sha256"], index["tensors"]))
         if "position" in index:
-            position = Position(**index["position"])
+            position = Position.from_json(index["position"])
     return Checkpoint(folder, shards, position) if position else None
 
 

@@ -76,8 +76,8 @@ class CheckpointWriter:
             return set()
         opened = [open_checkpoint(folder) for _, folder in list_checkpoints(self._run_folder)]
         losses = {
-            c.position.step: c.position.metrics["eval/loss"]
+            c.position.step: c.position.progress.metrics["eval/loss"]
             for c in opened
-            if c is not None and c.position.eval_step == c.position.step
+            if c is not None and c.position.progress.eval_step == c.position.step
         }
         return {min(losses, key=lambda step: losses[step])} if losses else set()

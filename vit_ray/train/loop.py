@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vit_ray.config import Recipe
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
+from vit_ray.train.progress import Progress
 from vit_ray.train.schedule import lr_at
 
 Batch = Mapping[str, Any]
@@ -70,26 +71,6 @@ class LoopHooks(Protocol):
 
     def stop_reason(self) -> str | None:
         """Why this rank was told to stop, or None."""
-
-
-@dataclass
-class Progress:
-    """Where the run stands; the loop moves it, a checkpoint keeps it."""
-
-    step: int = 0
-    """Steps completed."""
-    best_eval_loss: float | None = None
-    evals_without_best: int = 0
-    eval_step: int = -1
-    """Step of the last evaluation; -1 before the first."""
-    ended: str = ""
-    """Why the run is over before its last step (early stopping); empty if it is not."""
-    train_seconds: float = 0.0
-    """Time spent training, all attempts together."""
-    nonfinite_steps: int = 0
-    """Refused steps in a row."""
-    history: dict[str, float] = field(default_factory=dict)
-    """Last value of every metric."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +137,7 @@ def run_training(
         is_last = progress.step == length.total_steps
         if _is_logged(progress.step, first_step, recipe.train.log_every_steps) or is_last:
             metrics |= _window_metrics(times, recipe, length, services, compute)
-            progress.history |= metrics
+            progress.metrics |= metrics
             services.log(progress.step, metrics)
             times.reset()
         if (notice or told_to_stop) and not is_last:
@@ -245,7 +226,7 @@ def _evaluate_if_due(
     metrics: dict[str, Any] = services.evaluate(progress.step)
     if not metrics:
         return False
-    progress.history |= metrics
+    progress.metrics |= metrics
     services.log(progress.step, metrics)
     loss = metrics.get("eval/loss")
     if loss is None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from vit_ray.train.loop import Progress
+from vit_ray.train.progress import Progress
 
 BEAT_S = 1.0
 FIRST_STEP_S = 600.0

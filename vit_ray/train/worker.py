@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,11 +45,12 @@ from vit_ray.train.device_decode import DeviceDecoder
 from vit_ray.train.engine import DeepSpeedEngine, LossFunction
 from vit_ray.train.evaluation import measure_accuracy, measure_few_shot
 from vit_ray.train.init_weights import initialize_weights
-from vit_ray.train.loop import Batch, Progress, RankContext, as_tensor, run_training
+from vit_ray.train.loop import Batch, RankContext, as_tensor, run_training
 from vit_ray.train.memory_estimate import largest_micro_batch
 from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.prefetch import pin_batch, prefetch
+from vit_ray.train.progress import Progress
 from vit_ray.train.watchdog import Watchdog
 
 
@@ -263,7 +265,7 @@ class WorkerServices:
             return ray.train.Checkpoint(self._run_folder.child(name).path, storage)
 
         ray.train.report(
-            dict(progress.history),
+            dict(progress.metrics),
             checkpoint=ray.train.Checkpoint(self._run_folder.path, storage),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
@@ -272,7 +274,7 @@ class WorkerServices:
         )
         self._watchdog.resume()
         stall_s = time.perf_counter() - start_s
-        progress.history["checkpoint/stall_s"] = stall_s
+        progress.metrics["checkpoint/stall_s"] = stall_s
         self.log(progress.step, {"checkpoint/stall_s": stall_s})
 
     def save_is_wanted(self) -> bool:
@@ -456,12 +458,7 @@ class WorkerServices:
     def _restore(self, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> None:
         engine.restore(checkpoint)
         position = checkpoint.position
-        self._progress.step = position.step
-        self._progress.best_eval_loss = position.best_eval_loss
-        self._progress.evals_without_best = position.evals_without_best
-        self._progress.eval_step = position.eval_step
-        self._progress.train_seconds = position.train_seconds
-        self._progress.history = dict(position.metrics)
+        self._progress = deepcopy(position.progress)
         self._tell("resumed", f"from step {position.step} ({position.samples_seen} samples seen)")
 
     def _roll_back(self) -> None:
@@ -520,7 +517,7 @@ class WorkerServices:
     def _position(self, progress: Progress) -> Position:
         batch = self._recipe.train.global_batch_size
         return Position(
-            step=progress.step,
+            progress=deepcopy(progress),
             applied_steps=self._engine.applied_steps,
             samples_seen=progress.step * batch,
             global_batch_size=batch,
@@ -528,12 +525,6 @@ class WorkerServices:
             recipe=self._recipe.model_dump(mode="json"),
             data_fingerprint=self._job.data_fingerprint,
             tracking_run_id=self._tracking_run_id(),
-            best_eval_loss=progress.best_eval_loss,
-            evals_without_best=progress.evals_without_best,
-            eval_step=progress.eval_step,
-            ended=progress.ended,
-            train_seconds=progress.train_seconds,
-            metrics=dict(progress.history),
             versions={"ray": ray.__version__, "torch": torch.__version__},
         )
 

@@ -1,0 +1,25 @@
+"""How far a run has come: the loop advances it, and a checkpoint holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Progress:
+    """What one step after another changes of a run, apart from tensors."""
+
+    step: int = 0
+    """Steps completed."""
+    best_eval_loss: float | None = None
+    evals_without_best: int = 0
+    eval_step: int = -1
+    """Step of the last evaluation; -1 before the first."""
+    ended: str = ""
+    """Why the run is over before its last step (early stopping); empty if it is not."""
+    train_seconds: float = 0.0
+    """Time spent training, all attempts together."""
+    nonfinite_steps: int = 0
+    """Refused steps in a row."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Last value of every metric."""

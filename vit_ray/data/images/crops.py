@@ -31,8 +31,11 @@ _CROP: Final = 3
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
 """How shrinking avoids aliasing: bilinear alone below the first factor, a 3 x 3 Gaussian before it
-up to the second, averaged areas above. Each is 43 dB or more on average from Pillow's antialiased
-bilinear resize, the Gaussian at a third of the time of areas (benchmarks/data_decode.py)."""
+up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
+
+PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet photographs:
+47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and 36.9 above
+(benchmarks/data_decode.py; bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4)."""
 
 
 class BadImageError(ValueError):
@@ -135,7 +138,8 @@ class CropPlan:
 def decode(image: bytes) -> UInt8Array:
     """All pixels of an encoded image as RGB: uint8 (height, width, 3).
 
-    Equals Pillow's `convert("RGB")`, but 16-bit grey is scaled to 8 bits where Pillow clips.
+    Equals Pillow's `convert("RGB")`, but 16-bit grey is scaled to 8 bits where Pillow clips,
+    if any value is above 255.
 
     Raises:
         BadImageError: if the bytes cannot be decoded whole.
@@ -222,7 +226,9 @@ def _decode_other(image: bytes) -> UInt8Array:
 
 
 def _from_16_bits(grey: NDArray[np.integer]) -> UInt8Array:
-    eight = (grey.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+    """Files whose values all fit into 8 bits are taken to mean them, as Pillow does."""
+    bits = 8 if grey.max() > 255 else 0
+    eight = (grey.astype(np.int64) >> bits).clip(0, 255).astype(np.uint8)
     return np.repeat(eight[:, :, None], 3, axis=2)
 
 

@@ -1,16 +1,12 @@
 """Plain JPEG files: their frame header, and decoding no more rows and no finer than needed.
 
 Entropy decoding is most of the time and must start at the top, but it may stop early: a copy of the
-file whose header claims fewer rows ends there. libjpeg then finds bytes left over and says so on
-standard error, which is kept silent meanwhile.
+file whose header claims fewer rows ends there (`_shortened`).
 """
 
-import contextlib
-import os
 import struct
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import cv2
@@ -22,6 +18,10 @@ _PROGRESSIVE_MARKER: Final = 0xC2
 _FRAME_MARKERS: Final = _BASELINE_MARKERS | {_PROGRESSIVE_MARKER}
 """Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
 _SCAN_MARKER: Final = 0xDA
+_RESTART_INTERVAL_MARKER: Final = 0xDD
+_SECOND_APPLICATION_MARKER: Final = 0xE2
+"""Holds the index of a file of several pictures (CIPA DC-007), as telephones write them."""
+_END: Final = b"\xff\xd9"
 
 _WORTHWHILE_SAVING: Final = 0.1
 """Least share of the rows that must be saved: copying and scanning the rest cost about 4 %."""
@@ -46,6 +46,7 @@ class JpegHeader:
 
     height: int
     width: int
+    components: int
     unit_rows: int
     height_at: int
     can_stop_early: bool
@@ -57,11 +58,11 @@ def read_header(image: bytes) -> JpegHeader | None:
     A file that does not end with the end-of-image marker may be cut short, which OpenCV would fill
     with grey without a word; it is not taken for plain.
     """
-    if image[:2] != b"\xff\xd8" or image[-2:] != b"\xff\xd9":
+    if image[:2] != b"\xff\xd8" or image[-2:] != _END:
         return None
     try:
         return _find_frame(image)
-    except struct.error:
+    except (struct.error, IndexError):  # the file ends inside a segment
         return None
 
 
@@ -75,14 +76,9 @@ def decode_jpeg(
             image ends. Rows that come are the same as in a full decode.
     """
     flags = _READ_FLAGS[scale] | cv2.IMREAD_IGNORE_ORIENTATION
-    coded = np.frombuffer(image, np.uint8)
     kept = _rows_to_claim(header, rows)
-    if kept is None:
-        return cv2.imdecode(coded, flags)  # type: ignore[return-value]
-    shortened = coded.copy()
-    shortened[header.height_at : header.height_at + 2] = divmod(kept, 256)
-    with _STDERR.silenced():
-        return cv2.imdecode(shortened, flags)  # type: ignore[return-value]
+    coded = np.frombuffer(image, np.uint8) if kept is None else _shortened(image, header, kept)
+    return cv2.imdecode(coded, flags)  # type: ignore[return-value]
 
 
 def _rows_to_claim(header: JpegHeader, rows: int | None) -> int | None:
@@ -93,16 +89,36 @@ def _rows_to_claim(header: JpegHeader, rows: int | None) -> int | None:
     return kept if kept < header.height * (1 - _WORTHWHILE_SAVING) else None
 
 
+def _shortened(image: bytes, header: JpegHeader, rows: int) -> NDArray[np.uint8]:
+    """A copy that claims to end after `rows`, so that a decoder reads the rest of the scan no more.
+
+    The end-of-image marker is left out: libjpeg looks for a marker after the last row, and would
+    complain on standard error of the bytes that it passes on the way to one. OpenCV's source for
+    bytes in memory suspends at their end instead, without a word.
+    """
+    shortened = np.frombuffer(image, np.uint8)[: -len(_END)].copy()
+    shortened[header.height_at : header.height_at + 2] = divmod(rows, 256)
+    return shortened
+
+
 def _find_frame(image: bytes) -> JpegHeader | None:
-    header = None
+    header, has_markers = None, False
     for marker, at in _segments(image):
         if marker in _FRAME_MARKERS:
             header = _parse_frame(image, at, marker)
             if header is None:
                 return None
         elif marker == _SCAN_MARKER:
-            return header and _only_if_one_scan(image, at, header)
+            return header and _that_can_stop(header, image[at + 2], has_markers)
+        has_markers |= _tells_of_markers(image, at, marker)
     return None
+
+
+def _tells_of_markers(image: bytes, at: int, marker: int) -> bool:
+    """Whether more markers than the last end of image follow the start of the scan."""
+    if marker == _RESTART_INTERVAL_MARKER:
+        return image[at + 2 : at + 4] != bytes(2)
+    return marker == _SECOND_APPLICATION_MARKER and image[at + 2 : at + 6] == b"MPF\0"
 
 
 def _segments(image: bytes) -> Iterator[tuple[int, int]]:
@@ -125,49 +141,11 @@ def _parse_frame(image: bytes, at: int, marker: int) -> JpegHeader | None:
         return None
     sampling = [image[at + 9 + 3 * i] for i in range(components)]
     unit_rows = 8 * max(value & 15 for value in sampling)
-    return JpegHeader(height, width, unit_rows, at + 3, marker in _BASELINE_MARKERS)
+    is_baseline = marker in _BASELINE_MARKERS
+    return JpegHeader(height, width, components, unit_rows, at + 3, is_baseline)
 
 
-def _only_if_one_scan(image: bytes, at: int, header: JpegHeader) -> JpegHeader:
-    """Stopping early needs all components in one scan."""
-    components = image[header.height_at + 4]
-    if image[at + 2] == components:
-        return header
-    return JpegHeader(header.height, header.width, header.unit_rows, header.height_at, False)
-
-
-class _StandardError:
-    """Turns file descriptor 2 away while any thread is inside `silenced`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._saved = -1
-        self._nowhere = -1
-
-    @contextlib.contextmanager
-    def silenced(self) -> Iterator[None]:
-        self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _enter(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                if self._nowhere < 0:
-                    self._nowhere = os.open(os.devnull, os.O_WRONLY)
-                self._saved = os.dup(2)
-                os.dup2(self._nowhere, 2)
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                os.dup2(self._saved, 2)
-                os.close(self._saved)
-
-
-_STDERR: Final = _StandardError()
+def _that_can_stop(header: JpegHeader, scanned: int, has_markers: bool) -> JpegHeader:
+    """Stopping early needs all components in one scan, and no marker in what is passed over."""
+    can_stop = header.can_stop_early and scanned == header.components and not has_markers
+    return replace(header, can_stop_early=can_stop)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry"}
+EVERYONE = {"config", "storage", "retry", "lock"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "commands": BELOW | {"experiments", "launch"},
@@ -27,6 +27,7 @@ ALLOWED = {
     "config": set(),
     "storage": set(),
     "retry": set(),
+    "lock": set(),
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},

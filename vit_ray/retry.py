@@ -42,6 +42,7 @@ class RetryPolicy:
 
 
 DEFAULT_POLICY: Final = RetryPolicy()
+ONE_ATTEMPT: Final = RetryPolicy(attempts=1)
 
 
 def with_retries(

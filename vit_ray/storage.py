@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +16,18 @@ import pyarrow
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import fs
 
-from vit_ray.retry import with_retries
+from vit_ray.retry import DEFAULT_POLICY, RetryPolicy, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
+
+
+class Creation(Enum):
+    """What came of `Location.create`."""
+
+    CREATED = "created"
+    EXISTS = "exists"
+    NOT_EXCLUSIVE = "not exclusive"
+    """Written, but this store would have replaced a file, and perhaps has."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,50 @@ class Location:
         with self.filesystem.open_input_file(self.path) as file:
             return bytes(file.read_at(length, offset))
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes, policy: RetryPolicy = DEFAULT_POLICY) -> None:
         """Write a file so that no reader ever sees half of it."""
-        with_retries(lambda: self._write_once(content), f"writing {self.path}")
+        with_retries(lambda: self._write_once(content), f"writing {self.path}", policy)
+
+    def create(self, content: bytes) -> "Creation":
+        """Write a small file if there is none of this name; of several that try, one succeeds.
+
+        A reader on a disk may see it before its content is there.
+        """
+        once = self._create_once if self.is_local else self._put_new
+        return with_retries(lambda: once(content), f"creating {self.path}")
+
+    def _create_once(self, content: bytes) -> "Creation":
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        try:
+            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return Creation.EXISTS
+        with os.fdopen(file, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return Creation.CREATED
+
+    def _put_new(self, content: bytes) -> "Creation":
+        """By a PUT that must not replace; made twice, which shows whether the store heeds that."""
+        if not self._put_if_none(content):
+            return Creation.EXISTS
+        return Creation.NOT_EXCLUSIVE if self._put_if_none(content) else Creation.CREATED
+
+    def _put_if_none(self, content: bytes) -> bool:
+        # Here and not above: it takes a while, and reading tasks never create.
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        bucket, _, key = self.path.partition("/")
+        try:
+            _s3_client().put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 412:
+                return False
+            raise OSError(f"{self.path}: {error}") from error
+        except BotoCoreError as error:
+            raise OSError(f"{self.path}: {error}") from error
+        return True
 
     def _write_once(self, content: bytes) -> None:
         with (
@@ -86,7 +137,10 @@ class Location:
 
     def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         def list_once() -> list[fs.FileInfo]:
-            return self.filesystem.get_file_info(selector)
+            try:
+                return self.filesystem.get_file_info(selector)
+            except FileNotFoundError:  # a folder that came or went while it was looked at
+                return self.filesystem.get_file_info(selector)
 
         return with_retries(list_once, f"listing {self.path}")
 
@@ -243,6 +297,10 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _REQUEST_TIMEOUT_S: Final = 30.0
 
 
+def _request_timeout_s() -> float:
+    return float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S))
+
+
 @lru_cache(maxsize=1)
 def _s3() -> fs.S3FileSystem:
     """The object store of this process's environment; `with_retries` does the retrying."""
@@ -253,7 +311,21 @@ def _s3() -> fs.S3FileSystem:
         scheme=scheme or "https",
         region=_region(),
         connect_timeout=_CONNECT_TIMEOUT_S,
-        request_timeout=float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S)),
+        request_timeout=_request_timeout_s(),
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
         allow_delayed_open=True,
     )
+
+
+@lru_cache(maxsize=1)
+def _s3_client() -> Any:
+    """botocore's client, for what pyarrow has no words for."""
+    import botocore.config
+    import botocore.session
+
+    config = botocore.config.Config(
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        read_timeout=_request_timeout_s(),
+        retries={"mode": "standard", "total_max_attempts": 1},
+    )
+    return botocore.session.get_session().create_client("s3", region_name=_region(), config=config)

@@ -47,8 +47,45 @@ def serve_s3(folder: Path) -> Iterator[int]:
         server.wait()
 
 
+_MOTO = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+app = DomainDispatcherApplication(create_backend_app)
+run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=False)
+"""
+
+
+@contextlib.contextmanager
+def serve_conditional_s3() -> Iterator[int]:
+    """An S3 (moto) that heeds If-None-Match, which rclone's ignores; one request at a time."""
+    port = free_port()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, "-c", _MOTO, str(port)], **quiet)
+    try:
+        wait_for(port)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def s3_environment(port: int) -> dict[str, str]:
+    """The variables by which a process uses a server of this file."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "VIT_RAY_S3_TIMEOUT_S": "1.0",
+    }
+
+
 def wait_for(port: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)

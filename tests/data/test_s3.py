@@ -17,7 +17,7 @@ import pytest
 
 from tests.data.pictures import jpeg
 from tests.data.prepare.test_sources import add
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, FaultProxy, serve_s3
+from tests.data.s3_server import SECRET_KEY, FaultProxy, s3_environment, serve_s3
 from vit_ray import storage
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
@@ -54,25 +54,12 @@ def proxy(buckets: Path) -> Iterator[FaultProxy]:
 @pytest.fixture
 def s3(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """The proxy as this process's object store."""
-    for name, value in environment(proxy).items():
+    for name, value in s3_environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     storage._s3.cache_clear()
     proxy.faults.set("", 0)
     yield proxy
     storage._s3.cache_clear()
-
-
-def environment(proxy: FaultProxy) -> dict[str, str]:
-    return {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
-        "AWS_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "VIT_RAY_S3_TIMEOUT_S": "1.0",
-    }
 
 
 def batch_of(manifest: Manifest) -> dict[str, Any]:
@@ -228,7 +215,7 @@ def test_convert_to_s3_and_stream_from_it_under_faults(
 ) -> None:
     """A driver of its own, whose workers get the credentials from their environment."""
     proxy.faults.set("503", remaining=12, every=7)
-    variables = {**environment(proxy), "VIT_RAY_S3_TIMEOUT_S": "20"}
+    variables = {**s3_environment(proxy.port), "VIT_RAY_S3_TIMEOUT_S": "20"}
     command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]
     done = subprocess.run(
         [*command, str(image_folder)],

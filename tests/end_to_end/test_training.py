@@ -19,9 +19,10 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
+from vit_ray import lock
 from vit_ray.config import Recipe
-from vit_ray.launch import run_lock
 from vit_ray.launch.run import RunResult, evaluate, finetune, train
+from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 
@@ -219,10 +220,10 @@ def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
 def test_a_run_that_another_driver_works_on_is_refused(
     digits: Digits, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "RELEASE_S", 0.1)
+    monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     recipe = small_recipe("taken", digits, folder)
     refusal = pytest.raises(ValueError, match=r"run 'taken' in .* is being worked on")
-    with run_lock.lock_run(locate(recipe.run_folder)), refusal:
+    with lock_run(locate(recipe.run_folder)), refusal:
         train(recipe)
 
 

@@ -22,7 +22,7 @@ from vit_ray.data.order.selection import RowSelection, split_rows
 from vit_ray.data.stream.ray_datasets import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.run_lock import FILE as LEASE_FILE
+from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.init_weights import find_weight_file
@@ -165,7 +165,7 @@ def find_resume_point(
 
 
 def _holds_a_run(folder: Location) -> bool:
-    return any(info.base_name != LEASE_FILE for info in folder.list_files())
+    return any(not is_lock_file(info.base_name) for info in folder.list_files())
 
 
 def check_weights(recipe: Recipe) -> None:

@@ -1,0 +1,231 @@
+"""One process at a time for a folder."""
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.data.s3_server import s3_environment, serve_conditional_s3, serve_s3
+from tests.two_holders import holders
+from vit_ray import lock, storage
+from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
+from vit_ray.storage import Location, locate
+
+HOLD = """
+import sys
+from vit_ray.lock import hold_lock
+from vit_ray.storage import locate
+with hold_lock(locate(sys.argv[1]), print) as number:
+    print(number, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Location:
+    return locate(str(tmp_path / "runs" / "a"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(lock, "RELEASE_S", 0.1)
+    monkeypatch.setattr(lock, "POLL_S", 0.02)
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    monkeypatch.setattr(lock, "SETTLE_S", 2.0)
+
+
+def ignore(_: str) -> None:
+    """Nobody takes the lock in this test."""
+
+
+def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
+    """The file of a holder on another machine."""
+    owner = replace(Owner.this_process(), host="node-7", **changes)  # type: ignore[arg-type]
+    folder.child(f"lock-{number:08d}.json").write(json.dumps(asdict(owner)).encode())
+    return owner
+
+
+def files(folder: Location) -> list[str]:
+    return [info.base_name for info in folder.list_files()]
+
+
+def in_folder(root: str, index: int) -> str:
+    return f"{root}/{index:03d}"
+
+
+def after_one_that_died(root: str, index: int) -> str:
+    """A folder whose holder has ended without letting go."""
+    path = in_folder(root, index)
+    dead = replace(Owner.this_process(), pid=2**22 + 1, started="1")
+    locate(path).child("lock-00000001.json").write(json.dumps(asdict(dead)).encode())
+    return path
+
+
+@pytest.mark.parametrize(("place", "number"), [(in_folder, 1), (after_one_that_died, 2)])
+def test_of_two_that_start_together_one_holds(tmp_path: Path, place: object, number: int) -> None:
+    got = holders(functools.partial(place, str(tmp_path)), 200)  # type: ignore[arg-type]
+    assert got == [[0, number]] * 200
+
+
+@pytest.fixture(params=["conditional", "plain"])
+def bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """On a store that heeds If-None-Match, and on one that ignores it."""
+    (tmp_path / "locks").mkdir()
+    is_conditional = request.param == "conditional"
+    with serve_conditional_s3() if is_conditional else serve_s3(tmp_path) as port:
+        for name, value in s3_environment(port).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("VIT_RAY_S3_TIMEOUT_S", "60")  # moto's first answer takes seconds
+        storage._s3.cache_clear()
+        storage._s3_client.cache_clear()
+        lock._warn_of_store.cache_clear()
+        if is_conditional:
+            storage._s3_client().create_bucket(Bucket="locks")
+        yield "s3://locks/runs"
+    storage._s3.cache_clear()
+    storage._s3_client.cache_clear()
+
+
+def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:
+    got = holders(functools.partial(in_folder, bucket), 5)
+    assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 5
+
+
+def test_on_s3_it_is_held_renewed_and_let_go(
+    bucket: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    folder = locate(f"{bucket}/a")
+    with hold_lock(folder, ignore) as number:
+        file = folder.child(f"lock-{number:08d}.json")
+        first = file.read()
+        while file.read() == first:
+            time.sleep(0.02)
+        with pytest.raises(HeldError, match=r"held by process \d+"), hold_lock(folder, ignore):
+            pass
+        check_lock(folder, number)
+    with hold_lock(folder, ignore) as next_number:
+        assert next_number > number
+    is_told = "this object store ignores If-None-Match" in caplog.text
+    assert is_told == ("plain" in request.node.name)
+
+
+def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
+    folder: Location,
+) -> None:
+    command = [sys.executable, "-c", HOLD, folder.path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "1\n"
+        held = pytest.raises(HeldError, match=f"held by process {other.pid} on ")
+        with held, hold_lock(folder, ignore):
+            pass
+        other.kill()
+    with hold_lock(folder, ignore) as number:
+        assert number == 2
+        assert files(folder) == ["lock-00000002.json"]
+    with hold_lock(folder, ignore) as number:
+        assert number == 3  # no number is used twice
+
+
+def test_a_holder_on_another_machine_that_renews_keeps_it(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(folder, 4)
+    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, beat=1))
+    with pytest.raises(HeldError, match="on node-7"), hold_lock(folder, ignore):
+        pass
+
+
+def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder: Location) -> None:
+    elsewhere(folder, 4)
+    with hold_lock(folder, ignore) as number:
+        assert number == 5
+        elsewhere(folder, 4, beat=7)  # a renewal that was on its way
+        check_lock(folder, number)
+        with pytest.raises(LockLostError, match=r"taken over by process \d+ on "):
+            check_lock(folder, 4)
+
+
+def test_one_that_let_go_is_followed_at_once(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
+    elsewhere(folder, 4, is_released=True)
+    with hold_lock(folder, ignore) as number:
+        assert number == 5
+
+
+def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: Location) -> None:
+    lost, reasons = threading.Event(), []
+
+    def on_lost(reason: str) -> None:
+        reasons.append(reason)
+        lost.set()
+
+    with hold_lock(folder, on_lost) as number:
+        first = folder.child("lock-00000001.json").read()
+        while folder.child("lock-00000001.json").read() == first:
+            assert not lost.wait(0.01)
+        theirs = elsewhere(folder, number + 1)
+        assert lost.wait(10)
+    (reason,) = reasons
+    assert "has been taken over by process" in reason
+    assert "on node-7" in reason
+    assert json.loads(folder.child("lock-00000002.json").read()) == asdict(theirs)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 1}', b"\xff"])
+def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
+    folder: Location, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in the middle of being written."""
+    folder.child("lock-00000001.json").write(content)
+    waits: list[float] = []
+    plain = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: waits.append(s) or plain(s))
+    with hold_lock(folder, ignore) as number:
+        assert number == 2
+    assert len(waits) > 3
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_file_of_an_older_version_counts(folder: Location, is_alive: bool) -> None:
+    owner = Owner.this_process() if is_alive else replace(Owner.this_process(), pid=2**22 + 1)
+    old = {k: v for k, v in asdict(owner).items() if k != "is_released"}
+    folder.child("driver.json").write(json.dumps(old).encode())
+    if is_alive:
+        with pytest.raises(HeldError), hold_lock(folder, ignore):
+            pass
+        return
+    with hold_lock(folder, ignore) as number:
+        assert number == 1
+        assert files(folder) == ["lock-00000001.json"]
+
+
+def test_what_cannot_be_renewed_is_told_once_and_kept(
+    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = threading.Semaphore(0)
+    plain = Location.write
+
+    def refuse(self: Location, *_: object) -> None:
+        refused.release()
+        raise OSError(5, "Input/output error")
+
+    with hold_lock(folder, ignore):
+        monkeypatch.setattr(Location, "write", refuse)
+        for _ in range(3):
+            assert refused.acquire(timeout=10)
+        monkeypatch.setattr(Location, "write", plain)
+    assert caplog.text.count("cannot be renewed") == 1

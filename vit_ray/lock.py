@@ -1,0 +1,329 @@
+"""One process at a time for a folder, on a disk that machines share or on S3.
+
+Each holder makes a file of its own, `lock-N.json`, where N is one more than that of the holder
+before. The file is made by an exclusive create (O_EXCL; If-None-Match on S3), so of two processes
+that start together one gets N. Nobody else ever writes it and no N is used twice, so a late
+renewal cannot overwrite a newer holder. N is also the fencing token: who holds an N that is no
+longer the newest has lost the folder.
+
+A holder renews its file; one whose process is gone is followed at once on the same machine, and
+on another when its file has not changed for some time. Clocks of machines are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from vit_ray.retry import ONE_ATTEMPT
+from vit_ray.storage import Creation, Location
+
+RENEW_S = 10.0
+RENEW_LIMIT_S = 30.0
+"""A renewal that has not come back by now is given up; what it wrote late does no harm."""
+PATIENCE_S = 90.0
+"""How long a file that nobody renews is watched before its holder is followed."""
+RELEASE_S = 20.0
+"""How long a process that was killed may take to end, such as a trial of a sweep."""
+SETTLE_S = 4.0
+"""Where the store does not create exclusively: how long a file must have stayed as written."""
+POLL_S = 0.5
+_FILE: Final = re.compile(r"lock-(\d{8})\.json")
+_FILE_BEFORE: Final = "driver.json"
+"""Of drivers of version 0.1, which kept one file; it counts as number 0."""
+
+logger = logging.getLogger(__name__)
+
+
+class HeldError(ValueError):
+    """Another process holds the folder."""
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(f"held by {owner}")
+        self.owner = owner
+
+
+class LockLostError(RuntimeError):
+    """Another process has taken the folder over; this one must not write there."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a folder."""
+
+    host: str
+    pids: str
+    """Where its process number counts: the machine's boot and the namespace of processes."""
+    pid: int
+    started: str
+    """In the kernel's ticks; tells a process from a later one with the same number."""
+    token: str
+    beat: int = 0
+    is_released: bool = False
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The owner that this process would be."""
+        pid = os.getpid()
+        return cls(platform.node(), _pids(), pid, _started(pid) or "", uuid.uuid4().hex)
+
+    def is_gone(self) -> bool | None:
+        """Whether it has let go or its process has ended; None if that cannot be told from here."""
+        if self.is_released:
+            return True
+        if (self.host, self.pids) != (platform.node(), _pids()):
+            return None
+        started = _started(self.pid)
+        return None if started is None else started != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}" if self.host else "an unknown process"
+
+
+_UNKNOWN: Final = Owner("", "", 0, "", "")
+"""Of a file that cannot be read as one: it may be in the middle of being written."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The newest file of a folder."""
+
+    number: int
+    owner: Owner
+    content: bytes
+
+
+@contextmanager
+def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]:
+    """Hold `folder` inside this block; yields the fencing token for `check_lock`.
+
+    Args:
+        on_lost: called once, from a thread, with the reason when another process has taken the
+            folder over, which happens where this one could not reach its storage for a long time.
+
+    Raises:
+        HeldError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+    number, mine = _acquire(folder)
+    ended = threading.Event()
+    renewing = threading.Thread(
+        target=_renew, args=(folder, number, mine, ended, on_lost), name="lock", daemon=True
+    )
+    renewing.start()
+    try:
+        yield number
+    finally:
+        ended.set()
+        renewing.join(RENEW_LIMIT_S)  # a storage that hangs must not keep the process
+        _release(folder, number, mine)
+
+
+def check_lock(folder: Location, number: int) -> None:
+    """Return if `number` is still the newest of `folder`; for each process of its holder.
+
+    Raises:
+        LockLostError: there is a newer one.
+        OSError: the folder cannot be read.
+    """
+    newest = max(_numbers(folder), default=0)
+    if newest > number:
+        raise LockLostError(
+            f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "
+            "written there by this one"
+        )
+
+
+def is_lock_file(name: str) -> bool:
+    """Whether a file of this name is one of a lock."""
+    return name == _FILE_BEFORE or bool(_FILE.fullmatch(name))
+
+
+def _acquire(folder: Location) -> tuple[int, Owner]:
+    mine, silent = Owner.this_process(), None
+    while True:
+        looked_s = time.monotonic()
+        before = _newest(folder)
+        if before is not None and before != silent and not before.owner.is_gone():
+            silent = _wait_until_gone(folder, before)
+            continue
+        number = before.number + 1 if before else 1
+        if _create(folder, number, mine, looked_s):
+            _delete_older(folder, number)
+            return number, mine
+        time.sleep(POLL_S)
+
+
+def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:
+    """Wait for the holder to end, to let go, or to leave its file (returned) as it is for long.
+
+    Raises:
+        HeldError: it lives.
+    """
+    is_elsewhere = first.owner.is_gone() is None
+    deadline_s = time.monotonic() + (PATIENCE_S if is_elsewhere else RELEASE_S)
+    while time.monotonic() < deadline_s:
+        now = _newest(folder)
+        if now is None or now.owner.is_gone():
+            return None
+        if now.number != first.number or (is_elsewhere and now != first):
+            raise HeldError(now.owner)
+        time.sleep(POLL_S)
+    if not is_elsewhere:
+        raise HeldError(first.owner)
+    return first
+
+
+def _create(folder: Location, number: int, mine: Owner, looked_s: float) -> bool:
+    """Make the file of `number`; False if somebody else has."""
+    file = _file(folder, number)
+    creation = file.create(_content(mine))
+    if creation is Creation.EXISTS:
+        # A create whose answer was lost on the way, and which was sent again, meets itself.
+        return _read(folder, number).token == mine.token
+    if creation is Creation.NOT_EXCLUSIVE:
+        return _has_settled(folder, number, mine, looked_s)
+    return True
+
+
+def _has_settled(folder: Location, number: int, mine: Owner, looked_s: float) -> bool:
+    """Whether, of all who wrote the file after they saw that it was free, this was the last.
+
+    Everybody's writing is done within half of the time that everybody waits, or is taken back.
+    """
+    _warn_of_store()
+    is_slow = time.monotonic() - looked_s > SETTLE_S / 2
+    if is_slow:
+        _file(folder, number).write(_content(replace(mine, is_released=True)))
+        return False
+    time.sleep(SETTLE_S)
+    return _read(folder, number).token == mine.token
+
+
+@lru_cache(maxsize=1)
+def _warn_of_store() -> None:
+    """Once for each process."""
+    logger.warning(
+        "this object store ignores If-None-Match; of two processes that start in the same moment "
+        "one is refused by waiting %g s, which holds while requests take less than half of that",
+        SETTLE_S,
+    )
+
+
+def _renew(
+    folder: Location,
+    number: int,
+    mine: Owner,
+    ended: threading.Event,
+    on_lost: Callable[[str], None],
+) -> None:
+    has_warned = False
+    while not ended.wait(RENEW_S):
+        try:
+            check_lock(folder, number)
+            mine = replace(mine, beat=mine.beat + 1)
+            _file(folder, number).write(_content(mine), ONE_ATTEMPT)
+        except LockLostError as error:
+            on_lost(str(error))
+            return
+        except OSError as error:  # what cannot be reached now may be reached the next time
+            if not has_warned:
+                logger.warning("the lock of %s cannot be renewed: %s", folder.uri, error)
+            has_warned = True
+
+
+def _release(folder: Location, number: int, mine: Owner) -> None:
+    """Say so in the file, which stays: its number is never used again."""
+    try:
+        if max(_numbers(folder), default=0) == number:
+            _file(folder, number).write(_content(replace(mine, is_released=True)))
+    except OSError as error:  # the work is done; the next one waits until it is sure of that
+        logger.warning("the lock of %s stays behind: %s", folder.uri, error)
+
+
+def _numbers(folder: Location) -> list[int]:
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    matches = [_FILE.fullmatch(name) for name in names]
+    return [int(match[1]) for match in matches if match] + [0] * (_FILE_BEFORE in names)
+
+
+def _newest(folder: Location) -> _Held | None:
+    numbers = _numbers(folder)
+    if not numbers:
+        return None
+    try:
+        content = _file(folder, max(numbers)).read()
+    except FileNotFoundError:  # followed by a newer one in this moment
+        return _newest(folder)
+    return _Held(max(numbers), _parse(content), content)
+
+
+def _read(folder: Location, number: int) -> Owner:
+    try:
+        return _parse(_file(folder, number).read())
+    except FileNotFoundError:
+        return _UNKNOWN
+
+
+def _parse(content: bytes) -> Owner:
+    known = {field.name for field in fields(Owner)}
+    try:
+        values = json.loads(content)
+        return Owner(**{key: value for key, value in values.items() if key in known})
+    except (ValueError, TypeError, AttributeError):
+        return _UNKNOWN  # not written to its end, of another version, or damaged
+
+
+def _content(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode()
+
+
+def _file(folder: Location, number: int) -> Location:
+    return folder.child(f"lock-{number:08d}.json" if number else _FILE_BEFORE)
+
+
+def _delete_older(folder: Location, number: int) -> None:
+    try:
+        for older in _numbers(folder):
+            if older < number:
+                _file(folder, older).delete()
+    except OSError as error:  # the next holder deletes them
+        logger.info("old locks of %s stay: %s", folder.uri, error)
+
+
+def _started(pid: int) -> str | None:
+    """Empty if there is no such process; None if it is hidden."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None if _is_hidden(pid) else ""
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]  # dead, and not yet taken notice of
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether the process is there, of another user whose /proc is not shown (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return False
+
+
+def _pids() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"

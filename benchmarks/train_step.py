@@ -140,7 +140,7 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     torch.distributed.init_process_group("nccl" if use_gpu else "gloo")
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
 
-    def loss(module: Any, images: Any, labels: Any, _: Any) -> Any:
+    def loss(module: Any, images: Any, labels: Any, *_: Any) -> Any:
         return classification_loss(module(normalize(images, dtype)), labels, recipe.train).mean()
 
     engine = DeepSpeedEngine(
@@ -167,20 +167,22 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
             times.append(now_s - last_s)
             last_s = now_s
 
-    length = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch)
-    run_training(engine, batches(), recipe, length, Alone(), Progress(), Compute(1))
+    context = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch, Alone())
+    run_training(engine, batches(), recipe, context, Alone(), Progress(), Compute(1))
     return Measured(
         statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
     )
 
 
 class Alone:
-    """The loop's world where there is nobody else."""
+    """Collectives and hooks of a loop on one rank, which records nothing."""
 
     def sum(self, values: list[float]) -> list[float]:
         return [float(value) for value in values]
 
     max = sum
+
+    def note_step(self, step: int) -> None: ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -189,10 +191,10 @@ class Alone:
 
     def save(self, progress: Any) -> None: ...
 
-    def nonfinite(self, progress: Any, batch: Any) -> None:
+    def handle_nonfinite(self, progress: Any, batch: Any) -> None:
         raise RuntimeError("the loss is not finite")
 
-    def save_is_wanted(self) -> bool:
+    def save_is_wanted(self, step: int) -> bool:
         return False
 
     def stop_reason(self) -> None:

@@ -33,8 +33,8 @@ from vit_ray.train.checkpoint import (
     folder_name,
     write_snapshot,
 )
+from vit_ray.train.job import SmallerMicroBatchError
 from vit_ray.train.progress import Progress
-from vit_ray.train.worker import SmallerMicroBatchError
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The actor through which a run tells of itself."""
+"""The actor that records a run."""
 
 import gzip
+import inspect
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from mlflow import MlflowClient
 
 from vit_ray.config.training import TrackingConfig
 from vit_ray.tracking import run_actor
-from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.tracking.run_actor import Recorder, start_recorder
+from vit_ray.train.run_link import RunActor
 
 
 def started(folder: Path, parent: Any = None) -> Any:
@@ -68,3 +70,13 @@ def _wait_until_told(child: Any) -> None:
     while ray.get(child.poll.remote(0, 1)) != ("SIGTERM", 0):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", [n for n in vars(RunActor) if not n.startswith("_")])
+def test_the_recorder_has_every_method_that_workers_call(name: str) -> None:
+    promised = inspect.signature(getattr(RunActor, name))
+    found = inspect.signature(getattr(Recorder, name))
+    assert found.return_annotation == promised.return_annotation
+    own = list(found.parameters.values())
+    assert own[: len(promised.parameters)] == list(promised.parameters.values())
+    assert all(extra.default is not extra.empty for extra in own[len(promised.parameters) :])

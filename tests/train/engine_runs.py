@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def loss_of(train: TrainConfig) -> Any:
-    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, *_: Any) -> torch.Tensor:
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         return classification_loss(module(normalize(images, dtype)), labels, train).mean()
 

@@ -94,7 +94,7 @@ def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
 
 
 def _loss_function(train: TrainConfig) -> Any:
-    def loss(module: Any, images: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor) -> Any:
+    def loss(module: Any, images: Any, labels: Any, samples: torch.Tensor, _: int) -> Any:
         pixels = normalize(images, torch.float32)
         if train.loss == "masked_patch":
             return module(pixels, samples, 0)

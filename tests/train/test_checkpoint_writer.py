@@ -29,7 +29,7 @@ class FullDisk:
         self.writer = CheckpointWriter(
             folder,
             CheckpointConfig(keep_last=1, keep_best=True),
-            lambda kind, text: self.events.append((kind, text)),
+            lambda kind, text, _: self.events.append((kind, text)),
             self.pauses.append,
         )
 

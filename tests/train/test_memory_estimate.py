@@ -207,7 +207,7 @@ def _engine(recipe: Recipe) -> DeepSpeedEngine:
     train: TrainConfig = recipe.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
-    def loss(model: Any, images: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    def loss(model: Any, images: Tensor, labels: Tensor, *_: Any) -> Tensor:
         return classification_loss(model(normalize(images, dtype)), labels, train).mean()
 
     return DeepSpeedEngine(

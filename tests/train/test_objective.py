@@ -4,8 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training import TrainConfig
-from vit_ray.train.objective import classification_loss, multi_hot, normalize
+from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.vit import VisionTransformer
+from vit_ray.train.objective import (
+    build_objective,
+    classification_loss,
+    make_loss,
+    multi_hot,
+    normalize,
+)
 
 
 def test_pixels_become_minus_one_to_one_in_channels_first() -> None:
@@ -46,3 +55,27 @@ def test_an_image_without_a_label_costs_nothing_with_softmax() -> None:
     loss = classification_loss(torch.randn(2, 3), torch.tensor([[-1], [1]]), TrainConfig())
     assert loss[0] == 0
     assert loss[1] > 0
+
+
+def test_masked_patches_differ_from_epoch_to_epoch_by_the_step() -> None:
+    """100 images in steps of 8: steps 0 to 12 begin in the first epoch, step 13 in the second."""
+    epochs: list[int] = []
+
+    def module(images: torch.Tensor, samples: torch.Tensor, epoch: int) -> torch.Tensor:
+        epochs.append(epoch)
+        return torch.zeros(())
+
+    train = TrainConfig(loss="masked_patch", global_batch_size=8, precision="fp32")
+    loss = make_loss(train, num_images=100)
+    images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    for step in (0, 12, 13, 25):
+        loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]
+    assert epochs == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [("softmax", VisionTransformer), ("masked_patch", MaskedPatchObjective)]
+)
+def test_the_model_is_built_with_its_objective(loss: str, kind: type) -> None:
+    tree = {"name": "x", "train": {"loss": loss}, "model": {"name": "ViT-Ti/16", "image_size": 32}}
+    assert type(build_objective(recipe_from_dict(tree, "test"), 10)) is kind

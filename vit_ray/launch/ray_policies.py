@@ -32,7 +32,7 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import newest_checkpoint
-from vit_ray.train.worker import SmallerMicroBatchError
+from vit_ray.train.job import SmallerMicroBatchError
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0

@@ -34,7 +34,7 @@ from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
 from vit_ray.tracking.run_actor import start_recorder
 from vit_ray.train.checkpoint import Checkpoint, newest_checkpoint
-from vit_ray.train.worker import TrainJob
+from vit_ray.train.job import TrainJob
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}

@@ -24,7 +24,8 @@ from vit_ray.launch.ray_policies import (
 )
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, discard_newer, newest_verified_checkpoint
-from vit_ray.train.worker import TrainJob, train_worker
+from vit_ray.train.job import TrainJob
+from vit_ray.train.worker import train_worker
 
 _PAUSES_S = (1.0, 5.0, 15.0, 60.0, 120.0)
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"

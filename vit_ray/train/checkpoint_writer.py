@@ -27,10 +27,10 @@ class CheckpointWriter:
         self,
         run_folder: Location,
         keep: CheckpointConfig,
-        tell: Callable[[str, str], object],
+        tell: Callable[[str, str, int], object],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`tell`: called with the kind and the text of an event for the run's history."""
+        """`tell`: called with kind, text and step of an event for the run's history."""
         self._run_folder, self._keep = run_folder, keep
         self._tell, self._sleep = tell, sleep
         self._failed_saves = 0
@@ -46,7 +46,7 @@ class CheckpointWriter:
             self._write_with_retries(snapshot, folder)
         except OSError as error:
             self._failed_saves += 1
-            self._tell("checkpoint failed", f"{folder.path}: {error}")
+            self._tell("checkpoint failed", f"{folder.path}: {error}", snapshot.position.step)
             if self._failed_saves >= MAX_FAILED_SAVES:
                 raise OSError(
                     f"{self._failed_saves} checkpoints in a row could not be written to "
@@ -58,7 +58,9 @@ class CheckpointWriter:
             if count_ranks(folder) == snapshot.world_size:
                 prune(self._run_folder, self._keep.keep_last, self._best_step())
         except OSError as error:  # the next one removes it
-            self._tell("old checkpoint left", f"{self._run_folder.path}: {error}")
+            self._tell(
+                "old checkpoint left", f"{self._run_folder.path}: {error}", snapshot.position.step
+            )
 
     def _write_with_retries(self, snapshot: Snapshot, folder: Location) -> None:
         """`write_snapshot`, tried again with growing pauses while the storage refuses it."""

@@ -14,6 +14,21 @@ GATHERED_BYTES: Final = 64 << 20
 """Large enough for the links' full speed, small beside what training leaves free on a device."""
 
 
+class ProcessGroup:
+    """Reductions over torch's process group, as the loop asks for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over ranks."""
+        return all_sum(values, self._device)
+
+    def max(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return all_max(values, self._device)
+
+
 def all_sum(values: Sequence[float], device: torch.device) -> list[float]:
     """Element-wise sum over ranks, computed in float64."""
     return _reduced(values, device, dist.ReduceOp.SUM)

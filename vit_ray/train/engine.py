@@ -31,11 +31,9 @@ from vit_ray.train.fragments import (
     owned_fragments,
     weights_by_name,
 )
+from vit_ray.train.objective import LossFunction
 from vit_ray.train.optim import build_optimizer, state_names
 from vit_ray.train.polyak import PolyakAverage
-
-LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""(module, images uint8, labels, samples) -> mean loss of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,12 @@ class DeepSpeedEngine:
         """What computes; under ZeRO 3 only its forward pass may touch its weights."""
         return self._engine
 
-    def backward(self, images: Tensor, labels: Tensor, samples: Tensor) -> Tensor:
-        """Forward and backward pass of one micro-batch; returns its mean loss, detached."""
-        loss = self._loss_function(self._engine, images, labels, samples)
+    def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
+        """Forward and backward pass of one micro-batch; returns its mean loss, detached.
+
+        `step`: 0-based, for losses that change from epoch to epoch.
+        """
+        loss = self._loss_function(self._engine, images, labels, samples, step)
         # A loss that is not finite must poison the gradients, so that all ranks skip together.
         factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
         self._engine.backward(loss * factor)

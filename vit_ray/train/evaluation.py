@@ -5,19 +5,97 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vit_ray.config import Recipe
 from vit_ray.config.training import EvalConfig, TrainConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.train.collectives import all_rows, all_sum
 from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch
 from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.run_link import RunLink
+from vit_ray.train.watchdog import Watchdog
+
+
+def has_accuracy(recipe: Recipe) -> bool:
+    """Whether there are images to measure accuracy on, and a head that was trained."""
+    has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
+    return has_images and recipe.train.loss != "masked_patch"
+
+
+class Evaluator:
+    """Evaluates the engine on a run's own streams, as its recipe says; all ranks call it."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        engine: DeepSpeedEngine,
+        open_batches: Callable[[str], Iterable[Batch]],
+        link: RunLink,
+        watchdog: Watchdog,
+    ) -> None:
+        """`open_batches`: this rank's evaluation batches of the stream of a name."""
+        self._job, self._engine, self._open_batches = job, engine, open_batches
+        self._link, self._watchdog = link, watchdog
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
+
+        Figures that cannot be computed fail an evaluation's own run; in a training run they
+        become an event, and there are no metrics.
+
+        Raises:
+            UnrecoverableError: as said, or a batch does not fit into memory.
+        """
+        self._watchdog.expect_long_steps()
+        try:
+            metrics = self._measure_all()
+        except ValueError as error:
+            # All ranks have the same figures and so the same error; training is not at fault.
+            if self._job.kind == "evaluate":
+                raise UnrecoverableError(str(error)) from None
+            self._link.note("evaluation failed", str(error), step)
+            metrics = {}
+        except torch.OutOfMemoryError as error:
+            size = self._job.recipe.evaluate.batch_size
+            raise UnrecoverableError(
+                f"evaluate.batch_size={size} images do not fit into device memory; lower it",
+                is_agreed=False,
+            ) from error
+        self._watchdog.resume()
+        return metrics
+
+    def _measure_all(self) -> dict[str, float]:
+        metrics = self._measure("")
+        if self._engine.average is not None and metrics:
+            with self._engine.averaged():
+                metrics |= self._measure("averaged_")
+        return metrics
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        recipe, engine = self._job.recipe, self._engine
+        metrics: dict[str, float] = {}
+        if has_accuracy(recipe):
+            accuracy = measure_accuracy(engine, self._watched("eval"), recipe.train)
+            metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
+        if recipe.evaluate.few_shot_train is not None:
+            train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
+            classes = self._job.few_shot_classes
+            few_shot = measure_few_shot(engine, train, test, recipe.evaluate, classes)
+            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in few_shot.items()}
+        return metrics
+
+    def _watched(self, name: str) -> Iterator[Batch]:
+        for batch in self._open_batches(name):
+            self._watchdog.note_move()
+            yield batch
 
 
 def measure_accuracy(
@@ -39,7 +117,7 @@ def collect_features(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features (N, D) float32 and first labels (N,) of every image, in one order on all ranks.
 
-    They lie in host memory; a device holds no more of them than a batch, or a part in passing.
+    They are in host memory; a device holds at most a batch of them, or the part being gathered.
     """
     features, labels, samples = [], [], []
     for batch, head_inputs, _ in _predictions(engine, batches):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vit_ray.config import Recipe
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
+from vit_ray.train.cadence import Cadence
 from vit_ray.train.progress import Progress
 from vit_ray.train.schedule import lr_at
 
@@ -41,18 +42,25 @@ class Engine(Protocol):
 
     device: torch.device
 
-    def backward(self, images: Tensor, labels: Tensor, samples: Tensor) -> Tensor: ...
+    def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
     def step(self, learning_rate: float) -> StepResultLike: ...
 
 
-class LoopHooks(Protocol):
-    """What the loop asks of the world around it; collective calls are made by all ranks."""
+class Collectives(Protocol):
+    """Reductions that all ranks call together."""
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks."""
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over ranks."""
+
+
+class LoopHooks(Protocol):
+    """What the loop calls at set moments; `evaluate`, `save`, `handle_nonfinite` on all ranks."""
+
+    def note_step(self, step: int) -> None:
+        """`step` steps are completed."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Take metrics of a step; must not block."""
@@ -63,26 +71,27 @@ class LoopHooks(Protocol):
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint."""
 
-    def nonfinite(self, progress: Progress, batch: Batch) -> None:
+    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
         """The step of this batch was refused: report it; raise, roll back or return, by recipe."""
 
-    def save_is_wanted(self) -> bool:
-        """Whether this rank wants a checkpoint at once (notice that its node goes away)."""
+    def save_is_wanted(self, step: int) -> bool:
+        """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
 
     def stop_reason(self) -> str | None:
-        """Why this rank was told to stop, or None."""
+        """Why this rank was asked to stop, or None."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """How the run is cut into steps on this rank."""
+    """This rank's place in the worker group, and its part of a step."""
 
     total_steps: int
     rank: int
     world_size: int
     micro_batch_size: int
+    collectives: Collectives
 
-    def share(self, global_batch_size: int) -> int:
+    def batch_size_per_rank(self, global_batch_size: int) -> int:
         """Images of a global batch on each rank."""
         return global_batch_size // self.world_size
 
@@ -91,8 +100,8 @@ def run_training(
     engine: Engine,
     batches: Iterator[Batch],
     recipe: Recipe,
-    length: RankContext,
-    services: LoopHooks,
+    context: RankContext,
+    hooks: LoopHooks,
     progress: Progress,
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
@@ -105,51 +114,54 @@ def run_training(
     last_save_s = clock()
     first_step = progress.step
     keeps_best = recipe.checkpoint.keep_best
-    while progress.step < length.total_steps:
+    saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
+    logging = Cadence(recipe.train.log_every_steps)
+    while progress.step < context.total_steps:
         start_s = clock()
         batch = _next_batch(batches, progress.step)
         wait_s = clock() - start_s
-        torch.manual_seed(_step_seed(recipe.seed, progress.step, length.rank))
-        rate = lr_at(progress.step, recipe.optim, length.total_steps)
-        loss = _accumulate(engine, batch, length.micro_batch_size)
+        torch.manual_seed(_step_seed(recipe.seed, progress.step, context.rank))
+        rate = lr_at(progress.step, recipe.optim, context.total_steps)
+        loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         result = engine.step(rate)
         # One clock decides for all: ranks would disagree on what minute it is.
-        is_time = length.rank == 0 and _is_due(
-            recipe.checkpoint.every_minutes, clock() - last_save_s
-        )
-        flags = [is_time, services.save_is_wanted(), services.stop_reason() is not None]
-        total_loss, *agreed = services.sum([loss, *flags])
-        time_to_save, notice, told_to_stop = (count > 0 for count in agreed)
+        is_time = context.rank == 0 and saving.is_due_after(clock() - last_save_s)
+        flags = [is_time, hooks.save_is_wanted(progress.step), hooks.stop_reason() is not None]
+        total_loss, *agreed = context.collectives.sum([loss, *flags])
+        is_save_time, is_save_wanted, is_stopping = (count > 0 for count in agreed)
         step_s = clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
+        hooks.note_step(progress.step)
         times.record(step_s, wait_s)
         if result.applied and math.isfinite(total_loss):
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
-            services.nonfinite(progress, batch)
+            hooks.handle_nonfinite(progress, batch)
         metrics = {
-            "train/loss": total_loss / length.world_size,
+            "train/loss": total_loss / context.world_size,
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
         }
-        is_last = progress.step == length.total_steps
-        if _is_logged(progress.step, first_step, recipe.train.log_every_steps) or is_last:
-            metrics |= _window_metrics(times, recipe, length, services, compute)
+        is_last = progress.step == context.total_steps
+        # The first step of an attempt too, so that a wrong start shows at once.
+        is_first = progress.step == first_step + 1
+        if is_first or logging.is_due_at(progress.step) or is_last:
+            metrics |= _window_metrics(times, recipe, context, compute)
             progress.metrics |= metrics
-            services.log(progress.step, metrics)
+            hooks.log(progress.step, metrics)
             times.reset()
-        if (notice or told_to_stop) and not is_last:
-            # At once: the time of an evaluation may not be left. One that a stop meets is left out.
-            services.save(progress)
+        if (is_save_wanted or is_stopping) and not is_last:
+            # At once: the time of an evaluation may not be left. One due at a stop is skipped.
+            hooks.save(progress)
             last_save_s = clock()
-            if told_to_stop:
-                return services.stop_reason() or "another worker was told to stop"
-        is_best = _evaluate_if_due(recipe, progress, services, is_last)
-        due = time_to_save or progress.step % (recipe.checkpoint.every_steps or 2**62) == 0
-        if (due and not notice) or is_last or progress.ended or (is_best and keeps_best):
-            services.save(progress)
+            if is_stopping:
+                return hooks.stop_reason() or "another worker was asked to stop"
+        is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
+        is_due = is_save_time or saving.is_due_at(progress.step)
+        if (is_due and not is_save_wanted) or is_last or progress.ended or (is_best and keeps_best):
+            hooks.save(progress)
             last_save_s = clock()
         if progress.ended:
             return progress.ended
@@ -170,7 +182,7 @@ def _step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int) -> float:
+def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> float:
     """Mean loss of this rank's share, after a backward pass of every micro-batch."""
     tensors = [as_tensor(batch[k]) for k in ("image", "labels", "sample")]
     images, labels, samples = (t.to(engine.device, non_blocking=True) for t in tensors)
@@ -178,7 +190,7 @@ def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int) -> float:
     count = len(images) // micro_batch_size
     for piece in range(count):
         part = slice(piece * micro_batch_size, (piece + 1) * micro_batch_size)
-        total += engine.backward(images[part], labels[part].long(), samples[part]).float()
+        total += engine.backward(images[part], labels[part].long(), samples[part], step).float()
     return float(total) / count
 
 
@@ -189,45 +201,34 @@ def as_tensor(column: np.ndarray | Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(column))
 
 
-def _is_due(every_minutes: float | None, elapsed_s: float) -> bool:
-    return every_minutes is not None and elapsed_s >= 60.0 * every_minutes
-
-
-def _is_logged(step: int, first_step: int, every: int) -> bool:
-    """Log the first step of an attempt, so that a wrong start shows at once, then by cadence."""
-    return step == first_step + 1 or step % every == 0
-
-
 def _window_metrics(
-    times: StepTimes, recipe: Recipe, length: RankContext, services: LoopHooks, compute: Compute
+    times: StepTimes, recipe: Recipe, context: RankContext, compute: Compute
 ) -> dict[str, float]:
     mean_s, wait = (
-        v / length.world_size
-        for v in services.sum([times.total_s / len(times.steps), times.wait_fraction])
+        v / context.world_size
+        for v in context.collectives.sum([times.total_s / len(times.steps), times.wait_fraction])
     )
-    slowest_s = services.max([times.median_s])[0]
+    slowest_s = context.collectives.max([times.median_s])[0]
     images_per_s = recipe.train.global_batch_size / mean_s
     return {
         "train/images_per_s": images_per_s,
         "data/wait_fraction": wait,
         "perf/step_ms_median": times.median_s * 1e3,
         "perf/step_ms_max": slowest_s * 1e3,
-        "perf/memory_gib": services.max([peak_memory_gib()])[0],
-        **compute.rates(images_per_s / length.world_size),
+        "perf/memory_gib": context.collectives.max([peak_memory_gib()])[0],
+        **compute.rates(images_per_s / context.world_size),
     }
 
 
-def _evaluate_if_due(
-    recipe: Recipe, progress: Progress, services: LoopHooks, is_last: bool
-) -> bool:
+def _evaluate_if_due(recipe: Recipe, progress: Progress, hooks: LoopHooks, is_last: bool) -> bool:
     """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
-    if not is_last and progress.step % (recipe.evaluate.every_steps or 2**62) != 0:
+    if not is_last and not Cadence(recipe.evaluate.every_steps).is_due_at(progress.step):
         return False
-    metrics: dict[str, Any] = services.evaluate(progress.step)
+    metrics: dict[str, Any] = hooks.evaluate(progress.step)
     if not metrics:
         return False
     progress.metrics |= metrics
-    services.log(progress.step, metrics)
+    hooks.log(progress.step, metrics)
     loss = metrics.get("eval/loss")
     if loss is None:
         return False

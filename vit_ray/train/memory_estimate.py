@@ -1,4 +1,4 @@
-"""What a recipe's training weighs: parameters, activations and memory, without allocating."""
+"""Parameters, activations and memory of a recipe's training, without allocating them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import gpu_kernels, kept_bytes, peak_bytes
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
-from vit_ray.models import build_model
-from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.objective import build_objective, make_loss
 
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
@@ -105,16 +103,13 @@ def _forward(model: nn.Module, recipe: Recipe, batch_size: int) -> Callable[[], 
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     size = recipe.model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    dtype = next(model.parameters()).dtype
+    loss = make_loss(recipe.train, num_images=batch_size)
 
     def forward() -> Tensor:
-        shape = (batch_size, height, width, 3)
-        images = normalize(torch.empty(shape, device="meta", dtype=torch.uint8), dtype)
-        numbers = torch.zeros(batch_size, device="meta", dtype=torch.int64)
-        if recipe.train.loss == "masked_patch":
-            loss: Tensor = model(images, numbers)
-            return loss
-        return classification_loss(model(images), numbers[:, None], recipe.train).mean()
+        with torch.device("meta"):
+            images = torch.empty((batch_size, height, width, 3), dtype=torch.uint8)
+            numbers = torch.zeros(batch_size, dtype=torch.int64)
+        return loss(model, images, numbers[:, None], numbers, 0)
 
     return forward
 
@@ -130,9 +125,4 @@ def _prepared_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def _meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
     with torch.device("meta"):
-        model = build_model(
-            recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
-        )
-        if recipe.train.loss == "masked_patch":
-            model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
-    return model
+        return build_objective(recipe, num_classes)

@@ -1,15 +1,55 @@
-"""Losses: from a batch of uint8 images and padded label lists to one fp32 number.
+"""What is trained, and its loss: from uint8 images and padded label lists to one fp32 number.
 
 Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from vit_ray.config import Recipe
 from vit_ray.config.training import TrainConfig
+from vit_ray.models import build_model
+from vit_ray.models.masked import MaskedPatchObjective
+
+LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
+"""(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
+
+
+def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
+    """The recipe's model, inside `MaskedPatchObjective` where that is its loss."""
+    model: nn.Module = build_model(
+        recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
+    )
+    if recipe.train.loss == "masked_patch":
+        return MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    return model
+
+
+def make_loss(train: TrainConfig, num_images: int) -> LossFunction:
+    """The recipe's loss as the engine calls it.
+
+    Args:
+        num_images: training images of one epoch; other patches are masked in each.
+    """
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+
+    def classify(module: nn.Module, images: Tensor, labels: Tensor, _: Tensor, __: int) -> Tensor:
+        return classification_loss(module(normalize(images, dtype)), labels, train).mean()
+
+    def predict_patches(
+        module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
+    ) -> Tensor:
+        # The epoch of the batch's first image, for all of them.
+        epoch = step * train.global_batch_size // num_images
+        loss: Tensor = module(normalize(images, dtype), samples, epoch)
+        return loss
+
+    return predict_patches if train.loss == "masked_patch" else classify
 
 
 def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: a thread that tells where the worker is, and ends a step that hangs."""
+"""A worker's watchdog: a thread that reports where the worker is, and ends a step that hangs."""
 
 from __future__ import annotations
 
@@ -9,77 +9,84 @@ import threading
 import time
 from collections.abc import Callable
 
-from vit_ray.train.progress import Progress
-
 BEAT_S = 1.0
 FIRST_STEP_S = 600.0
 """Least time for the first step of an attempt, which compiles and waits for the first batch."""
 
 
+def end_process() -> None:
+    """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    os._exit(1)
+
+
 class Watchdog(threading.Thread):
-    """Runs from its making until `stop`."""
+    """Watches from `start` until `stop`; all other methods are called by the training thread."""
 
     def __init__(
         self,
-        progress: Progress,
+        step: int,
         timeout_s: float,
         beat: Callable[[int], None],
-        tell: Callable[[str], None],
+        report_hang: Callable[[str, int], None],
+        *,
+        end: Callable[[], None] = end_process,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            step: steps completed so far.
             timeout_s: longest time that a step may take.
-            beat: called about once a second with the step.
-            tell: called with the reason before the process is ended.
+            beat: called about once a second with the steps completed.
+            report_hang: called with the reason and the step before the process is ended.
+            end: ends the process.
         """
         super().__init__(daemon=True, name="watchdog")
-        self._progress, self._timeout_s = progress, timeout_s
-        self._beat, self._tell = beat, tell
-        self._ended = threading.Event()
-        self.is_paused = False
-        self._last_step = progress.step
+        self._step, self._timeout_s = step, timeout_s
+        self._beat, self._report_hang = beat, report_hang
+        self._end, self._clock = end, clock
+        self._stopped = threading.Event()
+        self._is_paused = False
         self._has_moved = False
-        self._moved_s = time.monotonic()
-        self.start()
+        self._moved_s = clock()
 
     def run(self) -> None:
-        """Beat until told to stop."""
-        while not self._ended.wait(BEAT_S):
-            self._watch_step()
-            self._beat(self._progress.step)
+        """Beat until stopped."""
+        while not self._stopped.wait(BEAT_S):
+            self.check()
+            self._beat(self._step)
+
+    def note_step(self, step: int) -> None:
+        """A step is done."""
+        self._step, self._has_moved = step, True
+        self._moved_s = self._clock()
 
     def pause(self) -> None:
         """Do not watch: what is waited for has time limits of its own."""
-        self.is_paused = True
+        self._is_paused = True
 
     def expect_long_steps(self) -> None:
         """Until a step is done: a part of an evaluation may take as long as the first step."""
         self.resume()
-        self._last_step, self._has_moved = self._progress.step, False
+        self._has_moved = False
 
     def note_move(self) -> None:
         """A part of an evaluation is done."""
-        self._moved_s = time.monotonic()
+        self._moved_s = self._clock()
 
     def resume(self) -> None:
         """Watch steps again, from now."""
-        self._moved_s = time.monotonic()
-        self.is_paused = False
+        self._moved_s = self._clock()
+        self._is_paused = False
 
     def stop(self) -> None:
         """End the thread."""
-        self._ended.set()
+        self._stopped.set()
 
-    def _watch_step(self) -> None:
+    def check(self) -> None:
+        """End the process if the step in progress has taken too long."""
         limit_s = self._timeout_s if self._has_moved else max(self._timeout_s, FIRST_STEP_S)
-        if self._progress.step != self._last_step or self.is_paused:
-            self._has_moved |= self._progress.step != self._last_step
-            self._last_step, self._moved_s = self._progress.step, time.monotonic()
-        elif time.monotonic() - self._moved_s > limit_s:
-            self._end_process(limit_s)
-
-    def _end_process(self, limit_s: float) -> None:
-        """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
-        self._tell(f"no step since {limit_s:g} s (train.step_timeout_s); restarting")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        os._exit(1)
+        if not self._is_paused and self._clock() - self._moved_s > limit_s:
+            reason = f"no step since {limit_s:g} s (train.step_timeout_s); restarting"
+            self._report_hang(reason, self._step)
+            self._end()

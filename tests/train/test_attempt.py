@@ -1,0 +1,157 @@
+"""How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
+from vit_ray.storage import locate
+from vit_ray.train.attempt import run_attempt
+from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.train.micro_batch import read_limit
+
+
+def newest_step(worker: Worker) -> int:
+    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    return -1 if checkpoint is None else checkpoint.position.step
+
+
+def run(worker: Worker) -> None:
+    run_attempt(worker.job, worker.link, worker.attempt)
+
+
+def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    run(worker)
+    assert worker.kinds() == ["first step"]
+    assert newest_step(worker) == TOTAL
+    assert [step for step, _ in worker.actor.logged] == [1, TOTAL, TOTAL]
+    assert "startup/first_step_s" in worker.actor.logged[0][1]
+    assert "startup/first_step_s" not in worker.actor.logged[1][1]
+    assert worker.engine.is_closed
+    assert worker.actor.failure is None
+
+
+@pytest.mark.parametrize(("start_step", "failure"), [(TOTAL, None), (2, "disk full")])
+def test_a_run_that_is_over_is_not_set_up_again(
+    tmp_path: Path, start_step: int, failure: str | None
+) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.actor.start_step, worker.actor.failure = start_step, failure
+    run_attempt(worker.job, worker.link, lambda step: pytest.fail("set up"))
+    assert worker.actor.failure == failure
+
+
+def test_it_is_set_up_from_the_step_that_the_driver_chose(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.actor.start_step = 4
+    run(worker)
+    assert worker.engine.applied_steps == TOTAL - 4
+
+
+def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    worker.engine.on_backward = beat_before_third
+    run(worker)
+    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
+    assert newest_step(worker) == 3
+    assert worker.actor.failure is None
+    assert worker.engine.is_closed
+
+
+def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path: Path) -> None:
+    def run_out(step: int) -> None:
+        if step == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
+    with pytest.raises(SmallerMicroBatchError, match="4 images per pass do not fit"):
+        run(worker)
+    assert read_limit(locate(worker.job.run_folder)) == MICRO * 3 // 4
+    assert worker.actor.events[-1][0::2] == ("out of memory", 1)
+    assert worker.actor.failure is None
+    assert worker.engine.is_closed
+
+
+def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
+    def too_large(name: str) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    job = make_job(tmp_path, data={"eval": "somewhere"})
+    worker = Worker(job, evaluation_batches=too_large)
+    with pytest.raises(UnrecoverableError, match=r"evaluate\.batch_size=256 images do not fit"):
+        run(worker)
+    assert worker.actor.failure is not None
+    assert read_limit(locate(job.run_folder)) is None
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_an_unrecoverable_error_fails_the_run_and_is_raised_where_others_would_wait(
+    tmp_path: Path, is_agreed: bool
+) -> None:
+    def refuse(step: int) -> None:
+        raise UnrecoverableError("too many bad images", is_agreed=is_agreed)
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
+    if is_agreed:
+        run(worker)
+    else:
+        with pytest.raises(UnrecoverableError):
+            run(worker)
+    assert worker.actor.failure == "too many bad images"
+    assert worker.engine.is_closed
+
+
+def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
+    def crash(step: int) -> None:
+        raise OSError("cable")
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=crash))
+    with pytest.raises(OSError, match="cable"):
+        run(worker)
+    assert worker.actor.failure is None
+    assert worker.engine.is_closed
+
+
+def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"nonfinite": "skip", "max_nonfinite_steps": 2})
+    worker = Worker(job, FakeEngine(refused=(0, 2, 3)))
+    run(worker)
+    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4]
+    assert worker.actor.failure is not None
+    assert "with 2 such steps in a row" in worker.actor.failure
+
+
+def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
+    notices = iter([None, None, "node 1", "node 1", "node 1", "node 1"])
+    worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
+    worker.actor.saves = 3  # of an earlier attempt
+    worker.link.beat(0)
+
+    def request(step: int) -> None:
+        if step == 4:
+            worker.actor.saves = 4
+        worker.link.beat(step)
+
+    worker.engine.on_backward = request
+    run(worker)
+    saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
+    assert saves == [("preemption", 2), ("resizing", 4)]
+
+
+def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
+    job = make_job(tmp_path, kind="evaluate")
+    worker = Worker(job)
+    worker.hooks.evaluator.evaluate = lambda step: {"eval/top1": 0.5}  # type: ignore[method-assign]
+    run(worker)
+    assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
+    assert worker.actor.events == []

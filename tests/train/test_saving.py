@@ -1,0 +1,79 @@
+"""What a worker's checkpoints hold, and when training may go on."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.fakes import BATCH, FakeEngine, Worker, make_job
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.progress import Progress
+from vit_ray.train.saving import make_position, open_chosen_checkpoint
+
+
+def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
+    job, engine = make_job(tmp_path), FakeEngine(weight=3.0)
+    progress = Progress(step=4, metrics={"train/loss": 1.0})
+    position = make_position(job, engine, progress, "run-id")
+    progress.step, progress.metrics["train/loss"] = 5, 9.0
+    assert position.progress == Progress(step=4, metrics={"train/loss": 1.0})
+    assert (position.applied_steps, position.samples_seen) == (3, 4 * BATCH)
+    assert (position.tracking_run_id, position.data_fingerprint) == ("run-id", "print")
+    assert position.recipe["name"] == "run"
+    assert set(position.versions) == {"ray", "torch"}
+
+
+def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path), FakeEngine(weight=2.0))
+    worker.saver.save(Progress(step=2, train_seconds=1.5))
+    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    assert checkpoint is not None
+    assert checkpoint.position.progress == Progress(step=2, train_seconds=1.5)
+    assert float(checkpoint.weights()["w"]) == 2.0
+
+
+def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    writes: list[Callable[[], None]] = []
+    worker.saver._publish = lambda name, metrics, write: writes.append(write)
+    worker.saver.save(Progress(step=1))
+    second = threading.Thread(target=worker.saver.save, args=(Progress(step=2),))
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive()
+    assert len(writes) == 1
+    writes[0]()
+    second.join(timeout=30)
+    assert not second.is_alive()
+    assert len(writes) == 2
+
+
+def test_storage_that_refuses_too_often_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(worker.saver._writer, "write", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        worker.saver.save(Progress(step=1))
+    assert worker.actor.failure == "disk full"
+    worker.saver.wait_until_written()  # or a thread that waits would hang
+
+
+def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    paused: list[bool] = []
+    worker.saver._publish = lambda *_: paused.append(worker.watchdog._is_paused)
+    worker.saver.save(Progress(step=1))
+    assert paused == [True]
+    assert not worker.watchdog._is_paused
+
+
+def test_a_chosen_checkpoint_that_has_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* has gone"):
+        open_chosen_checkpoint(locate(str(tmp_path)), 7)

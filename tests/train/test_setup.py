@@ -1,0 +1,84 @@
+"""What a worker builds before its first step."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.fakes import make_job
+from vit_ray.storage import locate
+from vit_ray.train import setup
+from vit_ray.train.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.train.setup import build_engine, choose_micro_batch, lower_micro_batch, open_batches
+
+TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
+
+
+def test_a_number_in_the_recipe_is_taken(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": 2}, workers={"num_workers": 2})
+    assert choose_micro_batch(job, locate(job.run_folder), 2) == 2
+
+
+def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
+    folder = locate(job.run_folder)
+    assert choose_micro_batch(job, folder, 1) == 8  # all of a step's, on a CPU
+    error = lower_micro_batch(folder, 8)
+    assert isinstance(error, SmallerMicroBatchError)
+    assert str(error) == "8 images per pass do not fit; trying at most 6"
+    assert choose_micro_batch(job, folder, 1) == 4  # the largest divisor of 8 up to 6
+
+
+def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UnrecoverableError, match="one image per pass does not fit") as caught:
+        lower_micro_batch(locate(str(tmp_path)), 1)
+    assert not caught.value.is_agreed
+
+
+def test_an_evaluation_accumulates_nothing(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "evaluate")
+    assert choose_micro_batch(job, locate(job.run_folder), 1) == 1
+
+
+def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> None:
+    job = make_job(tmp_path, model={**TINY, "image_size": 16}, init_from=str(tmp_path / "none"))
+    with pytest.raises(
+        UnrecoverableError, match=r"init_from: .*holds no whole checkpoint"
+    ) as caught:
+        build_engine(job, 4, 1, loads_weights=True)
+    assert caught.value.is_agreed
+
+
+def test_host_batches_are_read_ahead_in_the_ranks_share(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def iter_batches(**options: Any) -> Any:
+        asked.update(options)
+        return iter([{"image": torch.zeros(1), "n": n} for n in range(3)])
+
+    job = make_job(tmp_path, data={"prefetch_batches": 5})
+    read = open_batches(job, iter_batches, 4, torch.device("cpu"))
+    assert [batch["n"] for batch in read] == [0, 1, 2]
+    assert asked == {"batch_size": 4, "prefetch_batches": 5}
+
+
+def test_a_refusal_of_the_device_decoder_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("nvImageCodec is needed")
+
+    monkeypatch.setattr(setup, "DeviceDecoder", refuse)
+    job = make_job(tmp_path, data={"decode": "device"})
+    read = open_batches(job, lambda **_: iter([]), 4, torch.device("cpu"))
+    with pytest.raises(UnrecoverableError, match="nvImageCodec") as caught:
+        next(read)
+    assert not caught.value.is_agreed
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_errors_cross_processes_whole(is_agreed: bool) -> None:
+    error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
+    assert (str(error), error.is_agreed) == ("text", is_agreed)

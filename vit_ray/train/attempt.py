@@ -1,0 +1,178 @@
+"""One attempt of a run on one worker: it trains or evaluates, and reports how that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from vit_ray.measure.profile import profiled
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import Checkpoint
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.evaluation import Evaluator
+from vit_ray.train.job import TrainJob, UnrecoverableError
+from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
+from vit_ray.train.nonfinite import NonfinitePolicy
+from vit_ray.train.progress import Progress
+from vit_ray.train.run_link import RunLink
+from vit_ray.train.saving import CheckpointSaver
+from vit_ray.train.setup import lower_micro_batch, work_per_image
+from vit_ray.train.watchdog import Watchdog
+
+
+class Startable(Protocol):
+    """An attempt that is set up."""
+
+    def run(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def run_attempt(job: TrainJob, link: RunLink, set_up: Callable[[int | None], Startable]) -> None:
+    """Start where the driver says, run to the end, and report an error that a restart would meet.
+
+    Args:
+        set_up: builds the attempt from the step of the checkpoint to start from, if any.
+    """
+    start_step, failure = link.start_point()
+    if failure or start_step == job.total_steps:
+        return  # an earlier attempt ended the run, and was restarted all the same
+    try:
+        with contextlib.closing(set_up(start_step)) as attempt:
+            attempt.run()
+    except UnrecoverableError as error:
+        link.fail(str(error))
+        if not error.is_agreed:
+            raise  # the other workers may wait for this one: let Ray end them
+
+
+@dataclass
+class Attempt:
+    """The parts of a worker, put together."""
+
+    job: TrainJob
+    context: RankContext
+    link: RunLink
+    engine: DeepSpeedEngine
+    batches: Iterator[Batch]
+    hooks: WorkerHooks
+    watchdog: Watchdog
+    progress: Progress
+
+    def run(self) -> None:
+        """Train to the end, or evaluate once.
+
+        Raises:
+            UnrecoverableError: the recipe says to stop here, or the data are wrong.
+            SmallerMicroBatchError: a pass did not fit into memory; the next attempt's may.
+        """
+        if self.job.kind == "evaluate":
+            self.link.log(0, self.hooks.evaluate(0))
+            return
+        try:
+            self._train()
+        except torch.OutOfMemoryError as error:
+            smaller = lower_micro_batch(locate(self.job.run_folder), self.context.micro_batch_size)
+            self.link.note_own("out of memory", str(smaller), self.progress.step)
+            raise smaller from error
+
+    def close(self) -> None:
+        """Stop the watchdog and leave the process group as Ray expects it."""
+        self.watchdog.stop()
+        self.engine.close()
+
+    def _train(self) -> None:
+        progress = self.progress
+        reason = run_training(
+            self.engine,
+            self._traced(),
+            self.job.recipe,
+            self.context,
+            self.hooks,
+            progress,
+            work_per_image(self.job),
+        )
+        if reason != "finished":
+            reason = self.link.current_stop_reason(progress.step) or reason
+            text = f"{reason}; checkpoint at step {progress.step}"
+            self.link.note_last("stopped", text, progress.step)
+
+    def _traced(self) -> Iterator[Batch]:
+        """With a profile of the steps that the recipe names, of the first worker."""
+        steps = self.job.recipe.train.profile_steps
+        if steps is None or self.context.rank > 0:
+            return self.batches
+        return profiled(self.batches, steps, self.progress.step + 1, self.link.keep_file)
+
+
+@dataclass
+class WorkerHooks(LoopHooks):
+    """What the loop asks of a worker, each from the part that does it."""
+
+    link: RunLink
+    evaluator: Evaluator
+    saver: CheckpointSaver
+    nonfinite: NonfinitePolicy
+    watchdog: Watchdog
+    preemption_notice: Callable[[], Any]
+    """What the cluster has announced about this group's nodes; None = nothing."""
+    ray_ready_s: float
+    _has_logged: bool = field(default=False, init=False)
+    _notice_seen: str = field(default="", init=False)
+
+    def note_step(self, step: int) -> None:
+        """For the watchdog, and through its heartbeat for the display."""
+        self.watchdog.note_step(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """With the first, the time since Ray was up."""
+        if not self._has_logged:  # the loop logs the first step of every attempt
+            self._has_logged = True
+            since_ray_s = time.time() - self.ray_ready_s
+            metrics = {**metrics, "startup/first_step_s": since_ray_s}
+            self.link.note("first step", f"{since_ray_s:.1f} s after Ray was up", step)
+        self.link.log(step, metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy and few-shot accuracy."""
+        return self.evaluator.evaluate(step)
+
+    def save(self, progress: Progress) -> None:
+        """Start writing a checkpoint, and log for how long training stood still."""
+        stall_s = self.saver.save(progress)
+        progress.metrics["checkpoint/stall_s"] = stall_s
+        self.link.log(progress.step, {"checkpoint/stall_s": stall_s})
+
+    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+        """As the recipe says."""
+        self.nonfinite.handle(progress, batch)
+
+    def save_is_wanted(self, step: int) -> bool:
+        """Once for each request of the driver, and each notice that a node of this run leaves."""
+        if self.link.take_save_request():
+            text = "the group is about to change its size: checkpoint at once"
+            self.link.note("resizing", text, step)
+            return True
+        notice = self.preemption_notice()
+        if notice is None or repr(notice) == self._notice_seen:
+            return False
+        self._notice_seen = repr(notice)
+        self.link.note_own("preemption", "a node is about to leave: checkpoint at once", step)
+        return True
+
+    def stop_reason(self) -> str | None:
+        """By the last heartbeat (SIGTERM)."""
+        return self.link.stop_reason
+
+
+def resume_from(checkpoint: Checkpoint, engine: DeepSpeedEngine, link: RunLink) -> Progress:
+    """Restore the engine, and report it; returns where the run goes on."""
+    engine.restore(checkpoint)
+    position = checkpoint.position
+    text = f"from step {position.step} ({position.samples_seen} samples seen)"
+    link.note("resumed", text, position.step)
+    return position.progress

@@ -1,0 +1,21 @@
+"""When something recurs: every so many steps, every so many minutes, either, or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """`None` = not by that measure."""
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+
+    def is_due_at(self, step: int) -> bool:
+        """By steps: whether it is due when `step` steps are completed."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def is_due_after(self, elapsed_s: float) -> bool:
+        """By the clock: whether it is due `elapsed_s` after it was last done."""
+        return self.every_minutes is not None and elapsed_s >= 60.0 * self.every_minutes

@@ -1,0 +1,46 @@
+"""What a training worker is given, and the errors by which it ends an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vit_ray.config import Recipe
+from vit_ray.models.weights.state_dicts import NewHead
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that a worker needs to know; the driver makes it, Ray carries it."""
+
+    recipe: Recipe
+    kind: Literal["train", "evaluate"]
+    num_classes: int
+    num_images: int
+    """Training images of one epoch."""
+    total_steps: int
+    data_fingerprint: str
+    run_folder: str
+    new_head: NewHead
+    """What `init_from` does about the head: as in `initialize_weights`."""
+    few_shot_classes: int
+    ray_ready_s: float
+    """Unix time at which Ray was up, for the time to the first step."""
+    recorder: Any
+    """Handle of the run's actor; workers use it through `run_link.RunLink` only."""
+    note_bad_images: Callable[[dict[int, str]], None]
+    """Counts images that cannot be decoded here: sample number to description; may raise."""
+
+
+class UnrecoverableError(RuntimeError):
+    """A restart would meet the same error: the run must end."""
+
+    def __init__(self, text: str, *, is_agreed: bool = True) -> None:
+        """`is_agreed`: all workers raise it at the same place, so that all may simply return."""
+        super().__init__(text)
+        self.is_agreed = is_agreed
+
+
+class SmallerMicroBatchError(RuntimeError):
+    """A pass did not fit into memory; the next attempt takes fewer images."""

@@ -1,0 +1,129 @@
+"""What a worker builds before its first step: micro-batch, batches, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vit_ray.config.training import accumulation_steps
+from vit_ray.measure.devices import peak_flops
+from vit_ray.measure.meters import Compute
+from vit_ray.models.flops import forward_macs
+from vit_ray.models.weights.state_dicts import LoadReport
+from vit_ray.storage import Location
+from vit_ray.train.device_decode import DeviceDecoder
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.init_weights import initialize_weights
+from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.train.loop import Batch
+from vit_ray.train.memory_estimate import largest_micro_batch
+from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
+from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.train.prefetch import pin_batch, prefetch
+
+
+def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> int:
+    """Images per pass: as the recipe says, within what is estimated and what was found to fit."""
+    recipe, limit = job.recipe, read_limit(run_folder)
+    if job.kind == "evaluate":
+        return 1  # nothing is accumulated; evaluate.batch_size decides
+    if recipe.train.micro_batch_size == "auto" and limit is None:
+        limit = CPU_MOST
+        if torch.cuda.is_available():
+            memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+            limit = largest_micro_batch(recipe, job.num_classes, world_size, memory_gib) or 1
+    return micro_batch_size(recipe, world_size, limit)
+
+
+def lower_micro_batch(run_folder: Location, failed: int) -> SmallerMicroBatchError:
+    """Have the next attempt take fewer images per pass; returns the error that ends this one.
+
+    Raises:
+        UnrecoverableError: a single image did not fit.
+    """
+    try:
+        limit = lower_limit(run_folder, failed)
+    except ValueError as error:
+        raise UnrecoverableError(str(error), is_agreed=False) from None
+    return SmallerMicroBatchError(f"{failed} images per pass do not fit; trying at most {limit}")
+
+
+def build_engine(
+    job: TrainJob, micro_batch_size: int, world_size: int, *, loads_weights: bool
+) -> tuple[DeepSpeedEngine, LoadReport | None]:
+    """The engine with its first weights, and what became of those in `init_from`.
+
+    Args:
+        loads_weights: start from `init_from`; False where a checkpoint is restored afterwards.
+
+    Raises:
+        UnrecoverableError: the weights do not fit the model, or there are none.
+    """
+    recipe, report = job.recipe, None
+    torch.manual_seed(recipe.seed)
+    model = build_objective(recipe, job.num_classes)
+    if loads_weights and recipe.init_from is not None:
+        try:
+            report = initialize_weights(
+                model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
+            )
+        except ValueError as error:
+            raise UnrecoverableError(f"init_from: {error}") from None
+    batch = recipe.train.global_batch_size
+    passes = (
+        1 if job.kind == "evaluate" else accumulation_steps(batch, micro_batch_size, world_size)
+    )
+    engine = DeepSpeedEngine(
+        model,
+        recipe.train,
+        recipe.optim,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=passes,
+        loss_function=make_loss(recipe.train, job.num_images),
+    )
+    return engine, report
+
+
+def open_batches(
+    job: TrainJob,
+    iter_batches: Callable[..., Iterator[Any]],
+    batch_size_per_rank: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    """The training batches; the first is read while the engine is built.
+
+    Args:
+        iter_batches: of this rank's part of the stream, as `ray.data.DataIterator.iter_batches`.
+    """
+    ahead = job.recipe.data.prefetch_batches
+    if job.recipe.data.decode == "device":
+        blocks = iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=ahead)
+        return _decoded(job, blocks, batch_size_per_rank, device)  # it looks ahead by itself
+    batches = iter_batches(batch_size=batch_size_per_rank, prefetch_batches=ahead)
+    return prefetch(batches, pin_batch)
+
+
+def _decoded(
+    job: TrainJob, blocks: Iterator[Any], batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Batches of images that arrive encoded."""
+    size = job.recipe.model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    try:
+        decoder = DeviceDecoder(device, (height, width), batch_size, job.note_bad_images)
+        yield from decoder.batches(blocks)
+    except ValueError as error:
+        raise UnrecoverableError(str(error), is_agreed=False) from None
+
+
+def work_per_image(job: TrainJob) -> Compute:
+    """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
+    recipe = job.recipe
+    model, every = recipe.model, recipe.train.activation_checkpointing
+    macs = forward_macs(model.name, job.num_classes, model.image_size, **model.options())
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
+    return Compute(macs, 1.0 / every if every else 0.0, peak)

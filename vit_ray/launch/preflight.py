@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -22,11 +24,14 @@ from vit_ray.data.order.selection import RowSelection, split_rows
 from vit_ray.data.stream.ray_datasets import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
 from vit_ray.train.init_weights import find_weight_file
 from vit_ray.train.micro_batch import micro_batch_size
+
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,61 @@ class RunPlan:
     def num_images(self) -> int:
         """Training images of one epoch."""
         return self.streams["train"].num_images
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that has passed every check which needs no cluster."""
+
+    recipe: Recipe
+    """With absolute paths."""
+    kind: Kind
+    plan: RunPlan
+    resume_from: Checkpoint | None = None
+    """The newest good checkpoint of a run of this name."""
+    damage: tuple[str, ...] = ()
+    """What was found of damaged checkpoints."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended before."""
+        if self.resume_from is None:
+            return False
+        progress = self.resume_from.position.progress
+        return progress.step >= self.plan.total_steps or bool(progress.ended)
+
+
+@contextmanager
+def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
+    """Check a training run and hold its lock inside the block.
+
+    Raises:
+        ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
+    """
+    recipe = recipe.with_absolute_paths()
+    plan = plan_run(recipe)
+    # From before the checkpoints are looked at: another driver may be removing them.
+    with lock_run(locate(recipe.run_folder)):
+        damage: list[str] = []
+        resume_from = find_resume_point(recipe, damage.append)
+        if resume_from is None:
+            check_weights(recipe)
+        else:
+            check_same_run(recipe, resume_from, plan.manifest.fingerprint)
+        yield PreparedRun(recipe, kind, plan, resume_from, tuple(damage))
+
+
+def prepare_evaluation(recipe: Recipe) -> PreparedRun:
+    """Check an evaluation, which is a run of its own: the training's record stays as it is.
+
+    Raises:
+        ValueError: no data set is given, or the weights are not there.
+    """
+    recipe = recipe.with_absolute_paths()
+    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    plan = plan_run(recipe, needs_train=False)
+    check_weights(recipe)
+    return PreparedRun(recipe, "evaluate", plan)
 
 
 def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
@@ -140,7 +200,7 @@ def find_resume_point(
     """The checkpoint that a run of this name goes on from, as `resume` allows.
 
     Args:
-        tell: hears of each damaged one that is passed over.
+        tell: called with a text for each damaged one that is passed over.
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does

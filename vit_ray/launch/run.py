@@ -8,8 +8,7 @@ import platform
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,23 +19,21 @@ from vit_ray.config import Recipe
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
+    Kind,
+    PreparedRun,
     RunPlan,
     check_cluster,
-    check_same_run,
-    check_weights,
-    find_resume_point,
     metrics_log_path,
-    plan_run,
+    prepare_evaluation,
+    prepared_training,
 )
 from vit_ray.launch.progress import shown_progress
-from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
 from vit_ray.tracking.run_actor import start_recorder
-from vit_ray.train.checkpoint import Checkpoint, newest_checkpoint
+from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.job import TrainJob
 
-Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
 
 
@@ -93,21 +90,10 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-    recipe = recipe.with_absolute_paths()
-    plan = plan_run(recipe)
-    # From before the checkpoints are looked at: another driver may be removing them.
-    with lock_run(locate(recipe.run_folder)):
-        damage: list[str] = []
-        resume_from = find_resume_point(recipe, damage.append)
-        if resume_from is not None:
-            check_same_run(recipe, resume_from, plan.manifest.fingerprint)
-            if resume_from.position.step >= plan.total_steps or resume_from.position.progress.ended:
-                return _finished_before(recipe, resume_from, plan.total_steps)
-        else:
-            check_weights(recipe)
-        cluster = connect(recipe)
-        use_gpu = check_cluster(recipe, cluster)
-        return _run(recipe, plan, kind, tags or {}, cluster, use_gpu, resume_from, family, damage)
+    with prepared_training(recipe, kind) as prepared:
+        if prepared.is_over:
+            return _finished_before(prepared)
+        return _run(prepared, tags or {}, family)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -129,54 +115,30 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     """
     if recipe.init_from is None:
         raise ValueError("init_from is not set; give the run, checkpoint or file to evaluate")
-    recipe = recipe.with_absolute_paths()
-    # A run of its own: the training of this name keeps its record as it is.
-    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
-    plan = plan_run(recipe, needs_train=False)
-    check_weights(recipe)
-    cluster = connect(recipe)
-    use_gpu = check_cluster(recipe, cluster)
-    return _run(recipe, plan, "evaluate", {}, cluster, use_gpu, None).metrics
+    return _run(prepare_evaluation(recipe)).metrics
 
 
 def _run(
-    recipe: Recipe,
-    plan: RunPlan,
-    kind: Kind,
-    tags: dict[str, str],
-    cluster: ClusterShape,
-    use_gpu: bool,
-    resume_from: Checkpoint | None,
-    family: ParentRun | None = None,
-    damage: Sequence[str] = (),
+    prepared: PreparedRun, tags: Mapping[str, str] | None = None, family: ParentRun | None = None
 ) -> RunResult:
+    recipe, plan, kind = prepared.recipe, prepared.plan, prepared.kind
+    cluster = connect(recipe)
+    use_gpu = check_cluster(recipe, cluster)
+    position = prepared.resume_from.position if prepared.resume_from else None
     recorder = start_recorder(
         recipe.tracking,
         recipe.name,
         metrics_log_path(recipe),
-        run_id=resume_from.position.tracking_run_id if resume_from else None,
+        run_id=position.tracking_run_id if position else None,
         params=recipe.flat(),
-        tags={**run_facts(kind, plan, cluster), **tags},
-        resume_step=resume_from.position.step if resume_from else None,
+        tags={**run_facts(kind, plan, cluster), **(tags or {})},
+        resume_step=position.step if position else None,
         parent=family.recorder if family else None,
         node_id=family.node_id if family else None,
     )
-    for text in damage:
+    for text in prepared.damage:
         recorder.event.remote("damaged checkpoint", text, 0)
-    job = TrainJob(
-        recipe=recipe,
-        kind="evaluate" if kind == "evaluate" else "train",
-        num_classes=plan.manifest.num_classes,
-        num_images=plan.num_images,
-        total_steps=plan.total_steps,
-        data_fingerprint=plan.manifest.fingerprint,
-        run_folder=recipe.run_folder,
-        new_head=_HEADS.get(kind, "auto"),
-        few_shot_classes=plan.few_shot_classes,
-        ray_ready_s=cluster.ready_s,
-        recorder=recorder,
-        note_bad_images=_bad_images(recipe, plan).note,
-    )
+    job = _job(prepared, cluster, recorder)
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         with (
@@ -192,6 +154,24 @@ def _run(
         with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
             ray.get(recorder.finish.remote(status))
             ray.kill(recorder)
+
+
+def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:
+    recipe, plan = prepared.recipe, prepared.plan
+    return TrainJob(
+        recipe=recipe,
+        kind="evaluate" if prepared.kind == "evaluate" else "train",
+        num_classes=plan.manifest.num_classes,
+        num_images=plan.num_images,
+        total_steps=plan.total_steps,
+        data_fingerprint=plan.manifest.fingerprint,
+        run_folder=recipe.run_folder,
+        new_head=_HEADS.get(prepared.kind, "auto"),
+        few_shot_classes=plan.few_shot_classes,
+        ray_ready_s=cluster.ready_s,
+        recorder=recorder,
+        note_bad_images=_bad_images(recipe, plan).note,
+    )
 
 
 def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
@@ -224,13 +204,15 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
     )
 
 
-def _finished_before(recipe: Recipe, checkpoint: Checkpoint, total_steps: int) -> RunResult:
+def _finished_before(prepared: PreparedRun) -> RunResult:
+    checkpoint = prepared.resume_from
+    assert checkpoint is not None
     position = checkpoint.position
     return RunResult(
         run_id=position.tracking_run_id,
-        name=recipe.name,
+        name=prepared.recipe.name,
         steps=position.step,
-        total_steps=total_steps,
+        total_steps=prepared.plan.total_steps,
         metrics=dict(position.progress.metrics),
         checkpoint=checkpoint.folder.path,
         already_complete=True,

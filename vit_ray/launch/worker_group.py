@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,11 @@ from vit_ray.launch.ray_policies import (
     SaveBeforeResize,
     cause,
 )
-from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint, discard_newer, newest_verified_checkpoint
+from vit_ray.launch.resume_point import choose_resume_point
+from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.worker import train_worker
 
-_PAUSES_S = (1.0, 5.0, 15.0, 60.0, 120.0)
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 _GIVEN_START_TIMEOUT = os.environ.get(_START_TIMEOUT)
 
@@ -133,47 +131,29 @@ class _Evaluation:
 
 @dataclass(frozen=True)
 class _Remaining:
-    """What is left of the training stream, from the newest good checkpoint on.
+    """What is left of the training stream when a worker group starts.
 
-    Ray Train calls it in its controller before each start, so this is also where a damaged
-    checkpoint is found and marked, before any worker looks for one.
+    Ray Train calls it in its controller before each start: the workers are told of the checkpoint
+    that the stream goes on from, so that all of them open the same.
     """
 
     job: TrainJob
     spec: StreamSpec
 
     def __call__(self) -> PendingStream:
-        folder = locate(self.job.run_folder)
-        checkpoint = self._newest(folder)
-        step = checkpoint.position.step if checkpoint else None
-        is_over = checkpoint is not None and bool(checkpoint.position.progress.ended)
-        ray.get(self.job.recorder.start_from.remote(self.job.total_steps if is_over else step))
-        batch = self.job.recipe.train.global_batch_size
-        start = checkpoint.position.samples_seen if checkpoint else 0
+        job = self.job
+        point = choose_resume_point(locate(job.run_folder), job.total_steps, self._note)
+        ray.get(job.recorder.start_from.remote(point.step))
+        batch = job.recipe.train.global_batch_size
         return PendingStream(
             self.spec,
             lambda world_size: batch // world_size,
-            start=start,
-            stop=self.job.total_steps * batch,
+            start=point.samples_seen,
+            stop=job.total_steps * batch,
         )
 
-    def _newest(self, folder: Location) -> Checkpoint | None:
-        """Storage that is away for some minutes must not end the run: an error here would."""
-        for pause_s in _PAUSES_S:
-            try:
-                return self._newest_once(folder)
-            except OSError as error:
-                self.job.recorder.event.remote("storage away", f"{folder.path}: {error}", 0)
-                time.sleep(pause_s)
-        return self._newest_once(folder)
-
-    def _newest_once(self, folder: Location) -> Checkpoint | None:
-        checkpoint = newest_verified_checkpoint(folder, self._tell)
-        discard_newer(folder, checkpoint.position.step if checkpoint else -1)
-        return checkpoint
-
-    def _tell(self, text: str) -> None:
-        self.job.recorder.event.remote("damaged checkpoint", text, 0)
+    def _note(self, kind: str, text: str) -> None:
+        self.job.recorder.event.remote(kind, text, 0)
 
 
 def _set_aside_ray_snapshot(job: TrainJob) -> None:

@@ -1,0 +1,123 @@
+"""Which checkpoint a group that starts goes on from; no Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vit_ray.launch import resume_point
+from vit_ray.launch.resume_point import PAUSES_S, ResumePoint, choose_resume_point
+from vit_ray.storage import Location, locate
+from vit_ray.train.checkpoint import (
+    DamagedCheckpointError,
+    Position,
+    Snapshot,
+    folder_name,
+    list_checkpoints,
+    write_snapshot,
+)
+from vit_ray.train.progress import Progress
+
+TOTAL = 100
+
+
+class Run:
+    """Checkpoints in a folder, and the history of choosing among them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Location = locate(str(folder / "run"))
+        self.events: list[tuple[str, str]] = []
+        self.pauses: list[float] = []
+
+    def save(self, step: int, ended: str = "", ranks: int = 1) -> Location:
+        where = Position(Progress(step, ended=ended), step, step * 8, 8, {"w": [2]}, {}, "print")
+        folder = self.folder.child(folder_name(step))
+        write_snapshot(Snapshot(0, ranks, {"weight|w|0": torch.ones(2)}, where), folder)
+        return folder
+
+    def damage(self, step: int) -> None:
+        file = self.folder.child(folder_name(step)).child("rank-00000-of-00001.safetensors")
+        content = bytearray(file.read())
+        content[-1] ^= 1
+        file.write(bytes(content))
+
+    def choose(self) -> ResumePoint:
+        return choose_resume_point(
+            self.folder, TOTAL, lambda kind, text: self.events.append((kind, text)),
+            self.pauses.append,
+        )  # fmt: skip
+
+    def steps(self) -> list[int]:
+        return [step for step, _ in list_checkpoints(self.folder)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_a_new_run_starts_at_the_first_sample(run: Run) -> None:
+    assert run.choose() == ResumePoint(None, 0)
+
+
+def test_it_goes_on_after_the_newest(run: Run) -> None:
+    run.save(10)
+    run.save(20)
+    assert run.choose() == ResumePoint(20, 160)
+    assert run.steps() == [20, 10]
+    assert run.events == []
+
+
+def test_a_damaged_one_is_reported_and_passed_over(run: Run) -> None:
+    run.save(10)
+    run.save(20)
+    run.damage(20)
+    assert run.choose() == ResumePoint(10, 80)
+    ((kind, text),) = run.events
+    assert kind == "damaged checkpoint"
+    assert folder_name(20) in text
+
+
+def test_what_is_not_whole_is_out_of_the_way_of_the_attempt_that_writes_it_again(run: Run) -> None:
+    run.save(10)
+    run.save(20, ranks=2)
+    assert run.choose() == ResumePoint(10, 80)
+    assert run.steps() == [10]
+
+
+def test_a_run_that_ended_early_has_nothing_left_to_do(run: Run) -> None:
+    run.save(30, ended="no better validation loss in 2 evaluations")
+    assert run.choose().step == TOTAL
+
+
+def test_nothing_but_damage_is_an_error_and_not_a_new_start(run: Run) -> None:
+    run.save(10)
+    run.damage(10)
+    with pytest.raises(DamagedCheckpointError, match="every checkpoint is damaged"):
+        run.choose()
+
+
+def failing(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, left = resume_point.newest_verified_checkpoint, iter(range(times))
+
+    def away(*arguments: Any) -> Any:
+        if next(left, None) is not None:
+            raise OSError("no route to host")
+        return plain(*arguments)
+
+    monkeypatch.setattr(resume_point, "newest_verified_checkpoint", away)
+
+
+def test_storage_that_is_away_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(10)
+    failing(len(PAUSES_S), monkeypatch)
+    assert run.choose() == ResumePoint(10, 80)
+    assert tuple(run.pauses) == PAUSES_S
+    assert [kind for kind, _ in run.events] == ["storage away"] * len(PAUSES_S)
+
+
+def test_storage_that_stays_away_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(len(PAUSES_S) + 1, monkeypatch)
+    with pytest.raises(OSError, match="no route to host"):
+        run.choose()

@@ -1,0 +1,67 @@
+"""Where a worker group that starts goes on from: chosen by the controller, before any worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from vit_ray.storage import Location
+from vit_ray.train.checkpoint import Checkpoint, discard_newer, newest_verified_checkpoint
+
+PAUSES_S: Final = (1.0, 5.0, 15.0, 60.0, 120.0)
+"""Before each new try of a storage that does not answer; an error would end the run."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that all workers of a group open, and the stream's place that goes with it."""
+
+    step: int | None
+    """Of the checkpoint; None = there is none. The run's last step if there is nothing to do."""
+    samples_seen: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | None, total_steps: int) -> ResumePoint:
+        """The point after a checkpoint; None = the start of the run."""
+        if checkpoint is None:
+            return cls(None, 0)
+        position = checkpoint.position
+        is_over = bool(position.progress.ended)
+        return cls(total_steps if is_over else position.step, position.samples_seen)
+
+
+def choose_resume_point(
+    run_folder: Location,
+    total_steps: int,
+    note: Callable[[str, str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> ResumePoint:
+    """The point after the newest checkpoint whose every byte is as written.
+
+    Damaged ones are marked, and what is newer than the chosen one is discarded: training is about
+    to write the same folders again. A storage that is away for some minutes is waited for.
+
+    Args:
+        note: called with kind and text of an event for the run's history.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and all of them are damaged.
+        OSError: the storage was away for too long.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return ResumePoint.of(_newest(run_folder, note), total_steps)
+        except OSError as error:
+            note("storage away", f"{run_folder.path}: {error}")
+            sleep(pause_s)
+    return ResumePoint.of(_newest(run_folder, note), total_steps)
+
+
+def _newest(run_folder: Location, note: Callable[[str, str], None]) -> Checkpoint | None:
+    checkpoint = newest_verified_checkpoint(
+        run_folder, lambda text: note("damaged checkpoint", text)
+    )
+    discard_newer(run_folder, checkpoint.position.step if checkpoint else -1)
+    return checkpoint

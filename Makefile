@@ -23,6 +23,8 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/deptry vit_ray jobs --optional-dependencies-dev-groups dev
+	$(BIN)/deptry vit_ray jobs tests benchmarks
 
 test: check
 	$(BIN)/python -m pytest

@@ -1,14 +1,4 @@
-"""Losses of a few steps of every family under a ZeRO stage; run as a process of its own.
-
-Arguments: a file for the process group to meet at, which must not exist, and a file for the result.
-"""
-
-import json
-import os
-import sys
-from pathlib import Path
-
-os.environ["DS_ACCELERATOR"] = "cpu"
+"""Losses of a few steps of every family under a ZeRO stage, as a rank of a test computes them."""
 
 import deepspeed
 import torch
@@ -55,18 +45,10 @@ def losses(family: str, options: dict[str, object], stage: int, every: int) -> l
     return seen
 
 
-def main(meeting: str, result: str) -> None:
-    """Write the losses of every case by stage."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=0, world_size=1)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    found = [
-        {str(stage): losses(family, options, stage, every) for stage in (0, 3)}
+def losses_by_stage(rank: int) -> list[dict[int, list[float]]]:
+    """Without ZeRO and with its last stage, for every case with and without recomputation."""
+    return [
+        {stage: losses(family, options, stage, every) for stage in (0, 3)}
         for family, options in CASES
         for every in (0, 1)
     ]
-    Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

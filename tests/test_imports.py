@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "lock"}
+EVERYONE = {"config", "storage", "retry", "lock", "ray_internals"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "commands": BELOW | {"experiments", "launch"},
@@ -27,6 +27,7 @@ ALLOWED = {
     "config": set(),
     "storage": set(),
     "retry": set(),
+    "ray_internals": set(),
     "lock": set(),
 }
 FOREIGN = {
@@ -107,6 +108,17 @@ def test_only_the_worker_and_its_link_know_ray_in_the_train_room() -> None:
         assert not names or path.name in {"worker.py", "run_link.py"}, path.name
         knows_ray_train = any(name.startswith("ray.train") for name in names)
         assert knows_ray_train == (path.name == "worker.py"), path.name
+
+
+def is_private_to_ray(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "ray" and any(part.startswith("_") for part in parts[1:])
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_private_names_of_ray_come_by_one_door(path: Path) -> None:
+    private = [name for name in imported(path) if is_private_to_ray(name)]
+    assert not private or path.name == "ray_internals.py", private
 
 
 def test_nothing_imports_torchvision_or_timm() -> None:

@@ -11,13 +11,11 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import ray
-from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from vit_ray.config import Recipe
+from vit_ray.ray_internals import has_auth_token, hide_printed_messages, reload_ray_config
 
 AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -71,18 +69,6 @@ def local_cpus(recipe: Recipe) -> int:
     return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
 
 
-_print_to_stdstream = ray_worker.print_to_stdstream
-
-
-def _print_but_hints(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Ray 2.60 prints the scheduler's messages whatever `log_to_driver` says.
-
-    Those about many small actors, which is what a sweep is made of, are of no use to anybody.
-    """
-    if not any("worker processes have been started" in str(line) for line in data["lines"]):
-        _print_to_stdstream(data, ignore_prefix)
-
-
 def _use_token_if_there_is_one() -> None:
     """Ray 2.60 turns token authentication on by itself for local clusters, but not for an address.
 
@@ -91,9 +77,9 @@ def _use_token_if_there_is_one() -> None:
     """
     if AUTH_MODE in os.environ:
         return
-    if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    if has_auth_token():
         os.environ[AUTH_MODE] = "token"
-        Config.initialize("")
+        reload_ray_config()
 
 
 def _shows_logs() -> bool:
@@ -104,8 +90,8 @@ def _shows_logs() -> bool:
 def _quiet() -> None:
     if _shows_logs():
         return
-    if ray_worker.print_to_stdstream is not _print_but_hints:
-        ray_worker.print_to_stdstream = _print_but_hints
+    # About many small actors, which is what a sweep is made of: of no use to anybody.
+    hide_printed_messages(lambda line: "worker processes have been started" in line)
     for name in ("ray.train", "ray.data", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")

@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import ray
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.train.v2._internal.execution.controller.state import ResizingState
-from ray.train.v2._internal.execution.failure_handling import (
-    DefaultFailurePolicy,
-    FailureDecision,
-)
-from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
-from ray.train.v2._internal.execution.scaling_policy import (
-    ElasticScalingPolicy,
-    NoopDecision,
-    ScalingDecision,
-)
+
+# The classes that `ray.train` gives at run time; type checkers see there those of its version 1.
 from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from vit_ray.ray_internals import (
+    ControllerCallback,
+    DefaultFailurePolicy,
+    ElasticScalingPolicy,
+    FailureDecision,
+    NoopDecision,
+    ResizingState,
+    ScalingDecision,
+    WorkerGroupStartupFailedError,
+    _is_preemption_failure,
+)
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.job import SmallerMicroBatchError

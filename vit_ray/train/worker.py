@@ -11,6 +11,7 @@ import ray.train
 import ray.train.torch
 from ray.train import CheckpointUploadMode
 
+from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
 from vit_ray.train.attempt import Attempt, WorkerHooks, resume_from, run_attempt
 from vit_ray.train.checkpoint_writer import CheckpointWriter
@@ -73,7 +74,7 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
 
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     hooks = WorkerHooks(
-        link, evaluator, saver, nonfinite, watchdog, _preemption_notice, job.ray_ready_s
+        link, evaluator, saver, nonfinite, watchdog, preemption_notice, job.ray_ready_s
     )
     watchdog.start()
     return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
@@ -136,13 +137,3 @@ def _publisher(run_folder: Location) -> Publish:
         )
 
     return publish
-
-
-def _preemption_notice() -> Any:
-    """Ray's notice for this worker group without its barrier; the loop agrees by itself.
-
-    The public `ray.train.get_preemption_info` (Ray 2.60) waits for all workers at each call.
-    """
-    from ray.train.v2._internal.execution.context import get_train_context
-
-    return get_train_context().preemption_context.preemption_info

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
-from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
+from vit_ray.ray_internals import _internal_kv_list, _internal_kv_put
 
 _PREFIX: Final = "vit_ray/bad_rows"
 _PROCESSES: Final = 1024

@@ -15,7 +15,6 @@ import cv2
 import ray
 import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
-from ray.data._internal.iterator.stream_split_iterator import StreamSplitDataIterator
 from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
@@ -30,6 +29,7 @@ from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.encoded import packed
+from vit_ray.ray_internals import StreamSplitDataIterator, execution_index, restart_executions
 
 __all__ = [
     "StreamSpec",
@@ -141,7 +141,7 @@ def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
-    context._execution_idx = 0
+    restart_executions(context)
 
 
 def _block_bytes(job: StreamJob) -> int:
@@ -200,7 +200,7 @@ class _BlockSource(Datasource):
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
         """Tasks of the segment that this execution stands for; of the first without a context."""
-        segment = 0 if data_context is None else data_context._execution_idx
+        segment = 0 if data_context is None else execution_index(data_context)
         first, last = self._bounds[segment % len(self._bounds)]
         tasks = read_tasks(
             self._partition, first, last, block_rows=self._block_rows, task_rows=self._task_rows

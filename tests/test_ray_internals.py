@@ -1,0 +1,59 @@
+"""Ray's private names are there, and take what they are given: run first on a new Ray."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from vit_ray import ray_internals
+from vit_ray.ray_internals import INTERNALS, VERSION, Internal
+
+
+def test_ray_is_of_the_version_that_this_was_written_for() -> None:
+    assert ray.__version__.rpartition(".")[0] == VERSION
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda i: i.name)
+def test_it_is_there_with_the_parameters_that_are_counted_on(internal: Internal) -> None:
+    found = getattr(importlib.import_module(internal.module), internal.name)
+    for method, parameters in internal.parameters.items():
+        target = getattr(found, method) if method else found
+        names = tuple(inspect.signature(target).parameters)
+        assert tuple(n for n in names if n != "_ray_trace_ctx") == parameters, method
+    for attribute in internal.attributes:
+        is_there = hasattr(found, attribute)
+        assert is_there or f"self.{attribute} =" in inspect.getsource(found), attribute
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda i: i.name)
+def test_it_is_said_why(internal: Internal) -> None:
+    assert internal.why.endswith(".")
+    assert internal.upstream == "" or internal.upstream.removeprefix("#").isdigit()
+
+
+def test_each_name_is_given_by_the_door_and_no_other() -> None:
+    assert ray_internals.FailureDecision.RAISE
+    with pytest.raises(AttributeError):
+        ray_internals.TrainController  # noqa: B018
+
+
+def test_the_door_imports_ray_train_only_where_it_is_asked_for() -> None:
+    code = (
+        "import sys; from vit_ray.ray_internals import execution_index, preemption_notice; "
+        "sys.exit('ray.train' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_hidden_messages_are_not_printed_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[object] = []
+    worker = importlib.import_module("ray._private.worker")
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, _: printed.append(data["lines"]))
+    for _ in range(2):
+        ray_internals.hide_printed_messages(lambda line: "have been started" in line)
+    for line in ("8 workers have been started", "a worker died"):
+        worker.print_to_stdstream({"lines": [line]}, False)
+    assert printed == [["a worker died"]]

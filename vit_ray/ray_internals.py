@@ -1,0 +1,206 @@
+"""Every private name of Ray that this project uses, and nothing else.
+
+Each is here because no public name of Ray 2.60 serves; a test finds every one with the parameters
+that are counted on. Names are imported when they are first asked for, so that a task that reads
+data does not import Ray Train.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+    from ray.data._internal.iterator.stream_split_iterator import (
+        StreamSplitDataIterator as StreamSplitDataIterator,
+    )
+    from ray.experimental.internal_kv import _internal_kv_list as _internal_kv_list
+    from ray.experimental.internal_kv import _internal_kv_put as _internal_kv_put
+    from ray.train.v2._internal.exceptions import (
+        WorkerGroupStartupFailedError as WorkerGroupStartupFailedError,
+    )
+    from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
+    from ray.train.v2._internal.execution.context import get_train_context as get_train_context
+    from ray.train.v2._internal.execution.controller.state import ResizingState as ResizingState
+    from ray.train.v2._internal.execution.failure_handling import (
+        DefaultFailurePolicy as DefaultFailurePolicy,
+    )
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
+    from ray.train.v2._internal.execution.failure_handling.default import (
+        _is_preemption_failure as _is_preemption_failure,
+    )
+    from ray.train.v2._internal.execution.scaling_policy import (
+        ElasticScalingPolicy as ElasticScalingPolicy,
+    )
+    from ray.train.v2._internal.execution.scaling_policy import NoopDecision as NoopDecision
+    from ray.train.v2._internal.execution.scaling_policy import ScalingDecision as ScalingDecision
+
+VERSION: Final = "2.60"
+"""Of Ray, for which all of this was read and tested."""
+_TRAIN: Final = "ray.train.v2._internal"
+
+
+@dataclass(frozen=True)
+class Internal:
+    """One private name of Ray, why it is used, and what is counted on."""
+
+    module: str
+    name: str
+    why: str
+    upstream: str
+    """Issue or pull request of ray-project/ray where it is discussed; empty = none is known."""
+    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Method, or "" for the name itself, to the parameters that it must have, in their order."""
+    attributes: tuple[str, ...] = ()
+    """Of an instance or of the class."""
+
+
+_POLICIES = "A run's own failure and scaling policies have no public place in Ray Train."
+_DECISIONS = "What such a policy returns."
+
+INTERNALS: Final = (
+    Internal(
+        f"{_TRAIN}.execution.failure_handling", "DefaultFailurePolicy", _POLICIES, "#51067",
+        {
+            "__init__": ("self", "failure_config"),
+            "make_decision": ("self", "training_failed_error"),
+        },
+    ),
+    Internal(
+        f"{_TRAIN}.execution.failure_handling", "FailureDecision", _DECISIONS, "#54833",
+        attributes=("RETRY", "RAISE"),
+    ),
+    Internal(
+        f"{_TRAIN}.execution.failure_handling.default", "_is_preemption_failure",
+        "Nodes that are taken back do not count as failures, as in Ray's own policy.", "#64360",
+        {"": ("training_failed_error",)},
+    ),
+    Internal(
+        f"{_TRAIN}.exceptions", "WorkerGroupStartupFailedError",
+        "Workers that die while their group starts count as a failure of the run.", "#54833",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.scaling_policy", "ElasticScalingPolicy", _POLICIES, "",
+        {
+            "__init__": ("self", "scaling_config"),
+            "make_decision_for_non_running_worker_group": ("self",),
+            "_count_possible_workers": ("self", "reserved_resources"),
+        },
+    ),
+    Internal(f"{_TRAIN}.execution.scaling_policy", "NoopDecision", _DECISIONS, ""),
+    Internal(f"{_TRAIN}.execution.scaling_policy", "ScalingDecision", _DECISIONS, ""),
+    Internal(
+        "ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer",
+        "The step that hands policies to the controller is overridden.", "#51067",
+        {"_initialize_and_run_controller": ("self", "controller_init_kwargs")},
+    ),
+    Internal(
+        "ray.train.v2.api.config", "ScalingConfig",
+        "What a worker needs, with Ray's defaults filled in.", "",
+        attributes=("_resources_per_worker_not_none",),
+    ),
+    Internal(
+        f"{_TRAIN}.execution.callback", "ControllerCallback",
+        "A checkpoint is asked for before the group changes its size; `ray.train.UserCallback` is "
+        "not called then.", "",
+        {"after_controller_state_update": ("self", "previous_state", "current_state")},
+    ),
+    Internal(
+        f"{_TRAIN}.execution.controller.state", "ResizingState",
+        "Tells that change from others.", "",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.context", "get_train_context",
+        "`ray.train.get_preemption_info` waits for all workers at each call; the loop agrees by "
+        "itself.", "#65183",
+        {"": ()},
+    ),
+    Internal(
+        "ray.data._internal.iterator.stream_split_iterator", "StreamSplitDataIterator",
+        "One iterator over several executions of a stream; the public one ends with the first.",
+        "#33303",
+        {
+            "__init__": ("self", "coord_actor", "output_split_idx", "world_size"),
+            "_to_ref_bundle_iterator": ("self",),
+        },
+        attributes=("_coord_actor", "_output_split_idx"),
+    ),
+    Internal(
+        "ray.data.context", "DataContext",
+        "Says to a data source which execution of the stream asks for its tasks.", "",
+        attributes=("_execution_idx",),
+    ),
+    Internal(
+        "ray.experimental.internal_kv", "_internal_kv_put",
+        "Counts bad rows over all processes without an actor.", "",
+        {"": ("key", "value", "overwrite", "namespace")},
+    ),
+    Internal(
+        "ray.experimental.internal_kv", "_internal_kv_list", "As above.", "",
+        {"": ("prefix", "namespace")},
+    ),
+    Internal(
+        "ray._private.worker", "print_to_stdstream",
+        "The scheduler's messages are printed whatever `log_to_driver` says.", "#63800",
+        {"": ("data", "ignore_prefix")},
+    ),
+    Internal(
+        "ray._raylet", "AuthenticationTokenLoader",
+        "A client of an address does not use the token that this machine has.", "#64755",
+        {"has_token": ("self", "ignore_auth_mode")},
+    ),
+    Internal("ray._raylet", "Config", "Reads the authentication mode anew.", "#64755"),
+)  # fmt: skip
+_MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the table, imported now."""
+    if name not in _MODULES:
+        raise AttributeError(name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def preemption_notice() -> Any:
+    """Ray Train's notice for this worker's group, without waiting for the other workers."""
+    context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
+    return context.preemption_context.preemption_info
+
+
+def execution_index(context: DataContext) -> int:
+    """How many executions of a stream have begun before the one that asks."""
+    return context._execution_idx
+
+
+def restart_executions(context: DataContext) -> None:
+    """Count executions from 0."""
+    context._execution_idx = 0
+
+
+def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
+    """Keep lines of the cluster's messages off this process's terminal, once and for all."""
+    worker: Any = importlib.import_module(_MODULES["print_to_stdstream"])
+    plain = worker.print_to_stdstream
+    if getattr(plain, "hides_messages", False):
+        return
+
+    def print_the_others(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if not any(is_hidden(str(line)) for line in data["lines"]):
+            plain(data, ignore_prefix)
+
+    print_the_others.hides_messages = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_the_others
+
+
+def has_auth_token() -> bool:
+    """Whether this machine or environment has a token, whatever the authentication mode."""
+    raylet = importlib.import_module("ray._raylet")
+    return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def reload_ray_config() -> None:
+    """Take over `RAY_*` variables that were set after Ray was imported."""
+    importlib.import_module("ray._raylet").Config.initialize("")

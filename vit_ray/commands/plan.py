@@ -41,14 +41,9 @@ class TrainingFacts:
     forward_macs: int
     exaflops: float
 
-    @property
-    def is_told(self) -> bool:
-        """The counts are the recipe's word, and no data set was opened."""
-        return self.source.startswith("plan.")
-
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
-    """From `plan.num_images` and `plan.num_classes`, or from the data set if they are not told.
+    """From `plan.num_images` and `plan.num_classes`, or from the data set if they are not given.
 
     Raises:
         ValueError: neither is there, or the data set is missing or broken.
@@ -59,7 +54,7 @@ def told_facts(recipe: Recipe) -> TrainingFacts:
 
 
 def data_facts(recipe: Recipe) -> TrainingFacts:
-    """From the data set in `data.train`, or as told while that is still a placeholder.
+    """From the data set in `data.train`, or as given in `plan` while that is still a placeholder.
 
     Raises:
         ValueError: as `told_facts`.
@@ -86,7 +81,7 @@ def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> Tr
 
 @dataclass(frozen=True)
 class PlannedCluster:
-    """The cluster that a plan reckons with."""
+    """The cluster that a plan is made for."""
 
     device: Device
     num_gpus: int

@@ -258,7 +258,7 @@ def _run_cells(
     recorder: Any,
     parent_id: str | None,
 ) -> list[CellResult]:
-    family = ParentRun(recorder, ray.get_runtime_context().get_node_id())
+    parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
     results = []
     for cell, plan in zip(cells, plans, strict=True):
         if ray.get(recorder.stop_reason.remote()):
@@ -266,7 +266,7 @@ def _run_cells(
         if cell.name in finished:
             results.append(finished[cell.name])
         else:
-            result = _run_cell(cell, plan, family, parent_id)
+            result = _run_cell(cell, plan, parent, parent_id)
             if result is None:
                 break  # stopped on request: what is left runs when the study is started again
             results.append(result)
@@ -277,13 +277,13 @@ def _run_cells(
 
 
 def _run_cell(
-    cell: Cell, plan: RunPlan, family: ParentRun, parent_id: str | None
+    cell: Cell, plan: RunPlan, parent: ParentRun, parent_id: str | None
 ) -> CellResult | None:
     """Train one cell; None if it was stopped on request. A failing cell does not end the study."""
     recipe = cell.recipe.with_changes(tracking={"parent_run_id": parent_id})
     tags = {"vit_ray.study_label": cell.label}
     try:
-        result = train(recipe, kind="study_cell", tags=tags, family=family)
+        result = train(recipe, kind="study_cell", tags=tags, parent=parent)
     except RunFailedError as error:
         return CellResult(cell, {}, None, error=str(error).strip().splitlines()[0])
     if not result.is_complete:

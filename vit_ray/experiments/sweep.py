@@ -143,8 +143,8 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
 def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
     config = sweep_of(recipe)
     parent_id = ray.get(recorder.run_id.remote())
-    family = ParentRun(recorder, ray.get_runtime_context().get_node_id())
-    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", family)
+    parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
+    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", parent)
     if tried is None:
         return None
     rows = [_row(rate, *found) for rate, found in zip(config.learning_rates, tried, strict=True)]
@@ -152,7 +152,7 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
     finals = [
         _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
     ]
-    results = _run_all(finals, "finetune", family)
+    results = _run_all(finals, "finetune", parent)
     if results is None:
         return None
     errors = [error for _, error in results if error]
@@ -182,7 +182,7 @@ def _under(recipe: Recipe, parent_id: str | None) -> Recipe:
 
 
 def _run_all(
-    recipes: list[Recipe], kind: Any, family: ParentRun
+    recipes: list[Recipe], kind: Any, parent: ParentRun
 ) -> list[tuple[RunResult | None, str]] | None:
     """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes.
 
@@ -191,11 +191,11 @@ def _run_all(
 
     def trial(config: dict[str, Any]) -> None:
         recipe = recipes[config["index"]]
-        if reason := ray.get(family.recorder.stop_reason.remote()):
+        if reason := ray.get(parent.recorder.stop_reason.remote()):
             tune.report({"error": reason})  # its turn came when the sweep was to stop
             return
         try:
-            result = train(recipe, kind=kind, family=family, tags={"vit_ray.sweep_stage": kind})
+            result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
         except (ValueError, RuntimeError) as error:
             # One rate that fails must not end the sweep; its row shows the error.
             tune.report({"error": str(error)})
@@ -224,7 +224,7 @@ def _run_all(
             found[index] = (None, outcome.metrics["error"])
         elif outcome.metrics:
             found[index] = (RunResult(**outcome.metrics["result"]), "")
-    return None if ray.get(family.recorder.stop_reason.remote()) else found
+    return None if ray.get(parent.recorder.stop_reason.remote()) else found
 
 
 def _row(rate: float, result: RunResult | None, error: str) -> SweepRow:

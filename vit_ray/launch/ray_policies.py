@@ -74,8 +74,8 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
         if self._is_one_too_many(training_failed_error):
-            told = f"failure {self._count} with no new checkpoint between"
-            reason = f"{text} ({told}; workers.max_failures={self._max_failures})"
+            count = f"failure {self._count} with no new checkpoint between"
+            reason = f"{text} ({count}; workers.max_failures={self._max_failures})"
             ray.get(self._recorder.fail.remote(reason))
             return FailureDecision.RAISE
         return FailureDecision.RETRY

@@ -82,7 +82,7 @@ def train(
     *,
     kind: Kind = "pretrain",
     tags: dict[str, str] | None = None,
-    family: ParentRun | None = None,
+    parent: ParentRun | None = None,
 ) -> RunResult:
     """Train as the recipe says, from the newest checkpoint of this name if there is one.
 
@@ -93,7 +93,7 @@ def train(
     with prepared_training(recipe, kind) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
-        return _run(prepared, tags or {}, family)
+        return _run(prepared, tags or {}, parent)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -119,7 +119,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
 
 
 def _run(
-    prepared: PreparedRun, tags: Mapping[str, str] | None = None, family: ParentRun | None = None
+    prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: ParentRun | None = None
 ) -> RunResult:
     recipe, plan, kind = prepared.recipe, prepared.plan, prepared.kind
     cluster = connect(recipe)
@@ -133,8 +133,8 @@ def _run(
         params=recipe.flat(),
         tags={**run_facts(kind, plan, cluster), **(tags or {})},
         resume_step=position.step if position else None,
-        parent=family.recorder if family else None,
-        node_id=family.node_id if family else None,
+        parent=parent.recorder if parent else None,
+        node_id=parent.node_id if parent else None,
     )
     for text in prepared.damage:
         recorder.event.remote("damaged checkpoint", text, 0)
@@ -142,9 +142,9 @@ def _run(
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         with (
-            shown_progress(recorder, recipe.name, plan.total_steps, is_shown=family is None),
+            shown_progress(recorder, recipe.name, plan.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
-            stopping_on_sigterm(recorder) if family is None else contextlib.nullcontext(),
+            stopping_on_sigterm(recorder) if parent is None else contextlib.nullcontext(),
         ):
             run_workers(job, plan.streams, cluster, use_gpu=use_gpu)
         result = _result(job, recorder)
@@ -242,8 +242,8 @@ def git_commit() -> str:
 
     A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
     """
-    if told := os.environ.get("VIT_RAY_GIT_COMMIT"):
-        return told
+    if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return commit
     here = os.path.dirname(os.path.abspath(__file__))
     try:
         commit = _git("rev-parse", "HEAD", cwd=here)

@@ -133,8 +133,8 @@ class _Evaluation:
 class _Remaining:
     """What is left of the training stream when a worker group starts.
 
-    Ray Train calls it in its controller before each start: the workers are told of the checkpoint
-    that the stream goes on from, so that all of them open the same.
+    Ray Train calls it in its controller before each start: the actor then gives all workers
+    the step of the checkpoint that the stream goes on from.
     """
 
     job: TrainJob

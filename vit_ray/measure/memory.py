@@ -125,7 +125,7 @@ def _optimizer(shape: StateShape) -> float:
 
 
 def _averages(shape: StateShape) -> float:
-    """Sharded under every stage (`train/averaging.py`)."""
+    """Sharded under every stage (`train/polyak.py`)."""
     on_device = shape.has_average and not shape.offload
     return 4 * shape.num_parameters / shape.world_size if on_device else 0.0
 

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it works: rates, shares and times over a window of steps."""
+"""Rates, shares and times of a training run, over a window of steps."""
 
 from __future__ import annotations
 

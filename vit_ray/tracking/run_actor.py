@@ -1,4 +1,4 @@
-"""The actor beside the driver through which a run tells of itself.
+"""The actor beside the driver that records a run.
 
 Workers send metrics and events to it without waiting; it writes them to MLflow as the run's one
 writer, keeps what the progress display shows, and passes the driver's wish to stop to the workers.
@@ -128,7 +128,7 @@ class Recorder:
         self._failure = reason
 
     def failure(self) -> str | None:
-        """What `fail` was told."""
+        """The reason given to `fail`."""
         return self._failure
 
     def start_from(self, step: int | None) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         self._saves_wanted += 1
 
     def stop_reason(self) -> str | None:
-        """What `request_stop` was told."""
+        """The reason given to `request_stop`."""
         return self._stop
 
     def standing(self) -> RunStatus:

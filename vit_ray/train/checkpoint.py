@@ -325,7 +325,7 @@ def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
 def newest_verified_checkpoint(
     run_folder: Location, tell: Callable[[str], None] = logger.warning, *, marks: bool = True
 ) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is as written; damaged ones are told.
+    """The newest checkpoint whose every byte is as written; damaged ones are reported.
 
     Args:
         marks: damaged ones are also marked; for the driver whose run it is.

@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training: retries, failures that are told, and what is kept."""
+"""Writing checkpoints beside the training: retries, reports of failures, and what is kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CheckpointWriter:
         self._failed_saves = 0
 
     def write(self, snapshot: Snapshot, name: str) -> None:
-        """Write it. A failed save is told, and training goes on: the next may work.
+        """Write it. A failed save is reported, and training goes on: the next may work.
 
         Raises:
             OSError: too many in a row have failed.

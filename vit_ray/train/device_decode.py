@@ -129,7 +129,7 @@ class DeviceDecoder:
     Args:
         size: height and width of the model's input in pixels.
         batch_size: images per batch; blocks may hold any number.
-        note_bad: told of images that no decoder takes, sample number to description; raises
+        note_bad: called with images that no decoder takes, sample number to description; raises
             when there are too many. Another image of the batch takes their place.
         decode: decodes regions; None for the best that there is.
     """

@@ -62,8 +62,8 @@ def held_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment
 def owned_fragments(held: list[Fragment], rank: int, world_size: int, stage: int) -> list[Fragment]:
     """The part of the state that this rank answers for; ranks own disjoint parts of everything.
 
-    ZeRO shards are owned as they lie. What stage 0 replicates is cut into `world_size` equal
-    runs, so that saving and averaging cost each rank only its share there too.
+    A rank owns its ZeRO shards as they are cut. What stage 0 replicates is cut into `world_size`
+    equal runs, so that saving and averaging cost each rank only its share there too.
     """
     if stage > 0:
         return held

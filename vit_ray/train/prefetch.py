@@ -28,7 +28,7 @@ def prefetch(batches: Iterable[Batch], prepare: Callable[[Batch], Batch]) -> Ite
             ready.put(None)
 
     # A daemon: where training stops early it waits for ever, and must not hold up the process.
-    threading.Thread(target=read, daemon=True, name="feed").start()
+    threading.Thread(target=read, daemon=True, name="prefetch").start()
     return _taken(ready)
 
 

@@ -30,15 +30,15 @@ def test_a_range_is_the_slice_of_any_range_around_it(
 
 
 @given(row_counts, st.integers(0, 5), st.data())
-def test_locating_a_position_agrees_with_the_range_that_holds_it(
+def test_a_piece_names_the_row_group_and_rows_of_the_sample_at_its_position(
     rows: list[int], seed: int, data: st.DataObject
 ) -> None:
     order = Order(np.array(rows), seed)
     position = data.draw(st.integers(0, 3 * order.num_images - 1))
-    place = order.locate(position)
-    assert place.sample == order.samples_at(position, position + 1)[0]
-    assert place.epoch == order.epoch_of(position)
-    assert place.sample == sum(rows[: place.group]) + place.row
+    (piece,) = order.pieces(position, position + 1)
+    (sample,) = order.samples_at(position, position + 1)
+    assert piece.epoch == order.epoch_of(position)
+    assert sample == sum(rows[: piece.group]) + piece.rows[0]
 
 
 def test_rows_of_a_row_group_stand_together_so_that_it_is_read_once() -> None:
@@ -61,8 +61,8 @@ def test_epochs_and_seeds_differ() -> None:
 def test_the_first_place_is_spread_evenly_over_the_row_groups(seed: int) -> None:
     """Chi-square of the row group that stands first, over 4,000 epochs: 19 degrees of freedom."""
     order = Order(np.full(20, 4), seed)
-    firsts = [order.locate(epoch * 80).group for epoch in range(4000)]
-    counts = np.bincount(firsts, minlength=20)
+    samples = [order.samples_at(epoch * 80, epoch * 80 + 1)[0] for epoch in range(4000)]
+    counts = np.bincount(np.array(samples) // 4, minlength=20)
     assert ((counts - 200) ** 2 / 200).sum() < 60  # p < 4e-6
 
 

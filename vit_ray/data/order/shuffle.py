@@ -20,19 +20,6 @@ _ROWS = 2
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one position of the run stands.
-
-    `row` counts inside the row group; `sample` is the global row number.
-    """
-
-    epoch: int
-    group: int
-    row: int
-    sample: int
-
-
-@dataclass(frozen=True)
 class Piece:
     """Consecutive positions that fall in one row group of one epoch, in the order of the run."""
 
@@ -78,11 +65,6 @@ class Order:
     def epoch_of(self, position: int) -> int:
         """The 0-based epoch in which a position lies."""
         return position // self.num_images
-
-    def locate(self, position: int) -> Place:
-        """The sample that stands at a position."""
-        piece = self.pieces(position, position + 1)[0]
-        return Place(piece.epoch, piece.group, int(piece.rows[0]), int(piece.samples[0]))
 
     def samples_at(self, start: int, stop: int) -> Int64Array:
         """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""

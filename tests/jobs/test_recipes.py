@@ -206,14 +206,24 @@ def test_masked_patch_prediction_is_as_its_appendix_says() -> None:
 
 @pytest.mark.parametrize("file", ["r50x1_jft_sgd", "r152x2_jft_sgd"])
 def test_the_sgd_ablation_is_bits_recipe(file: str) -> None:
-    # Kolesnikov et al., arXiv:1912.11370: 0.03 x batch / 256, x 0.1 at 30, 60 and 90 %.
+    # Kolesnikov et al., arXiv:1912.11370, 3.1: 0.03 x batch / 256, x 0.1 at epochs 10, 23, 30, 37
+    # of 40.
     recipe = paper_recipe(file)
     optim, steps = recipe.optim, told_facts(recipe).total_steps
     assert (optim.name, optim.momentum, optim.weight_decay) == ("sgd", 0.9, 1e-4)
     assert optim.learning_rate == pytest.approx(0.03 * 4096 / 256)
     assert steps == JFT_7
-    at = [lr_at(int(steps * share), optim, steps) for share in (0.25, 0.35, 0.65, 0.95)]
-    assert at == pytest.approx([0.48, 0.048, 0.0048, 0.00048])
+    for epoch, falls in (
+        (9.9, 0),
+        (10.1, 1),
+        (22.9, 1),
+        (23.1, 2),
+        (30.1, 3),
+        (37.1, 4),
+        (39.9, 4),
+    ):
+        rate = lr_at(int(steps * epoch / 40), optim, steps)
+        assert rate == pytest.approx(0.48 * 0.1**falls)
     assert lr_at(2_500, optim, steps) == pytest.approx(0.24)
 
 

@@ -55,6 +55,25 @@ def test_steps_fall_to_a_tenth_at_30_60_and_90_percent() -> None:
     assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
+def test_steps_fall_where_decay_at_says() -> None:
+    # BiT on JFT (arXiv:1912.11370, 3.1): epochs 10, 23, 30 and 37 of 40.
+    config = OptimConfig(
+        learning_rate=1.0, schedule="steps", decay_at=tuple(e / 40 for e in (10, 23, 30, 37))
+    )
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [100, 230, 300, 370])
+    for step in range(400):
+        assert lr_at(step, config, 400) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_decay_at_must_ascend() -> None:
+    with pytest.raises(ValueError, match=r"decay_at=\[0.6, 0.3\] is not in ascending order"):
+        OptimConfig(decay_at=(0.6, 0.3))
+
+
 def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
     config = OptimConfig(learning_rate=2.0, schedule="constant", warmup_steps=4)
     assert [lr_at(step, config, 10) for step in (0, 2, 4, 9)] == [0.0, 1.0, 2.0, 2.0]

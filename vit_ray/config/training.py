@@ -134,7 +134,9 @@ class OptimConfig(Section):
     clip_norm: NotNegativeFloat = 1.0
     """Largest global gradient norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps"] = "cosine"
-    """Decay after the warm-up; `steps` multiplies by 0.1 at 30, 60 and 90 % (BiT)."""
+    """Decay after the warm-up; `steps` multiplies by 0.1 at each of `decay_at`."""
+    decay_at: tuple[Fraction, ...] = (0.3, 0.6, 0.9)
+    """Shares of the run at which `schedule=steps` decays; unset = BiT's for fine-tuning."""
     end_learning_rate: NotNegativeFloat = 0.0
     """Where linear and cosine decay end; the paper's linear decay ends at 1e-5."""
     warmup_steps: NotNegative = 0
@@ -145,6 +147,16 @@ class OptimConfig(Section):
     """Length in passes over the training set."""
     images: Positive | None = None
     """Length in training images seen."""
+
+    @model_validator(mode="after")
+    def _decay_in_order(self) -> OptimConfig:
+        shares = list(self.decay_at)
+        if sorted(set(shares)) != shares:
+            raise ValueError(
+                f"decay_at={shares} is not in ascending order; give shares of the run such as "
+                "[0.3, 0.6, 0.9]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> OptimConfig:

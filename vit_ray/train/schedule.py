@@ -6,15 +6,12 @@ import math
 
 from vit_ray.config.training import OptimConfig
 
-# BiT's staircase (Kolesnikov et al., arXiv:1912.11370): x0.1 at these shares of the run.
-_STAIRS = (0.3, 0.6, 0.9)
-
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     """Learning rate of the 0-based `step`: linear warm-up from zero, then the decay.
 
     Linear and cosine decay run from `learning_rate` after the warm-up to `end_learning_rate`
-    at `total_steps`.
+    at `total_steps`; `steps` multiplies by 0.1 at each share of `total_steps` in `decay_at`.
     """
     peak, end = config.learning_rate, config.end_learning_rate
     if step < config.warmup_steps:
@@ -26,5 +23,5 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     if config.schedule == "cosine":
         return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if config.schedule == "steps":
-        return peak * 0.1 ** sum(step / total_steps >= stair for stair in _STAIRS)
+        return peak * 0.1 ** sum(step / total_steps >= share for share in config.decay_at)
     return peak

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.measure.memory import sum_precision
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
     Fragment,
@@ -29,6 +30,7 @@ from vit_ray.train.fragments import (
     innermost,
     optimizer_state,
     owned_fragments,
+    set_weights,
     weights_by_name,
 )
 from vit_ray.train.objective import LossFunction
@@ -68,6 +70,8 @@ class DeepSpeedEngine:
         self.stage = train.zero_stage
         self._state_keys = state_names(optim)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        # DeepSpeed's bf16 modes round the module in place; these keep what it was rounded from.
+        exact = {name: p.detach() for p, name in self._names.items()}
         self.shapes = {name: list(p.shape) for p, name in self._names.items()}
         if train.activation_checkpointing:
             model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
@@ -78,6 +82,7 @@ class DeepSpeedEngine:
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer_state(self._engine).clear()
         self._held = held_fragments(self._engine, self._names)
+        set_weights(self._held, exact)
         self._owned = owned_fragments(self._held, self.rank, self.world_size, self.stage)
         create_state(self._engine, self._held, self._state_keys)
         self.average = PolyakAverage(self._owned, train.averaging) if train.averaging else None
@@ -291,8 +296,7 @@ def deepspeed_config(
     }
     if train.precision == "bf16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        if stage == 1 and not train.offload:
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": sum_precision(train.precision, stage)}
     elif stage == 0:
         config["gradient_clipping"] = 0.0  # guard_steps clips, and measures what it clips
     return config

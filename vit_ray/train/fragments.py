@@ -79,6 +79,13 @@ def owned_fragments(held: list[Fragment], rank: int, world_size: int, stage: int
     return owned
 
 
+def set_weights(fragments: list[Fragment], weights: dict[str, Tensor]) -> None:
+    """Write whole parameters, by name, into the master weights of their fragments."""
+    for fragment in fragments:
+        values = weights[fragment.name].reshape(-1)
+        fragment.weight.copy_(values[fragment.start : fragment.start + len(fragment.weight)])
+
+
 def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
     masters = _fp32_copies(engine.optimizer)
     for parameter, name in names.items():

@@ -9,11 +9,11 @@ from scipy import stats
 from torch.nn import functional as F
 
 from tests.models.small import small_model, some_images
+from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.masked import (
     MaskedPatchObjective,
     color_class,
     draw_corruption,
-    random_words,
 )
 
 SAMPLES = torch.arange(4000)
@@ -65,10 +65,10 @@ def test_corruption_depends_on_seed_epoch_and_sample_and_on_nothing_else() -> No
 
 
 def test_neighbouring_keys_give_unrelated_uniform_numbers() -> None:
-    words = random_words(torch.arange(2000), 50, seed=0, epoch=0, stream=0)
-    later = random_words(torch.arange(2000), 50, seed=0, epoch=1, stream=0)
+    words = random_words(sample_keys(torch.arange(2000), 0, 0), 50)
+    later = random_words(sample_keys(torch.arange(2000), 0, 1), 50)
     assert words.unique().numel() == words.numel()
-    uniform = words.double().flatten() / 2.0**63
+    uniform = words.double().flatten() / 2.0**64 + 0.5
     assert stats.kstest(uniform.numpy(), "uniform").pvalue > 1e-3
     for other in (words.roll(1, 0), words.roll(1, 1), later):
         correlation = np.corrcoef(uniform.numpy(), other.double().flatten().numpy())[0, 1]

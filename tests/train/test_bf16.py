@@ -97,7 +97,7 @@ def mean_gradient() -> dict[str, Tensor]:
     for rank in range(WORLD):
         for index in range(PASSES):
             model.zero_grad()
-            loss_of(TrainConfig())(model, *micro_batch(rank, index)).backward()
+            loss_of(TrainConfig())(model, *micro_batch(rank, index), 0).backward()
             for name, parameter in model.named_parameters():
                 total[name] += parameter.grad.double().flatten() / (WORLD * PASSES)
     return total

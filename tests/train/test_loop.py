@@ -29,7 +29,6 @@ class FakeEngine:
     seen: list[list[int]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)
     refused: tuple[int, ...] = ()
 
     def backward(
@@ -38,7 +37,6 @@ class FakeEngine:
         assert images.dtype == torch.uint8
         self.seen.append(samples.tolist())
         self.steps.append(step)
-        self.noise.append(float(torch.rand(())))
         return samples.float().mean()
 
     def step(self, learning_rate: float) -> FakeResult:
@@ -149,15 +147,6 @@ def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
     assert {"train/images_per_s", "data/wait_fraction", "perf/step_ms_max"} <= set(
         hooks.logged[-1][1]
     )
-
-
-def test_random_numbers_of_a_step_do_not_depend_on_what_came_before() -> None:
-    straight, resumed = FakeEngine(), FakeEngine()
-    run(straight, FakeHooks(), recipe())
-    run(resumed, FakeHooks(), recipe(), Progress(step=6))
-    per_step = BATCH // MICRO
-    assert resumed.noise == straight.noise[6 * per_step :]
-    assert len(set(straight.noise)) == len(straight.noise)
 
 
 def test_it_saves_by_steps_and_once_at_the_end() -> None:

@@ -65,8 +65,8 @@ def test_masked_patches_differ_from_epoch_to_epoch_by_the_step() -> None:
         epochs.append(epoch)
         return torch.zeros(())
 
-    train = TrainConfig(loss="masked_patch", global_batch_size=8, precision="fp32")
-    loss = make_loss(train, num_images=100)
+    train = {"loss": "masked_patch", "global_batch_size": 8, "precision": "fp32"}
+    loss = make_loss(recipe_from_dict({"name": "x", "train": train}, "test"), num_images=100)
     images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
     for step in (0, 12, 13, 25):
         loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.counter_random import line_keys, numbered_keys
 from vit_ray.models.encoder import Block, WeightsSink
 from vit_ray.models.hybrid import (
     PostActivationUnit,
@@ -62,12 +63,22 @@ class AxialBlock(nn.Module):
         self.row = row
         self.column = column
 
-    def forward(self, x_BND: Tensor, weights_to: WeightsSink | None = None) -> Tensor:
-        """(B, h * w, D) to (B, h * w, D)."""
+    def forward(
+        self,
+        x_BND: Tensor,
+        weights_to: WeightsSink | None = None,
+        num_queries: int | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """(B, h * w, D) to (B, h * w, D); arguments as of `Block.forward`, all tokens asked for."""
+        assert num_queries is None
         batch, (height, width) = x_BND.shape[0], self.grid
-        rows: Tensor = self.row(x_BND.reshape(batch * height, width, -1), weights_to)
+        row_keys = None if keys is None else line_keys(numbered_keys(keys, 0), height)
+        column_keys = None if keys is None else line_keys(numbered_keys(keys, 1), width)
+        x_LND = x_BND.reshape(batch * height, width, -1)
+        rows: Tensor = self.row(x_LND, weights_to, None, row_keys)
         x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
-        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_to)
+        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_to, None, column_keys)
         return columns.reshape(batch, width, height, -1).transpose(1, 2).flatten(1, 2)
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.counter_random import numbered_keys
+from vit_ray.models.dropout import Dropout
 from vit_ray.models.layers import MlpLinear, QkvLinear, XavierLinear
 from vit_ray.models.positions import RelativePositions
 
@@ -83,13 +85,19 @@ class Mlp(nn.Module):
         super().__init__()
         self.expand = MlpLinear(width, mlp_dim)
         self.contract = MlpLinear(mlp_dim, width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """(B, N, D) to (B, N, D)."""
-        hidden = F.gelu(self.expand(x_BND), approximate="tanh")
-        out: Tensor = self.dropout(self.contract(self.dropout(hidden)))
+    def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
+        """(B, N, D) to (B, N, D); `keys` as of `Block.forward`."""
+        inner, outer = _keys_of(keys, 1), _keys_of(keys, 2)
+        hidden = self.dropout(F.gelu(self.expand(x_BND), approximate="tanh"), inner)
+        out: Tensor = self.dropout(self.contract(hidden), outer)
         return out
+
+
+def _keys_of(keys: Tensor | None, place: int) -> Tensor | None:
+    """Keys of one of a block's places that drop: 0 after attention, 1 and 2 in the MLP."""
+    return None if keys is None else numbered_keys(keys, place)
 
 
 class Block(nn.Module):
@@ -106,7 +114,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = layer_norm(width)
         self.attention = Attention(width, num_heads, relative)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.mlp_norm = layer_norm(width)
         self.mlp = Mlp(width, mlp_dim, dropout)
 
@@ -115,9 +123,17 @@ class Block(nn.Module):
         x_BND: Tensor,
         weights_to: WeightsSink | None = None,
         num_queries: int | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """(B, N, D) to (B, N, D), or to (B, num_queries, D); arguments as `Attention.forward`."""
+        """(B, N, D) to (B, N, D), or to (B, num_queries, D).
+
+        Args:
+            x_BND: tokens.
+            weights_to: as of `Attention.forward`.
+            num_queries: as of `Attention.forward`.
+            keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
+        """
         mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
-        x_BND = x_BND[:, :num_queries] + self.dropout(mixed)
-        out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND))
+        x_BND = x_BND[:, :num_queries] + self.dropout(mixed, _keys_of(keys, 0))
+        out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND), keys)
         return out

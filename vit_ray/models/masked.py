@@ -4,8 +4,8 @@ Half of the patch embeddings of each image are corrupted: of these 80 % become a
 embedding, 10 % the embedding of another patch of the same image, 10 % stay as they are. The
 encoder predicts something simple about the pixels of the corrupted patches.
 
-Which patches, and how, is a pure function of (seed, epoch, sample): the same on any number of
-workers, in any order of batches, after any restart.
+Which patches, and how, is a pure function of (seed, epoch, sample), as are the units that dropout
+drops: the same on any number of workers, in any order of batches, after any restart.
 
 Where the paper is silent: exactly half of the patches (rounded down, at least one) are corrupted
 in each image; "other patch" is of the same image; losses are means over predictions; the mask
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.layers import Head, cut_patches
 from vit_ray.models.positions import POSITION_STD
 from vit_ray.models.vit import VisionTransformer
@@ -32,6 +33,8 @@ MASKED_FRACTION, SWAPPED_FRACTION = 0.8, 0.1
 BITS_PER_CHANNEL = 3
 NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
 DOWNSIZED_SIDE = 4
+# Of the random numbers of a sample; those before it choose patches.
+DROPOUT_STREAM = 3
 
 
 class Corruption(NamedTuple):
@@ -66,7 +69,9 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0
             "use a larger image_size or a smaller patch_size."
         )
     order, kind, other = (
-        random_words(samples, num_patches, seed, epoch, stream) for stream in range(3)
+        # 63 bits, which are no negative numbers.
+        random_words(sample_keys(samples, seed, epoch, stream), num_patches) & (2**63 - 1)
+        for stream in range(3)
     )
     num_corrupted = max(1, int(num_patches * CORRUPTED_FRACTION))
     corrupted = order.topk(num_corrupted, dim=1).indices.sort(dim=1).values
@@ -78,43 +83,6 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0
     places = torch.arange(num_patches, device=samples.device)
     source = (places + 1 + other % (num_patches - 1)) % num_patches
     return Corruption(corrupted, is_masked, is_swapped, source)
-
-
-def random_words(samples: Tensor, count: int, seed: int, epoch: int, stream: int) -> Tensor:
-    """Random numbers of 63 bits, int64 (B, count), from (seed, epoch, sample, stream) alone.
-
-    A counter-based generator: SplitMix64's finaliser (Steele et al., OOPSLA 2014) over each key.
-    """
-    key = _mix(torch.tensor(seed, device=samples.device) + _GOLDEN)
-    for word in (epoch, stream):
-        key = _mix(key ^ _mix(torch.tensor(word, device=samples.device) + _GOLDEN))
-    keys = _mix(samples.long() * _GOLDEN + key)
-    counters = torch.arange(1, count + 1, device=samples.device) * _GOLDEN
-    words: Tensor = _mix(keys[:, None] + counters) & (2**63 - 1)
-    return words
-
-
-def _signed(word: int) -> int:
-    """A 64-bit constant as torch's int64 writes it."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _mix(words: Tensor) -> Tensor:
-    """A bijection of 64-bit words in which every bit depends on all bits."""
-    words = (words ^ _shift_right(words, 30)) * _MIX_1
-    words = (words ^ _shift_right(words, 27)) * _MIX_2
-    mixed: Tensor = words ^ _shift_right(words, 31)
-    return mixed
-
-
-def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Shift in zeros; int64's own shift copies the sign."""
-    shifted: Tensor = (words >> bits) & (2 ** (64 - bits) - 1)
-    return shifted
 
 
 class MaskToken(nn.Module):
@@ -191,7 +159,10 @@ class MaskedPatchObjective(nn.Module):
             return logits
         patches_BND = self.model.embed(images)
         corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, epoch)
-        encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption))
+        encoded_BND = self.model.encode(
+            self.corrupt(patches_BND, corruption),
+            keys=sample_keys(samples, self.seed, epoch, DROPOUT_STREAM),
+        )
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions: Tensor = self.prediction(
             _pick(encoded_BND[:, num_prefix:], corruption.corrupted)

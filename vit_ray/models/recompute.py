@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 def run_block(block: nn.Module, x: Tensor, recomputes: bool, *rest: object) -> Tensor:
     """`block(x, *rest)`; where `recomputes`, its activations are made again for the backward.
 
-    The random state is kept, so dropout drops the same units both times.
+    Dropout drops the same units both times: from keys, or else by torch's random state, kept.
     """
     if not (recomputes and is_grad_enabled()):
         output: Tensor = block(x, *rest)

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vit_ray.models.counter_random import numbered_keys
+from vit_ray.models.dropout import Dropout
 from vit_ray.models.encoder import Block, WeightsSink, layer_norm
 from vit_ray.models.layers import Head, LecunLinear, PatchProjection
 from vit_ray.models.positions import (
@@ -142,7 +144,7 @@ class VisionTransformer(nn.Module):
         self.options = options
         self.class_token = ClassToken(size.width) if options.pool == "cls" else None
         self.positions = self._learned_positions()
-        self.dropout = nn.Dropout(options.dropout)
+        self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(self._block() for _ in range(size.depth))
         self.norm = layer_norm(size.width)
         self.representation = (
@@ -175,19 +177,25 @@ class VisionTransformer(nn.Module):
             relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
         return Block(size.width, size.mlp_dim, size.num_heads, self.options.dropout, relative)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
-        logits: Tensor = self.head(self.features(images))
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).
+
+        Args:
+            images: of the size that the model was built for.
+            keys: int64 (B,) from `counter_random.sample_keys`: what is dropped in training is a
+                function of them alone. None = torch's generator decides.
+        """
+        logits: Tensor = self.head(self.features(images, keys))
         return logits
 
-    def features(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, D) as the head sees them: pooled, and after the tanh layer where there is one.
 
         Where the class token is all that the head sees, the last block works out nothing else:
         7 % of the products of a 12-layer encoder, which no output depends on, are left out.
         """
         num_outputs = 1 if self.options.pool == "cls" else None
-        return self.pool(self.encode(self.embed(images), num_outputs=num_outputs))
+        return self.pool(self.encode(self.embed(images), num_outputs=num_outputs, keys=keys))
 
     def embed(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to patch embeddings (B, h * w, D), before positions.
@@ -214,6 +222,7 @@ class VisionTransformer(nn.Module):
         patches_BND: Tensor,
         weights_to: WeightsSink | None = None,
         num_outputs: int | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Patch embeddings to normalised encoder outputs, the class token first.
 
@@ -221,20 +230,17 @@ class VisionTransformer(nn.Module):
             patches_BND: from `embed`.
             weights_to: where given, is called with each block's attention weights in turn.
             num_outputs: how many tokens, from the first on, are wanted; None for all.
+            keys: as of `forward`.
         """
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
+        last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
             x_BND = self._add_positions(x_BND, index)
             if index == 0:
-                x_BND = self.dropout(x_BND)
-            if weights_to is not None:
-                x_BND = block(x_BND, weights_to)
-                continue
-            recomputes = is_recomputed(index, self._recompute_every)
-            if num_outputs is None or index < len(self.blocks) - 1:
-                x_BND = run_block(block, x_BND, recomputes)
-            else:
-                x_BND = run_block(block, x_BND, recomputes, None, num_outputs)
+                x_BND = self.dropout(x_BND, _keys_of(keys, len(self.blocks)))
+            recomputes = is_recomputed(index, self._recompute_every) and weights_to is None
+            wanted = num_outputs if index == last else None
+            x_BND = run_block(block, x_BND, recomputes, weights_to, wanted, _keys_of(keys, index))
         encoded: Tensor = self.norm(x_BND)
         return encoded
 
@@ -266,3 +272,8 @@ class VisionTransformer(nn.Module):
         """Recompute every n-th block (and unit of a backbone) in the backward pass; 0: none."""
         self._recompute_every = checked_interval(every)
         self.embedding.set_activation_checkpointing(every)
+
+
+def _keys_of(keys: Tensor | None, layer: int) -> Tensor | None:
+    """Keys of one layer: the blocks by their index, then what stands before them."""
+    return None if keys is None else numbered_keys(keys, layer)

@@ -120,7 +120,6 @@ def run_training(
         start_s = clock()
         batch = _next_batch(batches, progress.step)
         wait_s = clock() - start_s
-        torch.manual_seed(_step_seed(recipe.seed, progress.step, context.rank))
         rate = lr_at(progress.step, recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         result = engine.step(rate)
@@ -175,11 +174,6 @@ def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
             f"the stream ended before step {step}; it was planned to last to the end of the run"
         )
     return batch
-
-
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """Dropout and corruption depend on (seed, step, rank) alone, so no RNG state is kept."""
-    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> float:

@@ -103,7 +103,7 @@ def _forward(model: nn.Module, recipe: Recipe, batch_size: int) -> Callable[[], 
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     size = recipe.model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    loss = make_loss(recipe.train, num_images=batch_size)
+    loss = make_loss(recipe, num_images=batch_size)
 
     def forward() -> Tensor:
         with torch.device("meta"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vit_ray.config import Recipe
 from vit_ray.config.training import TrainConfig
 from vit_ray.models import build_model
+from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -30,16 +31,25 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     return model
 
 
-def make_loss(train: TrainConfig, num_images: int) -> LossFunction:
+def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
     """The recipe's loss as the engine calls it.
+
+    What is random in it (dropout, the choice of patches) is a function of the seed, the step and
+    the sample, and of nothing that depends on how a batch is cut into workers and passes.
 
     Args:
         num_images: training images of one epoch; other patches are masked in each.
     """
+    train = recipe.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
 
-    def classify(module: nn.Module, images: Tensor, labels: Tensor, _: Tensor, __: int) -> Tensor:
-        return classification_loss(module(normalize(images, dtype)), labels, train).mean()
+    def classify(
+        module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
+    ) -> Tensor:
+        inputs = [normalize(images, dtype)]
+        if recipe.model.dropout:
+            inputs.append(sample_keys(samples, recipe.seed, step))
+        return classification_loss(module(*inputs), labels, train).mean()
 
     def predict_patches(
         module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int

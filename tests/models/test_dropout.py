@@ -1,0 +1,150 @@
+"""Dropout by keys: each image has its mask in any batch, and the random numbers are good ones."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from tests.models.small import small_model, some_images
+from vit_ray.models.counter_random import numbered_keys, random_uint16, sample_keys
+from vit_ray.models.dropout import Dropout, keyed_dropout
+
+SAMPLES = torch.tensor([7, 1, 300_000_000, 2**40])
+VITS = ["ViT", "Axial-ViT", "R+ViT"]
+
+
+def masks(keys: Tensor, count: int, rate: float) -> Tensor:
+    """1.0 where an element is kept, (B, count)."""
+    return keyed_dropout(torch.ones(len(keys), count), keys, rate).sign()
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
+def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate: float) -> None:
+    count = 10_001  # no multiple of the four numbers in a word
+    out = keyed_dropout(torch.ones(100, count), sample_keys(torch.arange(100), 0, 0), rate)
+    dropped = int((out == 0).sum())
+    assert stats.binomtest(dropped, 100 * count, rate).pvalue > 1e-3
+    assert out.max() == pytest.approx(1 / (1 - rate), rel=1e-4)
+    assert float(out.double().mean()) == pytest.approx(1.0, abs=5 * math.sqrt(rate / 1e6))
+
+
+def test_images_differ_in_what_they_keep_as_binomial_draws_do() -> None:
+    kept = masks(sample_keys(torch.arange(2000), 0, 0), 1000, 0.5).sum(1)
+    spread = 1999 * float(kept.var()) / 250
+    assert 1e-3 < stats.chi2.cdf(spread, 1999) < 1 - 1e-3
+
+
+def test_numbers_are_uniform_in_every_place_of_a_word() -> None:
+    numbers = random_uint16(sample_keys(torch.arange(50), 3, 4), 20_000)
+    for place in range(4):
+        uniform = (numbers[:, place::4].double() + 2**15 + 0.5) / 2**16
+        assert stats.kstest(uniform.flatten().numpy(), "uniform").pvalue > 1e-3
+
+
+def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent() -> None:
+    samples = torch.arange(1000)
+    keys = sample_keys(samples, 0, 5)
+    mine = masks(keys, 200, 0.5)
+    others = {
+        "sample": mine.roll(1, 0),
+        "element": mine.roll(1, 1),
+        "word": mine.roll(4, 1),
+        "step": masks(sample_keys(samples, 0, 6), 200, 0.5),
+        "seed": masks(sample_keys(samples, 1, 5), 200, 0.5),
+        "layer 0": masks(numbered_keys(keys, 0), 200, 0.5),
+        "layer 1": masks(numbered_keys(keys, 1), 200, 0.5),
+        "place in a layer": masks(numbered_keys(numbered_keys(keys, 0), 1), 200, 0.5),
+    }
+    for name, other in others.items():
+        correlation = np.corrcoef(mine.flatten().numpy(), other.flatten().numpy())[0, 1]
+        # 5 standard errors of the correlation of 200,000 independent pairs.
+        assert abs(correlation) < 5 / math.sqrt(200_000), name
+    layers = [masks(numbered_keys(keys, n), 200, 0.5).flatten().numpy() for n in range(12)]
+    off = np.corrcoef(layers) - np.eye(12)
+    assert np.abs(off).max() < 5 / math.sqrt(200_000)
+
+
+def test_without_keys_it_is_torchs_dropout() -> None:
+    x = torch.randn(3, 50)
+    torch.manual_seed(1)
+    ours = Dropout(0.3).train()(x)
+    torch.manual_seed(1)
+    assert torch.equal(ours, torch.nn.Dropout(0.3).train()(x))
+
+
+def test_evaluation_drops_nothing() -> None:
+    x = torch.randn(4, 50)
+    assert torch.equal(Dropout(0.3).eval()(x, SAMPLES), x)
+
+
+def test_gradients_pass_where_elements_were_kept() -> None:
+    x = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
+    out = keyed_dropout(x, SAMPLES, 0.5)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.where(out == 0, 0.0, 2.0).double())
+    assert 0 < int((out == 0).sum()) < out.numel()
+
+
+def training_model(family: str, **options: Any) -> torch.nn.Module:
+    return small_model(family, dropout=0.3, **options).double().train()
+
+
+@pytest.mark.parametrize("family", VITS)
+def test_an_image_gets_its_mask_in_any_batch(family: str) -> None:
+    model, images = training_model(family), some_images(4).double()
+    keys = sample_keys(SAMPLES, 0, 0)
+    whole = model(images, keys)
+    torch.testing.assert_close(model(images, keys), whole, rtol=0, atol=0)
+    one_by_one = [model(images[i : i + 1], keys[i : i + 1]) for i in (3, 1, 0, 2)]
+    torch.testing.assert_close(torch.cat(one_by_one), whole[[3, 1, 0, 2]], rtol=1e-12, atol=1e-12)
+    later = model(images, sample_keys(SAMPLES, 0, 1))
+    assert (later - whole).abs().max() > 1e-3
+    same_image = model(images[:1].expand(4, -1, -1, -1), keys)
+    assert (same_image[0] - same_image[1]).abs().max() > 1e-3
+
+
+def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = training_model("ViT")
+    seen: list[tuple[int, ...]] = []
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        seen.append(tuple(args[1].tolist()))
+
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_pre_hook(note)
+    model(some_images(4).double(), sample_keys(SAMPLES, 0, 0))
+    assert len(seen) == len(set(seen)) == 1 + 3 * 2
+    assert len({key for keys in seen for key in keys}) == 4 * 7
+
+
+@pytest.mark.parametrize("family", VITS)
+def test_the_pruned_last_block_drops_as_the_whole_one(family: str) -> None:
+    model, images = training_model(family), some_images(4).double()
+    keys = sample_keys(SAMPLES, 0, 0)
+    whole = model.head(model.pool(model.encode(model.embed(images), keys=keys)))
+    torch.testing.assert_close(model(images, keys), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", VITS)
+def test_recomputed_blocks_drop_the_same_units(family: str) -> None:
+    model, images = training_model(family), some_images(4).double()
+    gradients = []
+    for every in (0, 1):
+        model.set_activation_checkpointing(every)
+        model.zero_grad()
+        model(images, sample_keys(SAMPLES, 0, 0)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_captured_graphs_drop_the_same_units() -> None:
+    model, images = training_model("ViT"), some_images(4).double()
+    keys = sample_keys(SAMPLES, 0, 0)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images, keys), model(images, keys), rtol=1e-12, atol=1e-12)

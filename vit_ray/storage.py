@@ -234,7 +234,7 @@ class _Note(io.BytesIO):
 
 
 class AtomicOutput:
-    """Writes beside the destination and moves into place; on S3 a PUT is atomic by itself."""
+    """Writes beside the destination, syncs, and moves into place; a PUT to S3 is atomic itself."""
 
     def __init__(self, destination: Location) -> None:
         self._destination = destination
@@ -253,9 +253,21 @@ class AtomicOutput:
         if not self._destination.is_local:
             return
         if error_type is None:
+            # Or a power cut may leave an empty file under the name of a whole one.
+            _sync(self._target.path)
             os.replace(self._target.path, self._destination.path)
+            _sync(os.path.dirname(self._destination.path))
         elif os.path.exists(self._target.path):
             os.remove(self._target.path)
+
+
+def _sync(path: str) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def locate(path: str) -> Location:

@@ -47,6 +47,23 @@ class KeyedPermutation:
             outside = ranks >= self._size
         return ranks.astype(np.int64)
 
+    def values(self, ranks: Int64Array) -> Int64Array:
+        """The value that has each rank: the inverse of `ranks`."""
+        values = self._network_back(ranks.astype(np.uint64))
+        outside = values >= self._size
+        while outside.any():
+            values[outside] = self._network_back(values[outside])
+            outside = values >= self._size
+        return values.astype(np.int64)
+
+    def _network_back(self, ranks: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bits = np.uint64(self._half_bits)
+        mask = np.uint64((1 << self._half_bits) - 1)
+        left, right = ranks >> bits, ranks & mask
+        for key in reversed(self._keys):
+            left, right = right ^ (keys_of(key, left) & mask), left
+        return (left << bits) | right
+
     def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)

@@ -14,7 +14,10 @@ class ConvertConfig(Section):
     """From images as they lie to a sharded parquet data set."""
 
     source: str
-    """Folder of class folders, tar shards, parquet, CSV or JSONL; local or `s3://`."""
+    """Folder of class folders, tar shards, parquet, CSV or JSONL, a file, a glob, or braces such as
+    `{000..127}`; local or `s3://`."""
+    split: str | None = None
+    """Which split of a source that has several, such as train; `all` takes them as one."""
     destination: str
     """Folder or `s3://` prefix of the new data set."""
     format: Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl"] = "auto"
@@ -22,11 +25,16 @@ class ConvertConfig(Section):
     rows_per_row_group: Positive = 64
     """Images per row group: the smallest unit that is read."""
     shard_mib: Positive = 256
-    """Target size of a parquet file in MiB."""
+    """Target size of a parquet file in MiB, as it is written."""
     max_rejected_fraction: Fraction = 0.1
     """Refuse to commit when more of the source than this cannot be read as images."""
     classes: tuple[str, ...] | None = None
     """Class names in label order; unset = those that the source declares, or its sorted labels."""
+    labels_are: Literal["auto", "names", "indices"] = "auto"
+    """What labels are: class names, or indices into the classes; auto = as the source declares, and
+    indices where it does not, all labels are integers, and no class name is."""
+    keep_damaged_archives: bool = False
+    """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
     shrink_to: Positive | None = None
     """Re-encode images whose shorter side is longer than this; unset = keep every byte."""
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -34,7 +35,7 @@ def test_every_file_arrives_unchanged_with_its_class(dataset: Manifest, image_fo
 
 
 def test_rows_are_shuffled_once_by_the_seed(
-    ray_cluster: None, image_folder: Path, dataset: Manifest, tmp_path: Path
+    serial: None, image_folder: Path, dataset: Manifest, tmp_path: Path
 ) -> None:
     keys = [str(row["key"]) for row in rows_of(dataset)]
     places = np.argsort(keys)
@@ -46,7 +47,7 @@ def test_rows_are_shuffled_once_by_the_seed(
     assert [row["key"] for row in rows_of(open_dataset(str(tmp_path / "again")))] == keys
 
 
-def test_unusable_files_are_listed_with_their_reason(ray_cluster: None, tmp_path: Path) -> None:
+def test_unusable_files_are_listed_with_their_reason(serial: None, tmp_path: Path) -> None:
     source, destination = tmp_path / "source", tmp_path / "set"
     write_class_folders(source, num_classes=2, per_class=20)
     (source / "class_0" / "notes.txt").write_text("no picture")
@@ -67,7 +68,7 @@ def test_unusable_files_are_listed_with_their_reason(ray_cluster: None, tmp_path
 
 
 def test_a_restart_keeps_finished_shards(
-    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
@@ -83,7 +84,7 @@ def test_a_restart_keeps_finished_shards(
 
 
 def test_a_restart_makes_only_the_shards_that_were_not_finished(
-    ray_cluster: Any, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
@@ -101,7 +102,7 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
 
 
 def test_a_restart_with_other_settings_is_refused(
-    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stopped_at(monkeypatch, "_commit", is_done=False):
         convert(str(image_folder), str(tmp_path / "set"), seed=1)
@@ -114,7 +115,7 @@ def test_an_existing_data_set_is_never_overwritten(dataset: Manifest, image_fold
         convert(str(image_folder), dataset.path)
 
 
-def test_a_source_without_images_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
     (tmp_path / "flat").mkdir()
@@ -122,7 +123,7 @@ def test_a_source_without_images_is_refused(ray_cluster: None, tmp_path: Path) -
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
 
 
-def test_a_source_of_mostly_broken_files_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_source_of_mostly_broken_files_is_refused(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
     for name in "abc":
         (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
@@ -130,7 +131,7 @@ def test_a_source_of_mostly_broken_files_is_refused(ray_cluster: None, tmp_path:
         convert(str(tmp_path / "source"), str(tmp_path / "set"))
 
 
-def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Path) -> None:
+def test_class_names_may_be_given_in_label_order(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "source", num_classes=2, per_class=3)
     names = ["unused", "class_1", "class_0"]
     convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=names)
@@ -143,7 +144,7 @@ def test_class_names_may_be_given_in_label_order(ray_cluster: None, tmp_path: Pa
 
 
 def test_a_restart_keeps_the_index_of_finished_units(
-    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "_num_shards", is_done=False):
@@ -161,7 +162,7 @@ def test_a_restart_keeps_the_index_of_finished_units(
 
 
 def test_a_conversion_killed_between_manifest_and_report_is_finished_by_a_restart(
-    ray_cluster: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "_write_manifest", is_done=True):
@@ -199,17 +200,17 @@ import vit_ray.data.prepare.convert as module
 class Stuck(module._ShardMaker):
     def __call__(self, shard):
         import vit_ray.data.prepare.convert as module
-        check, checked = module._checked, []
+        check, seen = module.checked, []
         def get_stuck(*row):
-            checked.append(row)
-            if shard >= 5 and len(checked) == 4:
+            seen.append(row)
+            if shard >= 5 and len(seen) == 4:
                 time.sleep(600)
             return check(*row)
-        module._checked = get_stuck
+        module.checked = get_stuck
         try:
             return module._ShardMaker.__call__(self, shard)
         finally:
-            module._checked = check
+            module.checked = check
 
 module._ShardMaker = Stuck
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -239,13 +240,97 @@ def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
     assert contents(target) == contents(tmp_path / "undisturbed")
 
 
+WAITS_IN_THE_MIDDLE = """
+import sys
+from tests.data.prepare.conftest import one_by_one
+from vit_ray.data.prepare import convert as module, source_index
+
+def and_wait(work, items, num_cpus):
+    print("begun", flush=True)
+    sys.stdin.read()
+    return one_by_one(work, items, num_cpus)
+
+source_index.run_tasks, module.run_tasks = and_wait, one_by_one
+print(module.convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
+"""
+
+
+def test_of_two_conversions_the_second_is_refused(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is a process of its own, and finishes in peace."""
+    monkeypatch.setattr("vit_ray.lock.RELEASE_S", 0.1)
+    command = [sys.executable, "-c", WAITS_IN_THE_MIDDLE, str(image_folder), str(tmp_path / "set")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as first:  # type: ignore[call-overload]
+        assert first.stdout.readline() == "begun\n"
+        with pytest.raises(ValueError, match=rf"another conversion: process {first.pid} on .*wait"):
+            convert(str(image_folder), str(tmp_path / "set"))
+        assert first.communicate()[0] == "300\n"
+    assert open_dataset(str(tmp_path / "set")).num_images == 300
+    assert not (tmp_path / "set" / "_staging").exists()
+    with pytest.raises(ValueError, match="already holds a data set"):
+        convert(str(image_folder), str(tmp_path / "set"))
+
+
+def test_who_has_lost_the_destination_does_not_commit(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = convert_module._check_shards
+
+    def and_another_takes_over(*arguments: Any) -> None:
+        check(*arguments)
+        (tmp_path / "set" / "_staging" / "lock-00000009.json").write_text("{}")
+
+    monkeypatch.setattr(convert_module, "_check_shards", and_another_takes_over)
+    with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
+        convert(str(image_folder), str(tmp_path / "set"))
+    assert not (tmp_path / "set" / "manifest.parquet").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "footer", "gone"])
+def test_a_shard_that_is_not_as_written_is_no_part_of_a_data_set(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Nor a reason to begin from the start: the command again makes the shard anew."""
+    target = tmp_path / "set"
+    settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), **settings)
+    shards = sorted(target.glob("part-*.parquet"))
+    content = shards[1].read_bytes()
+    spoilt = {"empty": b"", "cut": content[:-1], "footer": content[:-9] + bytes(9)}
+    shards[1].unlink()
+    if damage in spoilt:
+        shards[1].write_bytes(spoilt[damage])
+    with pytest.raises(ValueError, match=rf"1 of {len(shards)} shards .*part-00001.*run the same"):
+        convert(str(image_folder), str(target), **settings)
+    assert not (target / "manifest.parquet").exists()
+    made = shards[0].stat().st_mtime_ns
+    assert convert(str(image_folder), str(target), **settings).num_images == 300
+    assert shards[1].read_bytes() == content
+    assert shards[0].stat().st_mtime_ns == made
+
+
+def test_pages_carry_checksums(dataset: Manifest) -> None:
+    """Parquet's own, which its reader verifies: a flipped bit in any column is found."""
+    file = Path(dataset.root) / dataset.files[0].path
+    metadata = pq.ParquetFile(file).metadata.row_group(0)
+    for column in range(metadata.num_columns):
+        chunk = metadata.column(column)
+        content = bytearray(file.read_bytes())
+        content[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
+        with pytest.raises(OSError, match="CRC checksum verification failed"):
+            pq.read_table(pa.BufferReader(bytes(content)), page_checksum_verification=True)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a data set."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_all_rejected_files_are_listed_and_some_are_shown(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert_module, "_REJECTED_SHOWN", 2)
     write_class_folders(tmp_path / "source", num_classes=1, per_class=4)

@@ -11,7 +11,6 @@ import pytest
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import convert
-from vit_ray.data.prepare.sources import detect_format
 
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
 
@@ -31,7 +30,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(info, io.BytesIO(content))
 
 
-def test_tar_shards_in_webdataset_layout(ray_cluster: None, tmp_path: Path) -> None:
+def test_tar_shards_in_webdataset_layout(serial: None, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for shard in range(2):
@@ -46,7 +45,7 @@ def test_tar_shards_in_webdataset_layout(ray_cluster: None, tmp_path: Path) -> N
     }
 
 
-def test_tar_samples_with_json_labels_and_without_any(ray_cluster: None, tmp_path: Path) -> None:
+def test_tar_samples_with_json_labels_and_without_any(serial: None, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     with tarfile.open(source / "only.tar", "w") as tar:
@@ -77,7 +76,7 @@ def hub_file(path: Path, labels: list[Any], metadata: dict[str, Any] | None = No
     pq.write_table(table, path, row_group_size=5)
 
 
-def test_parquet_of_the_hugging_face_hub(ray_cluster: None, tmp_path: Path) -> None:
+def test_parquet_of_the_hugging_face_hub(serial: None, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     feature = {"label": {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}}
@@ -92,7 +91,7 @@ def test_parquet_of_the_hugging_face_hub(ray_cluster: None, tmp_path: Path) -> N
     assert not list(tmp_path.rglob("pack-*"))
 
 
-def test_multiple_labels_in_parquet(ray_cluster: None, tmp_path: Path) -> None:
+def test_multiple_labels_in_parquet(serial: None, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     hub_file(source / "train.parquet", [[0, 1] if i % 2 else [2] for i in range(12)])
@@ -101,14 +100,14 @@ def test_multiple_labels_in_parquet(ray_cluster: None, tmp_path: Path) -> None:
     assert rows["train/00000004"][1] == ["2"]
 
 
-def test_a_foreign_parquet_source_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_foreign_parquet_source_is_refused(serial: None, tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"x.parquet' is no Hugging Face image data set"):
         convert(str(tmp_path / "x.parquet"), str(tmp_path / "set"))
 
 
 @pytest.mark.parametrize("layout", ["csv", "jsonl"])
-def test_lists_of_paths_and_labels(ray_cluster: None, tmp_path: Path, layout: str) -> None:
+def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, layout: str) -> None:
     (tmp_path / "images").mkdir()
     for name, image in IMAGES.items():
         (tmp_path / "images" / f"{name}.jpg").write_bytes(image)
@@ -131,23 +130,23 @@ def test_lists_of_paths_and_labels(ray_cluster: None, tmp_path: Path, layout: st
     assert "no such file" in rejected[0]["reason"]
 
 
-def test_a_list_without_paths_is_refused(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_list_without_paths_is_refused(serial: None, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("name,label\na.jpg,cat\n")
     with pytest.raises(ValueError, match=r"no column of .* holds the image's path"):
         convert(str(tmp_path / "list.csv"), str(tmp_path / "set"))
 
 
-def test_a_broken_line_of_a_list_is_rejected_alone(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_broken_line_of_a_list_is_rejected_alone(serial: None, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(IMAGES["000"])
     lines = ['{"path": "a.jpg", "label": "cat"}', "{broken", '{"path": "a.jpg"}']
     (tmp_path / "list.jsonl").write_text("\n".join(lines))
     report = convert(str(tmp_path / "list.jsonl"), str(tmp_path / "set"), max_rejected_fraction=0.9)
     assert report.num_images == 1
     assert sorted(report.rejected.values())[0] == "it has no label"
-    assert "line 2 is not JSON" in sorted(report.rejected.values())[1]
+    assert "line 2: it is not JSON" in sorted(report.rejected.values())[1]
 
 
-def test_a_key_is_taken_once(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
     """The second list names an image of the first, and one of its own twice."""
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.jpg").write_bytes(IMAGES["000"])
@@ -161,7 +160,7 @@ def test_a_key_is_taken_once(ray_cluster: None, tmp_path: Path) -> None:
     assert all("its key stands in an earlier row" in row["reason"] for row in rejected)
 
 
-def test_large_images_are_shrunk_only_when_asked(ray_cluster: None, tmp_path: Path) -> None:
+def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -> None:
     folder = tmp_path / "source" / "cat"
     folder.mkdir(parents=True)
     (folder / "large.jpg").write_bytes(jpeg(1, 120, 200))
@@ -174,13 +173,3 @@ def test_large_images_are_shrunk_only_when_asked(ray_cluster: None, tmp_path: Pa
     images = {row["key"]: row["image"] for row in rows}
     assert images["cat/small.jpg"] == (folder / "small.jpg").read_bytes()
     assert len(images["cat/large.jpg"]) < (folder / "large.jpg").stat().st_size
-
-
-def test_the_layout_is_told_by_what_lies_there(tmp_path: Path) -> None:
-    (tmp_path / "classes" / "cat").mkdir(parents=True)
-    (tmp_path / "tars").mkdir()
-    (tmp_path / "tars" / "0.tar").touch()
-    (tmp_path / "list.csv").touch()
-    assert detect_format(str(tmp_path / "classes")) == "folder"
-    assert detect_format(str(tmp_path / "tars")) == "webdataset"
-    assert detect_format(str(tmp_path / "list.csv")) == "csv"

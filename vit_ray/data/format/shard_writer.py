@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
+from vit_ray.retry import with_retries
 from vit_ray.storage import Location
 
 
@@ -54,6 +55,7 @@ class ShardWriter:
             compression="none",
             use_dictionary=False,
             write_statistics=False,
+            write_page_checksum=True,
         )
         return self
 
@@ -89,6 +91,28 @@ class ShardWriter:
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=SHARD_SCHEMA))
         self._rows.append(len(self._pending))
         self._pending = []
+
+
+def problem_of_shard(location: Location, rows: list[int], num_bytes: int) -> str | None:
+    """Why a file is not the shard that was written: by its size and its footer; None if it is.
+
+    Args:
+        rows: of each row group.
+    """
+    size = location.info().size
+    if size != num_bytes:
+        return "the file is missing" if size is None else f"it has {size} bytes, not {num_bytes}"
+    try:
+        found = with_retries(lambda: _rows_in_footer(location), f"reading {location.path}")
+    except pa.ArrowException as error:
+        return f"its footer cannot be read ({error})"
+    return None if found == rows else f"its row groups have {found[:5]} rows, not {rows[:5]}"
+
+
+def _rows_in_footer(location: Location) -> list[int]:
+    with location.filesystem.open_input_file(location.path) as source:
+        metadata = pq.ParquetFile(source).metadata
+        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
 def _stored_bytes(row_group: Any) -> int:

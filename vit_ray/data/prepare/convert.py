@@ -1,27 +1,27 @@
 """Images as people keep them to a data set: shuffled once, checked, committed whole.
 
 Two Ray Data jobs. The first indexes the source, a task per unit; the index of all images is then
-drawn into the order of the data set by the recorded seed, through a file on disk. The second makes
+drawn into the order of the data set by the recorded seed, through files on disk. The second makes
 the shards, a task each: it reads the images of its shard wherever they lie, checks them, and writes
 the shard and its facts. A finished unit or shard is never made again; the manifest is written last,
-and is the commit. No process ever holds more than a shard's row group and a piece of the index.
+when every shard has been looked at, and is the commit. No process ever holds more than a shard's
+row group and a piece of the index.
 """
 
 import json
+import logging
 import os
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.format.schema import (
@@ -32,25 +32,28 @@ from vit_ray.data.format.schema import (
     STAGING_FOLDER,
     shard_name,
 )
-from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
-from vit_ray.data.images.crops import decode
-from vit_ray.data.order.selection import KeyedPermutation
+from vit_ray.data.format.shard_writer import ShardWriter, problem_of_shard
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.source_index import (
-    SourceIndex,
-    build_index,
-    read_many,
-    read_row_groups,
-    table_entries,
+from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
+from vit_ray.data.prepare.shard_lists import (
+    ShardRows,
+    list_of_shard,
+    shuffled_rows,
+    write_shard_lists,
 )
-from vit_ray.data.prepare.sources import INDEX_SCHEMA, Format, IndexEntry, SourceUnit, list_units
+from vit_ray.data.prepare.source_index import LabelsAre, SourceIndex, build_index, read_many
+from vit_ray.data.prepare.sources.entries import IndexEntry, printable
+from vit_ray.data.prepare.sources.layouts import Format, list_units
+from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
-_SHUFFLE: Final = 5
+_LOG: Final = logging.getLogger(__name__)
 _MIB: Final = 1 << 20
-_READERS: Final = 8
-"""Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
+_SAMPLED: Final = 256
+"""Images that are read, and shrunk, to learn the mean size: it is right within 5 to 10 %."""
+_SAMPLED_PER_TASK: Final = 32
+_THREADS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,15 @@ def convert(
     destination: str,
     *,
     format: Format = "auto",
+    split: str | None = None,
     seed: int = 0,
     rows_per_row_group: int = 64,
     shard_mib: float = 256,
     classes: Sequence[str] | None = None,
+    labels_are: LabelsAre = "auto",
     shrink_to: int | None = None,
     shrink_quality: int = 95,
+    keep_damaged_archives: bool = False,
     max_rejected_fraction: float = 0.1,
     num_cpus: float = 1.0,
 ) -> ConvertReport:
@@ -89,30 +95,60 @@ def convert(
 
     Args:
         source: a folder of class folders, of WebDataset tar shards, of Hugging Face parquet files,
-            or a CSV or JSONL list of paths and labels; local or `s3://`.
+            or a CSV or JSONL list of paths and labels; local or `s3://`. Also a glob, or braces
+            such as `{000..127}`.
+        split: which of the source's splits; None is for a source that has no more than one.
         seed: of the one shuffle of all rows.
         shard_mib: target size of a shard in MiB.
         classes: class names in label order; None takes those that the source declares, or its
             sorted labels.
+        labels_are: what the source's labels are: names, or indices into the classes; `auto` is as
+            the source declares, and indices where it does not, all are integers, and no class
+            name is.
         shrink_to: re-encode images whose shorter side is longer than this many pixels, as JPEG of
             `shrink_quality`; None keeps every byte as it came.
+        keep_damaged_archives: take what stands before the damage of a tar that is cut or broken.
         max_rejected_fraction: refuse to commit when more of the source is rejected.
 
     Raises:
-        ValueError: if the source holds no images, the destination holds a data set already, an
-            interrupted conversion there had other settings, or too much is rejected.
+        ValueError: if the source holds no images, is damaged or has several splits, the
+            destination holds a data set already or another conversion writes it, an interrupted
+            one had other settings, or too much is rejected.
     """
     folder = locate(destination)
     _check_free(folder)
     settings = _Settings(
-        source, format, seed, rows_per_row_group, shard_mib, list(classes or []), shrink_to,
-        shrink_quality,
+        source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
+        shrink_to, shrink_quality,
     )  # fmt: skip
-    units = list_units(source, format)
-    _begin(settings, folder)
-    plan = _plan(settings, units, folder, num_cpus)
-    _make_shards(plan, folder, num_cpus)
-    return _commit(plan, folder, max_rejected_fraction)
+    with _alone(folder) as lock_number:
+        _check_free(folder)  # again: another conversion may have ended meanwhile
+        _begin(settings, folder)
+        plan = _plan(settings, folder, keep_damaged_archives, num_cpus)
+        _make_shards(plan, folder, num_cpus)
+        report = _commit(plan, folder, max_rejected_fraction, lock_number)
+    folder.child(STAGING_FOLDER).delete()
+    return report
+
+
+@contextmanager
+def _alone(folder: Location) -> Iterator[int]:
+    """Keep other conversions out of a destination; yields the number that `check_lock` takes.
+
+    The lock lies among what is deleted in the end. Who has lost it, to another that could not see
+    it alive, may go on for a while, since both make the same shards, but does not commit.
+    """
+    staging = folder.child(STAGING_FOLDER)
+    try:
+        with hold_lock(staging, on_lost=_LOG.warning) as number:
+            yield number
+    except HeldError as error:
+        raise ValueError(
+            f"convert.destination={folder.uri!r} is being written by another conversion: "
+            f"{error.owner}; wait for it or stop it, or choose another folder."
+        ) from error
+    except LockLostError as error:
+        raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error
 
 
 def _check_free(folder: Location) -> None:
@@ -131,13 +167,20 @@ class _Settings:
     """What a restart must have in common with the first start."""
 
     source: str
-    format: str
+    format: Format
+    split: str | None
     seed: int
     rows_per_row_group: int
     shard_mib: float
     classes: list[str]
+    labels_are: LabelsAre
     shrink_to: int | None
     shrink_quality: int
+
+    @property
+    def shrinking(self) -> Shrinking | None:
+        """How large images are made small."""
+        return None if self.shrink_to is None else Shrinking(self.shrink_to, self.shrink_quality)
 
 
 def _begin(settings: _Settings, folder: Location) -> None:
@@ -152,65 +195,90 @@ def _begin(settings: _Settings, folder: Location) -> None:
             f"{folder.path!r} holds an interrupted conversion with another source or settings; "
             f"repeat its command to continue it, or delete the folder."
         )
-    if staging.exists():
-        staging.delete()
+    for info in staging.list_files():
+        if not is_lock_file(info.base_name):
+            staging.child(info.base_name).delete()
     file.write(content)
+
+
+_PLAN: Final = "plan.json"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which rows each shard holds; written once, and kept by restarts."""
+    """What is made; written once, when the list of each shard is, and kept by restarts."""
 
     settings: _Settings
     source_digest: str
     classes: list[str]
+    are_indices: bool
     num_images: int
     num_shards: int
 
-    def rows_of_shard(self, shard: int) -> tuple[int, int]:
-        """First row, and row after the last, of a shard: whole row groups but at the very end."""
-        group_rows = self.settings.rows_per_row_group
-        groups = -(-self.num_images // group_rows)
-        first, last = (i * groups // self.num_shards * group_rows for i in (shard, shard + 1))
-        return first, min(last, self.num_images)
+    @property
+    def shards(self) -> ShardRows:
+        """Which rows each shard holds."""
+        return ShardRows(self.num_images, self.num_shards, self.settings.rows_per_row_group)
+
+    def label_of(self) -> dict[str, int]:
+        """The label that each of the source's stands for."""
+        names = map(str, range(len(self.classes))) if self.are_indices else self.classes
+        return {name: label for label, name in enumerate(names)}
 
 
-def _plan(settings: _Settings, units: list[SourceUnit], folder: Location, num_cpus: float) -> _Plan:
+def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: float) -> _Plan:
     staging = folder.child(STAGING_FOLDER)
     file = staging.child(_PLAN)
     if file.exists():
         fields = json.loads(file.read())
         return _Plan(**{**fields, "settings": _Settings(**fields["settings"])})
     with tempfile.TemporaryDirectory() as scratch:
-        classes = settings.classes or None
-        index = build_index(units, staging, Path(scratch), classes, num_cpus)
-        plan = _Plan(
-            settings, index.digest, index.classes, index.num_images, _num_shards(settings, index)
+        index = build_index(
+            list_units(settings.source, settings.format, settings.split),
+            staging,
+            Path(scratch),
+            classes=settings.classes or None,
+            labels_are=settings.labels_are,
+            keep_damaged=keep_damaged,
+            num_cpus=num_cpus,
         )
-        with_retries(lambda: _write_shard_lists(plan, index, staging), "writing the shard lists")
+        num_shards = _num_shards(settings, index, num_cpus)
+        plan = _Plan(
+            settings, index.digest, index.classes, index.are_indices, index.num_images, num_shards
+        )
+        with_retries(
+            lambda: write_shard_lists(index, plan.shards, settings.seed, staging, Path(scratch)),
+            "writing the shard lists",
+        )
     file.write(json.dumps(asdict(plan)).encode())
     return plan
 
 
-def _num_shards(settings: _Settings, index: SourceIndex) -> int:
+def _num_shards(settings: _Settings, index: SourceIndex, num_cpus: float) -> int:
     groups = -(-index.num_images // settings.rows_per_row_group)
-    return min(groups, max(1, round(index.bytes / (settings.shard_mib * _MIB))))
+    written = _written_bytes(settings, index, num_cpus)
+    return min(groups, max(1, round(written / (settings.shard_mib * _MIB))))
 
 
-def _write_shard_lists(plan: _Plan, index: SourceIndex, staging: Location) -> None:
-    """Write the shuffled index: one parquet file with a row group per shard."""
-    order = KeyedPermutation(plan.num_images, _SHUFFLE, plan.settings.seed)
-    with staging.child(_LISTS).atomic_output() as target:
-        options = {"filesystem": target.filesystem, "compression": "zstd"}
-        with pq.ParquetWriter(target.path, INDEX_SCHEMA, **options) as writer:
-            for shard in range(plan.num_shards):
-                positions = np.arange(*plan.rows_of_shard(shard), dtype=np.int64)
-                table = index.entries(order.ranks(positions))
-                writer.write_table(table, row_group_size=max(1, len(positions)))
+def _written_bytes(settings: _Settings, index: SourceIndex, num_cpus: float) -> float:
+    """Bytes of all images as shards will hold them, by a sample where they must be looked at."""
+    if settings.shrinking is None and not index.unknown_lengths:
+        return index.bytes
+    count = min(_SAMPLED, index.num_images)
+    places = np.arange(count, dtype=np.int64)
+    sample = list(index.entries(shuffled_rows(index.num_images, settings.seed, places)))
+    firsts = range(0, count, _SAMPLED_PER_TASK)
+    sizes = run_tasks(_Sizer(sample, settings.shrinking), firsts, num_cpus)
+    return float(sum(sizes)) / count * index.num_images
 
 
-_PLAN: Final = "plan.json"
-_LISTS: Final = "lists.parquet"
+@dataclass(frozen=True)
+class _Sizer:
+    sample: list[IndexEntry]
+    shrinking: Shrinking | None
+
+    def __call__(self, first: int) -> int:
+        return written_bytes(self.sample[first : first + _SAMPLED_PER_TASK], self.shrinking)
 
 
 @dataclass(frozen=True)
@@ -255,27 +323,26 @@ class _ShardMaker:
         folder = locate(self.destination)
         staging = folder.child(STAGING_FOLDER)
         result = with_retries(
-            lambda: self._make(shard, folder, _list_of(staging, shard)), f"making shard {shard}"
+            lambda: self._make(shard, folder, list_of_shard(self.plan.shards, staging, shard)),
+            f"making shard {shard}",
         )
         staging.child(_result_name(shard)).write(json.dumps(asdict(result)).encode())
         return shard
 
     def _make(self, shard: int, folder: Location, entries: list[IndexEntry]) -> _ShardResult:
         settings = self.plan.settings
-        label_of = {name: label for label, name in enumerate(self.plan.classes)}
+        label_of = self.plan.label_of()
         rejected: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         max_labels = 0
         destination = folder.child(shard_name(shard, self.plan.num_shards))
         with ShardWriter(destination, settings.rows_per_row_group) as writer:
-            for entry, image in _read_ahead(entries):
+            for entry, image in read_ahead(entries):
+                labels = tuple(label_of[text] for text in entry.labels)
                 try:
-                    if isinstance(image, ValueError):
-                        raise image
-                    labels = tuple(_label(text, label_of) for text in entry.labels)
-                    writer.add(_checked(image, entry.key, labels, settings))
+                    writer.add(checked(image, entry.key, labels, settings.shrinking))
                 except ValueError as error:
-                    rejected.append((entry.key, str(error)))
+                    rejected.append((entry.key, printable(str(error))))
                     continue
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
@@ -284,62 +351,6 @@ class _ShardMaker:
         return _ShardResult(
             shard, facts.rows, facts.row_group_bytes, facts.bytes, max_labels, counts, rejected
         )
-
-
-def _list_of(staging: Location, shard: int) -> list[IndexEntry]:
-    (table,) = read_row_groups(staging.child(_LISTS), only=shard)
-    return list(table_entries(table))
-
-
-def _read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
-    """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        waiting = deque[tuple[IndexEntry, Future[bytes | ValueError]]]()
-        for entry in entries:
-            waiting.append((entry, pool.submit(_bytes_or_reason, entry)))
-            if len(waiting) > 2 * _READERS:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for entry, future in waiting:
-            yield entry, future.result()
-
-
-def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
-    try:
-        return entry.read()
-    except ValueError as error:
-        return error
-
-
-def _label(text: str, label_of: dict[str, int]) -> int:
-    label = label_of.get(text)
-    return int(text) if label is None else label
-
-
-def _checked(image: bytes, key: str, labels: tuple[int, ...], settings: _Settings) -> EncodedImage:
-    """A row of the data set.
-
-    Raises:
-        ValueError: if the image is empty, not an image, or cut short.
-    """
-    if not image:
-        raise ValueError("the file is empty")
-    pixels = decode(image)
-    if settings.shrink_to is not None and min(pixels.shape[:2]) > settings.shrink_to:
-        image, pixels = _shrunk(pixels, settings.shrink_to, settings.shrink_quality)
-    return EncodedImage(image, labels, key, pixels.shape[1], pixels.shape[0])
-
-
-def _shrunk(
-    pixels: NDArray[np.uint8], shorter_side: int, quality: int
-) -> tuple[bytes, NDArray[np.uint8]]:
-    """The image re-encoded as JPEG with its shorter side at a length."""
-    factor = shorter_side / min(pixels.shape[:2])
-    height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
-    small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-    bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
-    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-    return encoded.tobytes(), small  # type: ignore[return-value]
 
 
 _REJECTED_SHOWN: Final = 1000
@@ -353,7 +364,9 @@ def _delete_abandoned(folder: Location) -> None:
                 os.remove(info.path)
 
 
-def _commit(plan: _Plan, folder: Location, max_rejected_fraction: float) -> ConvertReport:
+def _commit(
+    plan: _Plan, folder: Location, max_rejected_fraction: float, lock_number: int
+) -> ConvertReport:
     """Write what is left to write: the manifest last but for the report and the tidying up."""
     shown: dict[str, str] = {}
     written: list[_ShardResult] = []
@@ -367,6 +380,8 @@ def _commit(plan: _Plan, folder: Location, max_rejected_fraction: float) -> Conv
             if result.rows:
                 written.append(replace(result, rejected=[], label_counts={}))
     _check_rejected(folder, shown, rejected.count, plan.num_images, max_rejected_fraction)
+    _check_shards(plan, folder, written)
+    check_lock(folder.child(STAGING_FOLDER), lock_number)
     report = ConvertReport(
         num_images=plan.num_images - rejected.count,
         num_classes=len(plan.classes),
@@ -379,7 +394,6 @@ def _commit(plan: _Plan, folder: Location, max_rejected_fraction: float) -> Conv
     )
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
     _delete_abandoned(folder)
-    folder.child(STAGING_FOLDER).delete()
     return report
 
 
@@ -393,6 +407,31 @@ def _check_rejected(
             f"convert.max_rejected_fraction={max_fraction}; the first is {key!r}: {reason}. "
             f"{folder.child(REJECTED_FILE).uri} lists all. Raise the limit and run the command "
             f"again; or mend the source, delete {folder.uri} and convert anew."
+        )
+
+
+def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) -> None:
+    """Look at the size and the footer of every shard before the data set becomes visible.
+
+    Raises:
+        ValueError: some are not as they were written; a restart makes these anew.
+    """
+
+    def problem_of(result: _ShardResult) -> str | None:
+        location = folder.child(shard_name(result.shard, plan.num_shards))
+        return problem_of_shard(location, result.rows, result.bytes)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = zip(written, pool.map(problem_of, written), strict=True)
+        problems = {result.shard: problem for result, problem in found if problem}
+    for shard in problems:
+        folder.child(STAGING_FOLDER).child(_result_name(shard)).delete()
+    if problems:
+        shard, problem = next(iter(problems.items()))
+        raise ValueError(
+            f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
+            f"written; the first is {shard_name(shard, plan.num_shards)}: {problem}. Check the "
+            f"storage, and run the same command again: it makes these shards anew."
         )
 
 

@@ -1,18 +1,19 @@
-"""The index of a whole source: made in parallel, kept on disk, read in any order.
+"""The index of a whole source: made in parallel, kept on disk, read from its begin to its end.
 
-Each unit's index is a parquet file in the staging folder, so that a restart does not repeat it. The
-driver joins them into one Arrow file on its local disk and maps it into memory.
+Each unit's index is a parquet file in the staging folder, so that a restart does not repeat it.
+Nobody ever reads it at random places: `shard_lists.py` draws it into another order.
 """
 
 import functools
 import hashlib
 import json
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,22 +22,29 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.sources import (
+from vit_ray.data.prepare.sources.entries import (
     INDEX_SCHEMA,
+    DamagedUnitError,
     IndexEntry,
     SourceUnit,
-    class_names_in_file,
-    index_unit,
+    rejected,
+    storable,
 )
+from vit_ray.data.prepare.sources.layouts import class_names_in_file, index_unit
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
-_ENTRIES_AT_A_TIME: Final = 1 << 14
+ENTRIES_AT_A_TIME: Final = 1 << 14
+"""Rows of a row group of an index file."""
+MOST_CLASSES: Final = 1_000_000
 _READERS: Final = 16
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
 )
+_INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
+
+LabelsAre = Literal["auto", "names", "indices"]
 
 
 @dataclass(frozen=True)
@@ -44,62 +52,124 @@ class SourceIndex:
     """All images of a source.
 
     Attributes:
-        table: memory-mapped, of `INDEX_SCHEMA`.
+        parts: parquet files of `INDEX_SCHEMA`, one per unit.
+        rows: entries of each part, usable or not.
         classes: class names in label order.
+        are_indices: whether labels are indices into `classes`, and not names of them.
         digest: tells one source from another.
         bytes: of all images whose length is known.
-        repeated: rows whose key stands in an earlier row.
+        unknown_lengths: entries of unknown length.
+        repeated: rows whose key stands in an earlier row, sorted.
     """
 
-    table: pa.Table
+    parts: list[Location]
+    rows: list[int]
     classes: list[str]
+    are_indices: bool
     digest: str
     bytes: int
+    unknown_lengths: int
     repeated: NDArray[np.int64]
 
     @property
     def num_images(self) -> int:
         """Entries, usable or not."""
-        return int(self.table.num_rows)
+        return sum(self.rows)
 
-    def entries(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The index of some images, in the order given."""
-        table = self.table.take(pa.array(rows))
-        is_repeated = np.isin(rows, self.repeated)
-        if not is_repeated.any():
+    def tables(self) -> Iterator[tuple[int, pa.Table]]:
+        """Number of the first row, and some rows, from the begin to the end."""
+        first = 0
+        for part in self.parts:
+            for table in read_row_groups(part):
+                yield first, self._marked(table, first)
+                first += table.num_rows
+
+    def entries(self, rows: NDArray[np.int64]) -> Iterator[IndexEntry]:
+        """A few entries, in the order of the source; reads the row groups that they lie in."""
+        ends = np.cumsum(self.rows)
+        for row in np.sort(rows).tolist():
+            part = int(np.searchsorted(ends, row, side="right"))
+            group, place = divmod(row - int(ends[part]) + self.rows[part], ENTRIES_AT_A_TIME)
+            (table,) = read_row_groups(self.parts[part], only=group)
+            yield from table_entries(self._marked(table.slice(place, 1), row))
+
+    def _marked(self, table: pa.Table, first: int) -> pa.Table:
+        """With the reason why a repeated row is not usable."""
+        begin, end = np.searchsorted(self.repeated, [first, first + table.num_rows])
+        if begin == end:
             return table
+        is_repeated = np.zeros(table.num_rows, bool)
+        is_repeated[self.repeated[begin:end] - first] = True
         known = table["problem"]
         problem = pc.if_else(pa.array(is_repeated), pc.coalesce(known, _REPEATED), known)
-        return table.set_column(table.schema.get_field_index("problem"), "problem", problem)
+        return table.set_column(
+            table.schema.get_field_index("problem"), "problem", problem.cast(known.type)
+        )
 
 
 def build_index(
     units: list[SourceUnit],
     staging: Location,
     scratch: Path,
-    classes: list[str] | None,
-    num_cpus: float,
+    *,
+    classes: list[str] | None = None,
+    labels_are: LabelsAre = "auto",
+    keep_damaged: bool = False,
+    num_cpus: float = 1.0,
 ) -> SourceIndex:
-    """Index every unit that has not been indexed, and join the parts.
+    """Index every unit that has not been indexed.
+
+    Args:
+        keep_damaged: takes what stands before the damage of an archive.
 
     Raises:
-        ValueError: if the source has no images, or a label that is no given class.
+        ValueError: if the source has no images, an archive is damaged, or a label is no given
+            class.
     """
     done = {info.base_name for info in staging.list_files()}
     missing = [unit for unit in units if _facts_name(unit) not in done]
     run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
     contents = read_many(staging.child(_facts_name(unit)) for unit in units)
-    facts = [json.loads(content) for content in contents]
-    names = _class_names(facts, classes, may_be_indices=units[0].format != "folder")
-    file = scratch / "index.arrow"
-    _join(staging, units, file)
-    table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-    if table.num_rows == 0:
-        raise ValueError(f"the source {units[0].folder!r} holds no images; check its layout.")
-    digest = hashlib.sha256("".join(fact["digest"] for fact in facts).encode()).hexdigest()[:16]
+    facts = [_UnitFacts(**json.loads(content)) for content in contents]
+    damages = [fact.damage for fact in facts if fact.damage]
+    if damages and not keep_damaged:
+        _forget_damaged(units, facts, staging)
+        raise ValueError(_advice(damages))
+    parts = [staging.child(_part_name(unit)) for unit in units]
+    rows = [fact.rows for fact in facts]
+    if not sum(rows):
+        raise ValueError(
+            f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
+            f"that were looked at; check its layout."
+        )
+    names, are_indices = class_names(facts, classes, labels_are)
+    digest = hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
     may_repeat = units[0].format in ("csv", "jsonl", "webdataset")
-    repeated = _repeated_keys(table["key"], scratch) if may_repeat else np.empty(0, np.int64)
-    return SourceIndex(table, names, digest, sum(fact["bytes"] for fact in facts), repeated)
+    return SourceIndex(
+        parts,
+        rows,
+        names,
+        are_indices,
+        digest,
+        sum(fact.bytes for fact in facts),
+        sum(fact.unknown_lengths for fact in facts),
+        _repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
+    )
+
+
+def _forget_damaged(units: list[SourceUnit], facts: list["_UnitFacts"], staging: Location) -> None:
+    """So that a file that is mended meanwhile is indexed again."""
+    for unit, fact in zip(units, facts, strict=True):
+        if fact.damage:
+            staging.child(_facts_name(unit)).delete()
+
+
+def _advice(damages: list[str]) -> str:
+    shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
+    return (
+        f"convert: {len(damages)} files of the source are damaged: {shown}. Get them anew, or set "
+        f"convert.keep_damaged_archives=true to take what stands before the damage."
+    )
 
 
 def read_many(files: Iterable[Location]) -> Iterator[bytes]:
@@ -116,7 +186,8 @@ def read_many(files: Iterable[Location]) -> Iterator[bytes]:
 
 def _name(unit: SourceUnit) -> str:
     """By its path, so that a restart finds what it needs though units have come or gone."""
-    return f"index-{hashlib.sha256(unit.path.encode()).hexdigest()[:16]}"
+    name = f"{unit.path}#{unit.start}" if unit.start else unit.path
+    return f"index-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _facts_name(unit: SourceUnit) -> str:
@@ -127,6 +198,27 @@ def _part_name(unit: SourceUnit) -> str:
     return f"{_name(unit)}.parquet"
 
 
+@dataclass
+class _UnitFacts:
+    """What is kept of a unit beside its index.
+
+    Attributes:
+        kinds: of its labels, as `IndexEntry.label_kind`.
+        declared: its class names, where it says them.
+        damage: where and why its index ends before the unit.
+    """
+
+    path: str
+    labels: list[str]
+    kinds: list[str]
+    declared: list[str] | None
+    digest: str
+    rows: int
+    bytes: int
+    unknown_lengths: int
+    damage: str | None
+
+
 @dataclass(frozen=True)
 class _UnitIndexer:
     staging: str
@@ -134,24 +226,66 @@ class _UnitIndexer:
     def __call__(self, unit: SourceUnit) -> str:
         staging = locate(self.staging)
         facts = with_retries(lambda: self._index(staging, unit), f"indexing {unit.path}")
-        staging.child(_facts_name(unit)).write(json.dumps(facts).encode())
+        staging.child(_facts_name(unit)).write(json.dumps(asdict(facts)).encode())
         return unit.path
 
-    def _index(self, staging: Location, unit: SourceUnit) -> dict[str, Any]:
-        labels: set[str] = set()
-        digest, total = hashlib.sha256(), 0
+    def _index(self, staging: Location, unit: SourceUnit) -> _UnitFacts:
+        tally, damage = _Tally(), None
         with _PartWriter(staging.child(_part_name(unit))) as writer:
-            for entry in index_unit(unit, staging.child(f"{_name(unit)}.bin")):
+            for entry in _until_damage(unit, staging.child(f"{_name(unit)}.bin")):
+                if isinstance(entry, DamagedUnitError):
+                    damage = str(entry)
+                    entry = rejected(unit.path, unit.name, damage)
+                entry = storable(entry)
                 writer.add(entry)
-                labels.update(entry.labels)
-                total += max(entry.length, 0)
-                digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
-        return {
-            "labels": sorted(labels),
-            "declared": class_names_in_file(unit),
-            "digest": digest.hexdigest(),
-            "bytes": total,
-        }
+                tally.add(entry, unit)
+        declared = None if damage else class_names_in_file(unit)
+        return _UnitFacts(
+            unit.path,
+            sorted(tally.labels),
+            sorted(tally.kinds),
+            declared,
+            tally.digest.hexdigest(),
+            tally.rows,
+            tally.bytes,
+            tally.unknown_lengths,
+            damage,
+        )
+
+
+def _until_damage(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry | DamagedUnitError]:
+    try:
+        yield from index_unit(unit, pack)
+    except DamagedUnitError as error:
+        yield error
+
+
+class _Tally:
+    """Counts the entries of one unit."""
+
+    def __init__(self) -> None:
+        self.labels: set[str] = set()
+        self.kinds: set[str] = set()
+        self.digest = hashlib.sha256()
+        self.rows = self.bytes = self.unknown_lengths = 0
+
+    def add(self, entry: IndexEntry, unit: SourceUnit) -> None:
+        self.rows += 1
+        self.digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
+        if entry.problem is not None:
+            return
+        self.labels.update(entry.labels)
+        self.kinds.add(entry.label_kind)
+        self.bytes += max(entry.length, 0)
+        self.unknown_lengths += entry.length < 0
+        _check_class_count(len(self.labels), unit.path)
+
+
+def _check_class_count(count: int, source: str) -> None:
+    if count > MOST_CLASSES:
+        raise ValueError(
+            f"{source!r} has more than {MOST_CLASSES:,} different labels; are they labels?"
+        )
 
 
 class _PartWriter:
@@ -168,7 +302,7 @@ class _PartWriter:
 
     def add(self, entry: IndexEntry) -> None:
         self._pending.append(entry)
-        if len(self._pending) == _ENTRIES_AT_A_TIME:
+        if len(self._pending) == ENTRIES_AT_A_TIME:
             self._flush()
 
     def _flush(self) -> None:
@@ -195,31 +329,78 @@ def table_entries(table: pa.Table) -> Iterator[IndexEntry]:
         yield IndexEntry(**{**row, "labels": tuple(row["labels"])})
 
 
-def _class_names(
-    facts: list[dict[str, Any]], classes: list[str] | None, may_be_indices: bool
-) -> list[str]:
-    """Given names, else names that the source declares, else its labels in sorted order."""
-    labels = sorted({label for fact in facts for label in fact["labels"]})
-    declared = classes or next((fact["declared"] for fact in facts if fact["declared"]), None)
-    are_numbers = may_be_indices and all(label.isdigit() for label in labels)
-    if declared is not None:
-        allowed = {*declared, *(str(i) for i in range(len(declared)) if are_numbers)}
-        unknown = [label for label in labels if label not in allowed]
-        if unknown:
+def class_names(
+    facts: list[_UnitFacts], classes: list[str] | None, labels_are: LabelsAre
+) -> tuple[list[str], bool]:
+    """Class names in label order, and whether labels are indices into them.
+
+    They are the given names; else those that the source declares; else its labels, sorted, as
+    numbers where they are integers.
+
+    Raises:
+        ValueError: parts of the source declare different names, or a label is none of them.
+    """
+    labels = sorted({label for fact in facts for label in fact.labels})
+    kinds = {kind for fact in facts for kind in fact.kinds}
+    _check_class_count(len(labels), "the source")
+    names = classes or _declared(facts)
+    if names is None and labels_are == "indices":
+        raise ValueError(
+            "convert.labels_are=indices needs the names that they are indices of; give them by "
+            "convert.classes."
+        )
+    if names is None:
+        are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
+        return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
+    are_indices = _are_indices(labels, kinds, names, labels_are)
+    allowed = {str(i) for i in range(len(names))} if are_indices else set(names)
+    if unknown := [label for label in labels if label not in allowed]:
+        what = f"indices of the {len(names)} classes" if are_indices else "in the classes"
+        raise ValueError(
+            f"convert: labels {unknown[:5]} are not {what} {names[:20]}; correct convert.classes, "
+            f"or say by convert.labels_are whether labels are names or indices."
+        )
+    return list(names), are_indices
+
+
+def _declared(facts: list[_UnitFacts]) -> list[str] | None:
+    declaring = [fact for fact in facts if fact.declared]
+    for fact in declaring[1:]:
+        if fact.declared != declaring[0].declared:
             raise ValueError(
-                f"convert: labels {unknown[:5]} are not in the classes {declared[:20]}."
+                f"{declaring[0].path!r} and {fact.path!r} declare different class names; give "
+                f"them by convert.classes, or convert one of the two."
             )
-        return list(declared)
-    if are_numbers and labels:
-        return [str(i) for i in range(max(map(int, labels)) + 1)]
-    return labels
+    return declaring[0].declared if declaring else None
 
 
-def _repeated_keys(keys: pa.ChunkedArray, scratch: Path) -> NDArray[np.int64]:
+def _are_indices(
+    labels: list[str], kinds: set[str], names: list[str], labels_are: LabelsAre
+) -> bool:
+    """As the source declares; where it does not say, integers are indices into names of words.
+
+    Raises:
+        ValueError: nobody can tell: both labels and class names are numbers, and not the same.
+    """
+    if labels_are != "auto" or kinds <= {"name"} or kinds == {"index"}:
+        return labels_are == "indices" if labels_are != "auto" else kinds == {"index"}
+    if not all(map(_INTEGER.fullmatch, labels)):
+        return False
+    if not any(map(_INTEGER.fullmatch, names)):
+        return True
+    if all(name == str(i) for i, name in enumerate(names)):
+        return False
+    raise ValueError(
+        f"convert: labels such as {labels[:5]} may be names or indices of the classes "
+        f"{names[:5]}; say which by convert.labels_are=names or convert.labels_are=indices."
+    )
+
+
+def _repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:
     """Rows whose key stands in an earlier row; the hashes of all keys are sorted on disk."""
-    hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(len(keys),))
-    for row, key in enumerate(_texts(keys)):
-        hashes[row] = hash(key)
+    hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(rows,))
+    for first, keys in _keys(parts):
+        hashes[first : first + len(keys)] = np.fromiter(map(hash, keys), np.int64, len(keys))
     hashes.sort()
     twice: set[int] = set()
     for start in range(0, len(hashes), _HASHES_AT_A_TIME):
@@ -227,38 +408,36 @@ def _repeated_keys(keys: pa.ChunkedArray, scratch: Path) -> NDArray[np.int64]:
         twice.update(part[1:][part[1:] == part[:-1]].tolist())
     seen: set[str] = set()
     repeated = []
-    for row, key in enumerate(_texts(keys) if twice else ()):
-        if hash(key) in twice:
-            if key in seen:
-                repeated.append(row)
-            seen.add(key)
+    for first, keys in _keys(parts) if twice else ():
+        for row, key in enumerate(keys, first):
+            if hash(key) in twice:
+                if key in seen:
+                    repeated.append(row)
+                seen.add(key)
     return np.array(repeated, np.int64)
 
 
-def _texts(column: pa.ChunkedArray) -> Iterator[str]:
-    for chunk in column.chunks:
-        yield from chunk.to_pylist()
+def _keys(parts: list[Location]) -> Iterator[tuple[int, list[str]]]:
+    """Number of the first row, and the keys of some rows."""
+    first = 0
+    for part in parts:
+        for table in read_row_groups(part, columns=["key"]):
+            yield first, table["key"].to_pylist()
+            first += table.num_rows
 
 
-def _join(staging: Location, units: list[SourceUnit], file: Path) -> None:
-    """All parts as one Arrow file, a row group at a time."""
-    with pa.ipc.new_file(str(file), INDEX_SCHEMA) as output:
-        for unit in units:
-            for table in read_row_groups(staging.child(_part_name(unit))):
-                output.write_table(table.cast(INDEX_SCHEMA))
-
-
-def read_row_groups(location: Location, only: int | None = None) -> Iterator[pa.Table]:
+def read_row_groups(
+    location: Location, only: int | None = None, columns: list[str] | None = None
+) -> Iterator[pa.Table]:
     """The row groups of a parquet file, or one of them, each read with retries."""
 
     def read_one(number: int) -> tuple[pa.Table, int]:
         with location.filesystem.open_input_file(location.path) as source:
             file = pq.ParquetFile(source)
             count = file.metadata.num_row_groups
-            table = (
-                file.read_row_group(number) if number < count else file.schema_arrow.empty_table()
-            )
-            return table, count
+            if number >= count:
+                return file.schema_arrow.empty_table(), count
+            return file.read_row_group(number, columns=columns), count
 
     number, count = only or 0, 1 if only is None else only + 1
     while number < count:

@@ -1,0 +1,58 @@
+"""Small sources of every layout, and what a conversion makes of them."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare.convert import convert
+
+
+def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> bytes:
+    """An archive, by Python's own writer."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=format) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return sink.getvalue()
+
+
+def write_hub_file(
+    path: Path, images: list[bytes | None], labels: Any, features: dict[str, Any] | None = None
+) -> None:
+    """A parquet file as the datasets library writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    structs = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)]
+    table = pa.table({"image": structs, "label": labels})
+    if features is not None:
+        metadata = {"info": {"features": features}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
+    pq.write_table(table, path, row_group_size=5)
+
+
+def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:
+    """Key to bytes and class names of every row."""
+    convert(str(source), str(target), rows_per_row_group=4, **options)
+    manifest = open_dataset(str(target))
+    tables = [pq.read_table(target / file.path) for file in manifest.files]
+    rows = [row for table in tables for row in table.to_pylist()]
+    return {r["key"]: (r["image"], [manifest.classes[i] for i in r["labels"]]) for r in rows}
+
+
+def labels_of(rows: dict[str, tuple[bytes, Any]]) -> dict[str, Any]:
+    """Key to the class name, or to the list of names where there are several."""
+    return {k: names[0] if len(names) == 1 else names for k, (_, names) in rows.items()}
+
+
+def rejections(target: Path) -> dict[str, str]:
+    """Key to the reason of each rejected row."""
+    rows = pq.read_table(target / "rejected.parquet").to_pylist()
+    assert len({row["key"] for row in rows}) == len(rows)
+    return {row["key"]: row["reason"] for row in rows}

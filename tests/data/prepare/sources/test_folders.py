@@ -1,0 +1,109 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import jpeg
+from tests.data.prepare.archives import converted, labels_of, rejections
+
+IMAGES = {
+    f"{label}/{i}.jpg": jpeg(i + 10 * len(label)) for label in ("cat", "dog") for i in range(9)
+}
+
+
+def write_images(root: Path, below: str = "") -> Path:
+    for name, image in IMAGES.items():
+        file = root / below / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image)
+    return root
+
+
+def test_a_loop_of_links_gives_each_image_once(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source")
+    (root / "cat" / "deep").mkdir()
+    os.symlink(root / "cat", root / "cat" / "deep" / "again")
+    os.symlink(root, root / "whole")
+    found = converted(root, tmp_path / "set")
+    assert {key: image for key, (image, _) in found.items()} == IMAGES
+    again = "it is a link to a folder that is read already"
+    assert rejections(tmp_path / "set") == {"cat/deep/again": again, "whole": again}
+
+
+def test_a_linked_folder_is_read(serial: None, tmp_path: Path) -> None:
+    write_images(tmp_path / "stored")
+    (tmp_path / "source").mkdir()
+    os.symlink(tmp_path / "stored" / "cat", tmp_path / "source" / "tiger")
+    found = labels_of(converted(tmp_path / "source", tmp_path / "set"))
+    assert found == {f"tiger/{i}.jpg": "tiger" for i in range(9)}
+
+
+def test_what_cannot_be_read_is_rejected(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source")
+    os.mkfifo(root / "cat" / "pipe.jpg")
+    os.symlink(tmp_path / "nowhere", root / "cat" / "gone.jpg")
+    (root / "dog" / os.fsdecode(b"caf\xe9.jpg")).write_bytes(b"")
+    (root / "beside.jpg").write_bytes(IMAGES["cat/0.jpg"])
+    assert len(converted(root, tmp_path / "set", max_rejected_fraction=0.5)) == 18
+    assert rejections(tmp_path / "set") == {
+        "cat/pipe.jpg": "it is not a regular file",
+        "cat/gone.jpg": "it cannot be read: No such file or directory",
+        "dog/caf\\udce9.jpg": "its name or its label is not valid UTF-8",
+        "beside.jpg": "it lies in no class folder",
+    }
+
+
+def test_numbers_as_folder_names_are_names(serial: None, tmp_path: Path) -> None:
+    for i, name in enumerate(("10", "9", "09")):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        (tmp_path / "source" / name / "a.jpg").write_bytes(jpeg(i))
+    found = labels_of(converted(tmp_path / "source", tmp_path / "set", classes=["9", "10", "09"]))
+    assert found == {f"{name}/a.jpg": name for name in ("10", "9", "09")}
+
+
+def test_splits_of_class_folders_must_be_chosen(serial: None, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / "source", split)
+    with pytest.raises(ValueError, match=r"has several splits: train, validation; give one as"):
+        converted(tmp_path / "source", tmp_path / "set")
+    for split in ("val", "validation"):
+        found = converted(tmp_path / "source", tmp_path / split, split=split)
+        assert {key: image for key, (image, _) in found.items()} == IMAGES
+    everything = converted(tmp_path / "source", tmp_path / "all", split="all")
+    assert set(everything) == {f"{s}/{n}" for s in ("train", "val") for n in IMAGES}
+    assert set(labels_of(everything).values()) == {"cat", "dog"}
+    with pytest.raises(ValueError, match=r"split='test' is not in .*it has train, validation"):
+        converted(tmp_path / "source", tmp_path / "test", split="test")
+
+
+def test_a_test_split_without_classes_is_no_class(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source", "train")
+    (root / "test").mkdir()
+    (root / "test" / "1.jpg").write_bytes(jpeg(1))
+    with pytest.raises(ValueError, match=r"several splits: test, train"):
+        converted(root, tmp_path / "set")
+    assert len(converted(root, tmp_path / "set", split="train")) == 18
+
+
+def test_the_only_split_needs_no_choice(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source", "train")
+    (root / "annotations").mkdir()
+    assert set(labels_of(converted(root, tmp_path / "set")).values()) == {"cat", "dog"}
+
+
+def test_a_class_may_be_called_as_a_split_is(serial: None, tmp_path: Path) -> None:
+    """Vehicles: a train stands beside a cat."""
+    root = write_images(tmp_path / "source")
+    (root / "train" / "steam").mkdir(parents=True)
+    (root / "train" / "steam" / "1.jpg").write_bytes(jpeg(1))
+    assert set(labels_of(converted(root, tmp_path / "set")).values()) == {"cat", "dog", "train"}
+    with pytest.raises(ValueError, match=r"has no folders such as train and val"):
+        converted(root, tmp_path / "other", split="train")
+
+
+def test_bytes_and_labels_come_as_they_are(serial: None, tmp_path: Path) -> None:
+    found = converted(write_images(tmp_path / "source"), tmp_path / "set", seed=7)
+    assert found == {key: (image, [key.split("/")[0]]) for key, image in IMAGES.items()}
+    order = [list(IMAGES).index(key) for key in found]
+    assert abs(np.corrcoef(order, np.arange(18))[0, 1]) < 0.6

@@ -1,0 +1,195 @@
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.pictures import jpeg
+from tests.data.prepare.archives import converted, labels_of, rejections
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare.sources import lists
+from vit_ray.data.prepare.sources.layouts import index_unit, list_units
+from vit_ray.storage import locate
+
+IMAGES = {f"{i:03d}.jpg": jpeg(i, 40 + i, 60) for i in range(40)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, image in IMAGES.items():
+        (tmp_path / name).write_bytes(image)
+    return tmp_path
+
+
+def write_csv(file: Path, rows: list[list[str]], labels: str = "label") -> Path:
+    with file.open("w", newline="", encoding="utf-8") as sink:
+        csv.writer(sink).writerows([["path", labels], *rows])
+    return file
+
+
+def test_a_comma_in_a_label_is_no_separator(serial: None, folder: Path) -> None:
+    labels = {name: "tench, Tinca tinca" if i % 2 else "a; b" for i, name in enumerate(IMAGES)}
+    file = write_csv(folder / "list.csv", [[name, label] for name, label in labels.items()])
+    assert labels_of(converted(file, folder / "set")) == labels
+
+
+def test_a_column_of_labels_is_a_list(serial: None, folder: Path) -> None:
+    rows = [[name, "tench, Tinca tinca; cock"] for name in IMAGES]
+    file = write_csv(folder / "list.csv", rows, "labels")
+    found = labels_of(converted(file, folder / "set"))
+    assert found == {name: ["tench, Tinca tinca", "cock"] for name in IMAGES}
+
+
+def test_each_bad_row_of_a_csv_is_rejected_alone(serial: None, folder: Path) -> None:
+    good = list(IMAGES)[:20]
+    bad = [
+        b",cat", b"  ,cat", b"000.jpg,tench, Tinca", b"000.jpg", b"caf\xe9.jpg,cat",
+        b"none.jpg,cat",
+        b"/dev/zero,cat", b"nul\0.jpg,cat", b".,cat", b"020.jpg,",
+        b"ftp://x/y.jpg,cat",
+        "021.jpg,\u00b2".encode(),
+    ]  # fmt: skip
+    rows = [b"path,label", *(f"{name},cat".encode() for name in good), *bad]
+    file = folder / "list.csv"
+    file.write_bytes(b"\n".join(rows))
+    found = labels_of(converted(file, folder / "set", max_rejected_fraction=0.5))
+    assert found == {**dict.fromkeys(good, "cat"), "021.jpg": "\u00b2"}
+    reasons = rejections(folder / "set")
+    assert len(reasons) == len(bad) - 1
+    expected = {
+        f"{file}#22": "it has no path",
+        f"{file}#23": "it has no path",
+        f"{file}#24": "it has 3 fields, the header 2",
+        f"{file}#25": "it has 1 fields, the header 2",
+        "caf\\udce9.jpg": "not valid UTF-8",
+        "none.jpg": "no such file",
+        "/dev/zero": "not a regular file",
+        "nul\0.jpg": "null",
+        ".": "not a regular file",
+        "020.jpg": "its label is empty",
+        "ftp://x/y.jpg": "scheme",
+    }
+    assert set(expected) == set(reasons)
+    assert not [key for key, reason in expected.items() if reason not in reasons[key]]
+
+
+def test_a_quote_that_is_never_closed_loses_no_line(serial: None, folder: Path) -> None:
+    names = list(IMAGES)
+    lines = [f"{name},cat" for name in names[:20]] + [
+        f'"{names[20]},cat',
+        *map("{},dog".format, names[21:]),
+    ]
+    (folder / "list.csv").write_text("\n".join(["path,label", *lines]))
+    assert len(converted(folder / "list.csv", folder / "set", max_rejected_fraction=0.6)) == 20
+    reasons = rejections(folder / "set")
+    assert sorted(reasons) == [f"{folder}/list.csv#{line}" for line in range(22, 42)]
+    assert all("a quote" in r or "fields" in r for r in reasons.values())
+
+
+def test_each_bad_line_of_json_is_rejected_alone(serial: None, folder: Path) -> None:
+    good = [json.dumps({"path": name, "label": "cat"}).encode() for name in list(IMAGES)[:20]]
+    bad = {
+        b"[1, 2]": "a JSON list", b"3": "a JSON int", b"null": "a JSON NoneType",
+        b'{"path": "a.jpg"': "not JSON", b"\xff\xfe": "not JSON", b"[" * 10**5: "too deeply",
+        b'{"path": "", "label": "c"}': "has no path", b'{"path": 3, "label": "c"}': "has no path",
+        b'{"label": "cat"}': "has no path", b'{"path": "\\ud800", "label": "c"}': "UTF-8",
+        b'{"path": "022.jpg", "label": true}': "of type bool",
+        b'{"path": "023.jpg", "label": {}}': "of type dict", b'{"path": "024.jpg"}': "no label",
+        b'{"path": "025.jpg", "label": "' + b"x" * (1 << 21): "has 1,048,576 bytes or more",
+    }  # fmt: skip
+    (folder / "list.jsonl").write_bytes(b"\n".join([*good, *bad, b"", b"  "]))
+    found = converted(folder / "list.jsonl", folder / "set", max_rejected_fraction=0.5)
+    assert sorted(found) == list(IMAGES)[:20]
+    reasons = rejections(folder / "set")
+    assert len(reasons) == len(bad)
+    assert sorted(reasons) == sorted(
+        [f"{folder}/list.jsonl#{line}" for line in (*range(21, 30), 34)]
+        + ["\\ud800", "022.jpg", "023.jpg", "024.jpg"]
+    )
+    for line, reason in enumerate(bad.values(), 21):
+        assert any(reason in given for given in reasons.values()), (line, reason)
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [("name,label", "path"), ("path,kind", "label"), ("path,label,label", "two")],
+)
+def test_a_header_without_what_is_needed_is_refused(
+    serial: None, folder: Path, header: str, what: str
+) -> None:
+    (folder / "list.csv").write_text(f"{header}\n")
+    with pytest.raises(ValueError, match=what):
+        converted(folder / "list.csv", folder / "set")
+
+
+def test_utf16_is_refused(serial: None, folder: Path) -> None:
+    (folder / "list.csv").write_text("path,label\n000.jpg,cat\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"list.csv' is UTF-16; save it as UTF-8"):
+        converted(folder / "list.csv", folder / "set")
+
+
+TRICKY = [
+    ["000.jpg", "plain"],
+    ["001.jpg", "a\nlabel of\nlines"],
+    ["002.jpg", 'said "so"'],
+    ["003.jpg", 'inch 5"'],
+    ["004.jpg", "caf\xe9, \u00b2"],
+    ["005.jpg", '",\n"'],
+]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 30, 100])
+def test_a_csv_is_cut_between_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Whatever stands in quotes; Python's csv on the whole file tells what the rows are."""
+    monkeypatch.setattr(lists, "PART_BYTES", part_bytes)
+    file = write_csv(folder / "list.csv", TRICKY * 3)
+    units = list_units(str(file))
+    assert len(units) > 3 if part_bytes < 100 else len(units) > 1
+    entries = [e for unit in units for e in index_unit(unit, locate(str(folder / "pack")))]
+    assert [[e.key, *e.labels] for e in entries] == TRICKY * 3
+    assert [(u.start, u.stop) for u in units[1:]] == [
+        (a.stop, b.stop) for a, b in itertools.pairwise(units)
+    ]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 50])
+def test_a_jsonl_is_cut_between_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(lists, "PART_BYTES", part_bytes)
+    lines = [json.dumps({"path": name, "label": "x" * i}) for i, name in enumerate(IMAGES)]
+    (folder / "list.jsonl").write_text("\n".join([*lines[:5], "broken", "", *lines[5:]]))
+    units = list_units(str(folder / "list.jsonl"))
+    entries = [e for unit in units for e in index_unit(unit, locate(str(folder / "pack")))]
+    assert [e.key for e in entries if e.problem is None] == list(IMAGES)[1:]
+    (broken,) = [e.problem for e in entries if e.problem is not None and "#" in e.key]
+    assert broken.startswith("line 6: it is not JSON")
+
+
+def test_shards_of_a_list_have_the_size_that_is_asked_for(
+    serial: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists, "PART_BYTES", 100)
+    for i in range(400):
+        (folder / f"x{i}.jpg").write_bytes(IMAGES[f"{i % 40:03d}.jpg"])
+    file = write_csv(folder / "list.csv", [[f"x{i}.jpg", "cat"] for i in range(400)])
+    total = sum(map(len, IMAGES.values())) * 10
+    converted(file, folder / "set", shard_mib=total / 10 / 2**20)
+    sizes = [f.bytes for f in open_dataset(str(folder / "set")).files]
+    assert 9 <= len(sizes) <= 11
+
+
+def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(
+    serial: None, folder: Path
+) -> None:
+    """400 x 300 pixels shrink to a small part of their bytes; a shard holds many more."""
+    (folder / "source" / "cat").mkdir(parents=True)
+    for i in range(60):
+        (folder / "source" / "cat" / f"{i}.jpg").write_bytes(jpeg(i, 300, 400))
+    converted(folder / "source", folder / "set", shrink_to=60, shard_mib=0.01)
+    files = open_dataset(str(folder / "set")).files
+    assert len(files) > 1
+    assert sum(f.bytes for f in files) / len(files) == pytest.approx(0.01 * 2**20, rel=0.35)

@@ -1,0 +1,86 @@
+"""From entries of an index to rows of a shard: read ahead, checked, and shrunk if asked."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.format.shard_writer import EncodedImage
+from vit_ray.data.images.crops import decode
+from vit_ray.data.prepare.sources.entries import IndexEntry
+
+_READERS: Final = 8
+"""Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """Re-encodes images whose shorter side is longer than this many pixels, as JPEG."""
+
+    shorter_side: int
+    quality: int
+
+
+def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
+    """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        waiting = deque[tuple[IndexEntry, Future[bytes | ValueError]]]()
+        for entry in entries:
+            waiting.append((entry, pool.submit(_bytes_or_reason, entry)))
+            if len(waiting) > 2 * _READERS:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for entry, future in waiting:
+            yield entry, future.result()
+
+
+def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
+    try:
+        return entry.read()
+    except ValueError as error:
+        return error
+
+
+def checked(
+    image: bytes | ValueError, key: str, labels: tuple[int, ...], shrinking: Shrinking | None
+) -> EncodedImage:
+    """A row of the data set.
+
+    Raises:
+        ValueError: if the image could not be read, is empty, not an image, or cut short.
+    """
+    if isinstance(image, ValueError):
+        raise image
+    if not image:
+        raise ValueError("the file is empty")
+    pixels = decode(image)
+    if shrinking is not None and min(pixels.shape[:2]) > shrinking.shorter_side:
+        image, pixels = _shrunk(pixels, shrinking)
+    return EncodedImage(image, labels, key, pixels.shape[1], pixels.shape[0])
+
+
+def written_bytes(entries: list[IndexEntry], shrinking: Shrinking | None) -> int:
+    """Bytes of these images as a shard would hold them, without those that it would reject."""
+    total = 0
+    for entry, image in read_ahead(entries):
+        try:
+            total += len(checked(image, entry.key, (), shrinking).image)
+        except ValueError:
+            continue
+    return total
+
+
+def _shrunk(pixels: NDArray[np.uint8], shrinking: Shrinking) -> tuple[bytes, NDArray[np.uint8]]:
+    """The image re-encoded as JPEG with its shorter side at a length."""
+    shorter_side = shrinking.shorter_side
+    factor = shorter_side / min(pixels.shape[:2])
+    height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
+    small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+    bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
+    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, shrinking.quality])[1]
+    return encoded.tobytes(), small  # type: ignore[return-value]

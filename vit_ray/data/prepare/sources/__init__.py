@@ -1,0 +1,1 @@
+"""Layouts in which people keep images, each turned into the same index."""

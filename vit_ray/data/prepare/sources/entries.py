@@ -1,0 +1,160 @@
+"""What the index of a source is made of: units that a task indexes, and a row per image.
+
+A source is cut into units (a class folder, a tar shard, a parquet file, a part of a list). The
+index says where the bytes of each image lie (path, offset, length), its key, and its labels as
+text. Whatever is wrong with one image is the `problem` of its row; only what makes the number of
+images unknowable is an error, `DamagedUnitError`.
+"""
+
+import os
+import stat
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import pyarrow as pa
+
+from vit_ray.storage import Location, locate
+
+WHOLE_FILE: Final = -1
+"""Offset of an image that is a file of its own, and the length of one that nobody has looked at."""
+
+MOST_IMAGE_BYTES: Final = 1 << 29
+"""Larger files are no images but mistakes, which would fill a task's memory."""
+
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        ("path", pa.large_string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("key", pa.large_string()),
+        ("labels", pa.large_list(pa.large_string())),
+        ("problem", pa.large_string()),
+    ]
+)
+
+IMAGE_SUFFIXES: Final = frozenset(
+    {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "img", "image"}
+)
+
+LabelKind = Literal["name", "index", "text"]
+"""What the source says a label is: a class name, an index into the classes, or it does not say."""
+
+
+class DamagedUnitError(ValueError):
+    """A unit ends in damage, so that nobody can say how many images it had."""
+
+    def __init__(self, path: str, offset: int, what: str) -> None:
+        super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
+
+
+@dataclass(frozen=True)
+class SourceUnit:
+    """A part of a source that one task indexes.
+
+    Attributes:
+        folder: what keys, and the paths of a list, are relative to.
+        start, stop: bytes of a list; None = to its end.
+        first_line: 1-based number of the line at `start`.
+    """
+
+    format: str
+    path: str
+    folder: str
+    start: int = 0
+    stop: int | None = None
+    first_line: int = 1
+
+    @property
+    def name(self) -> str:
+        """The path below `folder`."""
+        return relative(self.path, self.folder)
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """One image of a source. `problem` says why it cannot be used, before it is even read."""
+
+    path: str
+    offset: int
+    length: int
+    key: str
+    labels: tuple[str, ...]
+    problem: str | None = None
+    label_kind: LabelKind = "text"
+
+    def read(self) -> bytes:
+        """The encoded image.
+
+        Raises:
+            ValueError: if the source says that this is no usable image, or it cannot be had.
+        """
+        if self.problem is not None:
+            raise ValueError(self.problem)
+        location = locate(self.path)
+        try:
+            if self.offset == WHOLE_FILE:
+                return _read_file(location)
+            return location.read_range(self.offset, self.length)
+        except FileNotFoundError as error:
+            raise ValueError(f"no such file: {self.path}") from error
+
+
+def rejected(path: str, key: str, problem: str) -> IndexEntry:
+    """An entry that is no image."""
+    return IndexEntry(path, 0, 0, key, (), problem)
+
+
+def storable(entry: IndexEntry) -> IndexEntry:
+    """The entry, or, where a name or label of it is no Unicode, a rejected one that can be kept."""
+    try:
+        "".join((entry.path, entry.key, entry.problem or "", *entry.labels)).encode()
+        return entry
+    except UnicodeEncodeError:
+        problem = entry.problem or "its name or its label is not valid UTF-8"
+        return rejected(printable(entry.path), printable(entry.key), printable(problem))
+
+
+def printable(text: str) -> str:
+    r"""The text with what is no Unicode as `\udc..`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def relative(path: str, folder: str) -> str:
+    """The path below a folder that it lies in."""
+    return path[len(folder.rstrip("/")) + 1 :]
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a relative path has a component that begins with a dot."""
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+_UNREADABLE: Final = (PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def _read_file(location: Location) -> bytes:
+    if not location.is_local:
+        size = location.info().size
+        _check_size(size or 0)
+        return location.read()
+    try:
+        status = os.stat(location.path)
+    except _UNREADABLE as error:
+        raise ValueError(f"it cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{location.path} is not a regular file")
+    _check_size(status.st_size)
+    try:
+        return location.read()
+    except _UNREADABLE as error:
+        raise ValueError(f"it cannot be read: {error}") from error
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_IMAGE_BYTES:
+        raise ValueError(f"the file has {size:,} bytes; an image has at most {MOST_IMAGE_BYTES:,}")
+
+
+def with_problem(entry: IndexEntry, problem: str) -> IndexEntry:
+    """The entry, rejected for a reason."""
+    return replace(entry, labels=(), problem=problem)

@@ -1,0 +1,92 @@
+"""Class folders: the files below each, at any depth."""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vit_ray.data.prepare.sources.entries import (
+    IMAGE_SUFFIXES,
+    WHOLE_FILE,
+    IndexEntry,
+    SourceUnit,
+    is_hidden,
+    rejected,
+    relative,
+)
+from vit_ray.storage import Location, locate
+
+_FileFound = tuple[str, int, str | None]
+"""Path, size in bytes, and why it is no image that can be read."""
+
+
+def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
+    """Files below a class folder, sorted by path; hidden ones are passed over."""
+    location = locate(unit.path)
+    label = unit.path.rsplit("/", 1)[-1]
+    found = _walk(location.path, unit.folder) if location.is_local else _listed(location)
+    for path, size, problem in sorted(found):
+        key = relative(path, unit.folder)
+        if is_hidden(key):
+            continue
+        entry = IndexEntry(path, WHOLE_FILE, size, key, (label,), label_kind="name")
+        yield entry if problem is None else replace(entry, length=0, labels=(), problem=problem)
+
+
+def index_loose_files(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
+    """Images that lie beside the class folders, and so are of no class."""
+    for path in loose_images(locate(unit.path)):
+        yield rejected(path, relative(path, unit.folder), "it lies in no class folder")
+
+
+def loose_images(folder: Location) -> list[str]:
+    """Addresses of the images directly in a folder."""
+    files = [folder.child(info.base_name).uri for info in folder.list_files(recursive=False)]
+    return [path for path in files if is_image_name(path)]
+
+
+def is_image_name(path: str) -> bool:
+    """Whether a file is named as an image is, and not hidden."""
+    name = path.rsplit("/", 1)[-1]
+    return not is_hidden(name) and name.rsplit(".", 1)[-1].lower() in IMAGE_SUFFIXES
+
+
+def _listed(folder: Location) -> Iterator[_FileFound]:
+    for info in folder.list_files():
+        yield f"s3://{info.path}", info.size, None
+
+
+def _walk(folder: str, root: str) -> Iterator[_FileFound]:
+    """All that is no folder, each real folder once, however many links lead to it."""
+    seen = {_identity(root)}
+    waiting = [folder]
+    while waiting:
+        path = waiting.pop()
+        if _identity(path) in seen:
+            yield path, 0, "it is a link to a folder that is read already"
+            continue
+        seen.add(_identity(path))
+        with os.scandir(path) as scan:
+            items = list(scan)
+        # Links are taken last, so that a folder has the name of its own wherever it has one.
+        links = sorted(item.path for item in items if item.is_dir() and item.is_symlink())
+        waiting[:0] = links
+        waiting += sorted(
+            (i.path for i in items if i.is_dir() and not i.is_symlink()), reverse=True
+        )
+        yield from (_file(item.path) for item in items if not item.is_dir())
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def _file(path: str) -> _FileFound:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        return path, 0, f"it cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return path, 0, "it is not a regular file"
+    return path, status.st_size, None

@@ -1,0 +1,206 @@
+"""Parquet files as the Hugging Face hub keeps them: `image` = {bytes, path}, `label` or `labels`.
+
+The type that a file declares for its labels decides what they are: a `ClassLabel` is an index into
+its names, text is a name, a plain integer is an index into names that are to be given.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vit_ray.data.prepare.sources.entries import (
+    MOST_IMAGE_BYTES,
+    DamagedUnitError,
+    IndexEntry,
+    SourceUnit,
+    rejected,
+    with_problem,
+)
+from vit_ray.data.prepare.sources.labels import Labels, labels_of_value
+from vit_ray.retry import is_denied, is_transient
+from vit_ray.storage import Location, locate
+
+_IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
+_LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
+_ROWS_AT_A_TIME: Final = 64
+MOST_ROWS: Final = 10_000_000
+"""Of a row group; a footer that says more is damaged."""
+
+
+def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
+    """Rows of a file, whose images are packed into a plain file that can be read at any place.
+
+    Raises:
+        DamagedUnitError: the file cannot be opened.
+        ValueError: it has no columns of images and labels.
+    """
+    location = locate(unit.path)
+    stem = unit.name.removesuffix(".parquet")
+    with (
+        location.filesystem.open_input_file(location.path) as file,
+        pack.atomic_output() as target,
+        target.filesystem.open_output_stream(target.path) as output,
+    ):
+        source = _opened(file, unit.path)
+        columns = _Columns(source.schema_arrow, unit.path)
+        first, offset = 0, 0
+        for group in range(source.metadata.num_row_groups):
+            for row, image, label in _rows(source, group, columns):
+                key = f"{stem}/{first + row:08d}"
+                if isinstance(image, Exception):
+                    yield rejected(unit.path, key, f"row group {group} is damaged: {image}")
+                    continue
+                entry = IndexEntry(pack.uri, offset, len(image), key, ())
+                yield _labelled(entry, label, columns)
+                output.write(image)
+                offset += len(image)
+            first += source.metadata.row_group(group).num_rows
+
+
+def declared_classes(unit: SourceUnit) -> list[str] | None:
+    """The names of a file's `ClassLabel`; None where it declares none."""
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as file:
+        return _Columns(_opened(file, unit.path).schema_arrow, unit.path).class_names
+
+
+def _opened(file: Any, path: str) -> pq.ParquetFile:
+    try:
+        source = pq.ParquetFile(file)
+        metadata = source.metadata
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        if any(not 0 <= count <= MOST_ROWS for count in rows):
+            raise ValueError(f"a row group of {max(rows):,} rows; the most are {MOST_ROWS:,}")
+        return source
+    except (pa.ArrowException, OSError, ValueError) as error:
+        _raise_if_of_the_store(error)
+        raise DamagedUnitError(path, file.size(), f"its footer cannot be read ({error})") from error
+
+
+def _raise_if_of_the_store(error: Exception) -> None:
+    if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+        raise error
+
+
+class _Columns:
+    """Which columns hold images and labels, and what the labels are.
+
+    Raises:
+        ValueError: there are none, or of types that are not understood.
+    """
+
+    def __init__(self, schema: pa.Schema, path: str) -> None:
+        self._path = path
+        features = self._features(schema)
+        class_labels = [n for n in schema.names if _names(features.get(n)) is not None]
+        images = [n for n in _IMAGE_COLUMNS if n in schema.names]
+        labels = [n for n in _LABEL_COLUMNS if n in schema.names] or class_labels
+        if not images or not labels:
+            raise ValueError(
+                f"{path!r} is no Hugging Face image data set: its columns are {schema.names}; "
+                f"expected an image column (image, img) and a label column (label, labels)."
+            )
+        self.image, self.label = images[0], labels[0]
+        self.image_path = self._bytes_of(schema.field(self.image))
+        self.class_names = _names(features.get(self.label))
+        self._check_labels(schema.field(self.label).type)
+
+    def _features(self, schema: pa.Schema) -> dict[str, Any]:
+        try:
+            metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+            features = metadata.get("info", {}).get("features", {})
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self._path!r}: its huggingface metadata is damaged") from error
+        return features if isinstance(features, dict) else {}
+
+    def _bytes_of(self, field: pa.Field) -> str:
+        """The column of encoded bytes, without the file names beside them."""
+        kind, name = field.type, field.name
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind, name = kind.field("bytes").type, f"{name}.bytes"
+        if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+            raise ValueError(
+                f"{self._path!r}: its column {field.name!r} is {field.type}; "
+                f"expected encoded images, as binary or as a struct with `bytes`."
+            )
+        return name
+
+    def _check_labels(self, kind: pa.DataType) -> None:
+        element = kind.value_type if _is_list(kind) else kind
+        if pa.types.is_dictionary(element):
+            element = element.value_type
+        is_text = pa.types.is_string(element) or pa.types.is_large_string(element)
+        if not (is_text or pa.types.is_integer(element)):
+            raise ValueError(
+                f"{self._path!r}: its label column {self.label!r} is {kind}; "
+                f"expected integers, text, or lists of one of them."
+            )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _names(feature: Any) -> list[str] | None:
+    """The names of a `ClassLabel`, or of a list of them."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return _names(feature[0])
+    if not isinstance(feature, dict):
+        return None
+    if feature.get("names"):
+        return [str(name) for name in feature["names"]]
+    return _names(feature.get("feature"))
+
+
+_Row = tuple[int, bytes | Exception, Callable[[], Any]]
+"""Number in the row group, encoded image or why there is none, and its label when asked for."""
+
+
+def _rows(source: pq.ParquetFile, group: int, columns: _Columns) -> Iterator[_Row]:
+    """Every row that the footer tells of, readable or not."""
+    expected, row = source.metadata.row_group(group).num_rows, 0
+    problem: Exception = ValueError("it ends early")
+    wanted = [columns.image_path, columns.label]
+    try:
+        for batch in source.iter_batches(_ROWS_AT_A_TIME, row_groups=[group], columns=wanted):
+            images = batch.column(columns.image)
+            if pa.types.is_struct(images.type):
+                images = pa.compute.struct_field(images, "bytes")
+            labels = batch.column(columns.label)
+            for i in range(min(len(batch), expected - row)):
+                yield row, images[i].as_py() or b"", labels[i].as_py
+                row += 1
+    except (pa.ArrowException, OSError) as error:
+        _raise_if_of_the_store(error)
+        problem = error
+    for missing in range(row, expected):
+        yield missing, problem, lambda: None
+
+
+def _labelled(entry: IndexEntry, label: Callable[[], Any], columns: _Columns) -> IndexEntry:
+    try:
+        if entry.length > MOST_IMAGE_BYTES:
+            raise ValueError(f"it has {entry.length:,} bytes, more than {MOST_IMAGE_BYTES:,}")
+        if not entry.length:
+            raise ValueError("its image has no bytes")
+        labels, kind = _resolved(labels_of_value(label()), columns.class_names)
+    except ValueError as error:
+        return with_problem(entry, str(error))
+    return IndexEntry(entry.path, entry.offset, entry.length, entry.key, labels, label_kind=kind)
+
+
+def _resolved(labels: Labels, names: list[str] | None) -> Labels:
+    """An index of a `ClassLabel` as its name."""
+    texts, kind = labels
+    if names is None or kind != "index":
+        return labels
+    indices = [int(text) for text in texts]
+    if unknown := [index for index in indices if not 0 <= index < len(names)]:
+        none = " (by convention: not labelled)" if unknown == [-1] else ""
+        raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
+    return tuple(names[index] for index in indices), "name"

@@ -1,0 +1,118 @@
+"""Several files in one address: brace ranges and globs, locally and on `s3://`."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from fsspec.utils import glob_translate
+from pyarrow import fs
+
+from vit_ray.data.prepare.sources.entries import is_hidden, relative
+from vit_ray.retry import with_retries
+from vit_ray.storage import locate
+
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
+_MAGIC: Final = re.compile(r"[*?\[]")
+MOST_PATHS: Final = 100_000
+"""That the braces of one address may stand for."""
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a{000..127}` and `{a,b}` as every path that they stand for; other braces stay.
+
+    Raises:
+        ValueError: they stand for more than `MOST_PATHS`.
+    """
+    paths = list(islice(_expanded(pattern), MOST_PATHS + 1))
+    if len(paths) > MOST_PATHS:
+        raise ValueError(
+            f"convert.source={pattern!r} stands for more than {MOST_PATHS:,} files; "
+            f"use a glob such as *.tar instead."
+        )
+    return list(dict.fromkeys(paths))
+
+
+def _expanded(path: str) -> Iterator[str]:
+    for braces in _BRACES.finditer(path):
+        if choices := _choices(braces[1]):
+            for choice in choices:
+                yield from _expanded(path[: braces.start()] + choice + path[braces.end() :])
+            return
+    yield path
+
+
+def _choices(inside: str) -> Iterable[str]:
+    if span := _RANGE.fullmatch(inside):
+        first, last = int(span[1]), int(span[2])
+        width = len(span[1]) if span[1].startswith("0") else 0
+        numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
+        return (f"{number:0{width}d}" for number in numbers)
+    return inside.split(",") if "," in inside else []
+
+
+@dataclass(frozen=True)
+class Match:
+    """A file or folder that a pattern stands for."""
+
+    path: str
+    is_folder: bool
+
+
+def is_pattern(source: str) -> bool:
+    """Whether an address stands for several; one that exists as it is written does not."""
+    has_magic = bool(_MAGIC.search(source)) or len(expand_braces(source)) > 1
+    return has_magic and not locate(source).exists()
+
+
+def matching(source: str) -> list[Match]:
+    """The files and folders that a pattern stands for, sorted by path, each once.
+
+    Raises:
+        ValueError: a glob matches nothing, or what a brace range names is not there.
+    """
+    paths = expand_braces(source)
+    globs = [path for path in paths if _MAGIC.search(path)]
+    found = [match for glob in globs for match in _matches_of(glob, source)]
+    found += _existing([path for path in paths if not _MAGIC.search(path)], source)
+    return sorted(set(found), key=lambda match: match.path)
+
+
+def _existing(paths: list[str], source: str) -> list[Match]:
+    if not paths:
+        return []
+    locations = [locate(path) for path in paths]
+    filesystem = locations[0].filesystem
+    infos = with_retries(
+        lambda: filesystem.get_file_info([location.path for location in locations]),
+        f"looking at {source}",
+    )
+    missing = [p for p, i in zip(paths, infos, strict=True) if i.type == fs.FileType.NotFound]
+    if missing:
+        raise ValueError(
+            f"convert.source={source!r}: {len(missing)} of the {len(paths)} files that it names "
+            f"are not there, the first {missing[0]!r}; get them, or change the range."
+        )
+    are_folders = [info.type == fs.FileType.Directory for info in infos]
+    return [Match(at.uri, folder) for at, folder in zip(locations, are_folders, strict=True)]
+
+
+def _matches_of(glob: str, source: str) -> list[Match]:
+    """What matches below the last folder that has no magic in its name."""
+    magic = _MAGIC.search(glob)
+    assert magic is not None
+    begin = glob[: magic.start()].rfind("/") + 1
+    folder, rest = locate(glob[:begin] or "."), glob[begin:].rstrip("/")
+    is_deep = "/" in rest or "**" in rest
+    matches = re.compile(glob_translate(rest)).fullmatch
+    names = [relative(info.path, folder.path) for info in folder.list_files(recursive=is_deep)]
+    found = [Match(folder.child(name).uri, False) for name in names if matches(name)]
+    if not is_deep:
+        names = [name for name in folder.list_folders() if matches(name)]
+        found += [Match(folder.child(name).uri, True) for name in names]
+    found = [match for match in found if not is_hidden(relative(match.path, folder.uri))]
+    if not found:
+        raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern.")
+    return found

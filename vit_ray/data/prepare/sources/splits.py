@@ -1,0 +1,65 @@
+"""Which split a file or folder is of, by the names that the field uses, and the choice of one.
+
+As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is of the split NAME; else
+the first word that is the name of a split tells, in the file's name or in its folders'.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+ALL_SPLITS: Final = "all"
+"""The value of `convert.split` that takes every split as one data set."""
+
+_WORDS: Final = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_OF_WORD: Final = {word: split for split, words in _WORDS.items() for word in words}
+_NUMBERED: Final = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-\w+)?")
+
+Item = TypeVar("Item")
+
+
+def named_split(name: str) -> str | None:
+    """The split whose name this is as a whole; None if it is none's."""
+    return _SPLIT_OF_WORD.get(name.lower())
+
+
+def split_of(path: str) -> str | None:
+    """The split of a file by its relative path; None if nothing tells."""
+    *folders, file = path.split("/")
+    stem = file.partition(".")[0]
+    if numbered := _NUMBERED.fullmatch(stem):
+        return named_split(numbered[1]) or numbered[1]
+    for part in (stem, *reversed(folders)):
+        for word in re.findall("[a-z]+", part.lower()):
+            if word in _SPLIT_OF_WORD:
+                return _SPLIT_OF_WORD[word]
+    return None
+
+
+def choose_split(
+    items: Mapping[str | None, Sequence[Item]], wanted: str | None, source: str
+) -> list[Item]:
+    """The items of the wanted split; of the only one there is if none is wanted.
+
+    Args:
+        items: by split; those under None are of no split.
+
+    Raises:
+        ValueError: there are several and none is wanted, or not the one that is.
+    """
+    listed = ", ".join(split or "(files of no split)" for split in sorted(items, key=str))
+    if wanted == ALL_SPLITS or (wanted is None and len(items) == 1):
+        return [item for split in sorted(items, key=str) for item in items[split]]
+    if wanted is None:
+        raise ValueError(
+            f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
+            f"or convert.split={ALL_SPLITS} to make one data set of them all."
+        )
+    split = named_split(wanted) or wanted
+    if split not in items:
+        raise ValueError(f"convert.split={wanted!r} is not in {source!r}; it has {listed}.")
+    return list(items[split])

@@ -1,0 +1,187 @@
+"""WebDataset tar shards: neighbouring members that share a name are one sample.
+
+tarfile ends quietly at the first header that it cannot read. Here an archive ends at its end
+marker, with nothing but zeros after it, or it is damaged.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterator
+from typing import IO, Any, Final
+
+from vit_ray.data.prepare.sources.entries import (
+    IMAGE_SUFFIXES,
+    MOST_IMAGE_BYTES,
+    DamagedUnitError,
+    IndexEntry,
+    SourceUnit,
+    rejected,
+    with_problem,
+)
+from vit_ray.data.prepare.sources.labels import (
+    MOST_JSON_BYTES,
+    MOST_TEXT_BYTES,
+    Labels,
+    labels_of_json,
+    labels_of_text,
+)
+from vit_ray.retry import is_denied, is_transient
+from vit_ray.storage import Location, locate
+
+_BLOCK: Final = tarfile.BLOCKSIZE
+_BUFFER: Final = 1 << 20
+"""tarfile reads 512 bytes at a time, each a request to an object store."""
+MOST_HEADER_BYTES: Final = 1 << 20
+"""Of a name or other property of a member, which tarfile takes into memory whole."""
+
+_Members = list[tuple[str, tarfile.TarInfo]]
+"""Suffix and header of each file of one sample."""
+
+
+def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
+    """Samples of a shard.
+
+    Raises:
+        DamagedUnitError: the archive is cut or broken; all samples before that have been yielded.
+    """
+    shard = unit.name.removesuffix(".tar")
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as opened:
+        file = io.BufferedReader(opened, _BUFFER)
+        for name, members in _samples(_members(file, opened.size(), unit.path)):
+            yield _entry(unit.path, f"{shard}/{name}", members, file)
+
+
+class _BoundedReads:
+    """What tarfile needs of a file, without headers of any size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int) -> bytes:
+        if size > MOST_HEADER_BYTES:
+            raise tarfile.ReadError(
+                f"a header of {size:,} bytes; the most are {MOST_HEADER_BYTES:,}"
+            )
+        return self._read(size)
+
+
+def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]:
+    """The members whose bytes are all there.
+
+    Raises:
+        DamagedUnitError: after the last of them, if the archive does not end as it should.
+    """
+    at = 0
+    try:
+        source: Any = _BoundedReads(file)
+        with tarfile.open(fileobj=source, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                if tar.offset <= at:
+                    raise tarfile.ReadError("a header that leads backwards")
+                if _end_of_data(member, tar.offset) > size:
+                    raise tarfile.ReadError(f"the file ends inside {member.name!r}")
+                at = tar.offset
+                yield member
+            at = tar.offset
+    except Exception as error:  # a broken header makes tarfile raise anything
+        if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+            raise
+        what = str(error) or type(error).__name__
+        raise DamagedUnitError(path, at, what) from error
+    _check_end(file, at, size, path)
+
+
+def _end_of_data(member: tarfile.TarInfo, next_offset: int) -> int:
+    """Where its last byte must be; the size of a sparse one counts holes that are not stored."""
+    is_plain = member.isreg() and not member.issparse()
+    return member.offset_data + member.size if is_plain else next_offset - _BLOCK + 1
+
+
+def _check_end(file: IO[bytes], at: int, size: int, path: str) -> None:
+    """Refuse an archive with anything but zeros from here on, or nothing at all."""
+    file.seek(at)
+    block = file.read(_BLOCK)
+    if len(block) < _BLOCK:
+        raise DamagedUnitError(path, at, "the file ends without the mark of an archive's end")
+    if any(block):
+        raise DamagedUnitError(path, at, "a header that cannot be read")
+    while piece := file.read(_BUFFER):
+        if any(piece):
+            raise DamagedUnitError(
+                path, at, f"more data up to byte {size:,} after the mark of an archive's end"
+            )
+
+
+def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members]]:
+    """Neighbouring members with one name, up to the first dot of the file's."""
+    current: str | None = None
+    sample: _Members = []
+    try:
+        for member in members:
+            folder, _, file = member.name.rpartition("/")
+            if member.isdir() or file.startswith("."):
+                continue
+            stem, _, suffix = file.partition(".")
+            name = f"{folder}/{stem}" if folder else stem
+            is_again = any(suffix.lower() == known for known, _ in sample)
+            if sample and (name != current or is_again):
+                yield str(current), sample
+                sample = []
+            current = name
+            sample.append((suffix.lower(), member))
+    except DamagedUnitError:
+        # The next file of the sample may have been its label, or another image.
+        if sample:
+            sample.append(("...", tarfile.TarInfo()))
+            yield str(current), sample
+        raise
+    if sample:
+        yield str(current), sample
+
+
+def _entry(path: str, key: str, members: _Members, file: IO[bytes]) -> IndexEntry:
+    images = [member for suffix, member in members if suffix in IMAGE_SUFFIXES]
+    found = sorted(suffix for suffix, _ in members)
+    if len(images) != 1:
+        how_many = "no image, only" if not images else "several images among"
+        return rejected(path, key, f"the sample has {how_many} {found}")
+    image = images[0]
+    entry = IndexEntry(path, image.offset_data, image.size, key, ())
+    if not image.isreg() or image.issparse():
+        return rejected(path, key, "it is a link, a sparse or a special file in the archive")
+    if image.size > MOST_IMAGE_BYTES:
+        return rejected(path, key, f"it has {image.size:,} bytes, more than {MOST_IMAGE_BYTES:,}")
+    try:
+        labels, kind = _labels(members, file)
+    except ValueError as error:
+        return with_problem(entry, str(error))
+    return IndexEntry(path, image.offset_data, image.size, key, labels, label_kind=kind)
+
+
+def _labels(members: _Members, file: IO[bytes]) -> Labels:
+    files = dict(members)
+    if "..." in files and not {"cls", "json"} & files.keys():
+        raise ValueError("the archive is damaged before the sample's label")
+    if "cls" in files:
+        try:
+            return labels_of_text(_content(files["cls"], file, MOST_TEXT_BYTES).decode())
+        except ValueError as error:
+            raise ValueError(f"its .cls has no usable label ({error})") from error
+    if "json" in files:
+        try:
+            return labels_of_json(_content(files["json"], file, MOST_JSON_BYTES))
+        except ValueError as error:
+            raise ValueError(f"its .json has no usable label ({error})") from error
+    raise ValueError("the sample has no .cls or .json label")
+
+
+def _content(member: tarfile.TarInfo, file: IO[bytes], most: int) -> bytes:
+    """A small regular member; a sparse one may be of any size."""
+    if not member.isreg() or member.issparse():
+        raise ValueError("it is no plain file in the archive")
+    if member.size > most:
+        raise ValueError(f"it has {member.size:,} bytes; the most are {most:,}")
+    file.seek(member.offset_data)
+    return file.read(member.size)

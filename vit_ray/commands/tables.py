@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from rich.console import Console
 from rich.table import Table
 
@@ -46,18 +48,26 @@ def print_sweep(result: SweepResult | None) -> int:
         return 3
     table = Table(title="Learning rates, chosen on the dev split")
     table.add_column("learning rate", justify="right")
-    table.add_column("dev top-1", justify="right")
+    averages = bool(result.last_test_top1)
+    table.add_column(f"dev top-1{', averaged weights' if averages else ''}", justify="right")
+    if averages:
+        table.add_column("dev top-1, last weights", justify="right")
     table.add_column("")
     for row in result.rows:
-        accuracy = f"{row.dev_top1:.2%}" if row.dev_top1 is not None else f"failed: {row.error}"
-        chosen = "chosen" if row.learning_rate == result.learning_rate else ""
-        table.add_row(f"{row.learning_rate:g}", accuracy, chosen)
+        accuracies = [row.dev_top1, row.last_dev_top1] if averages else [row.dev_top1]
+        shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
+        note = "chosen" if row.learning_rate == result.learning_rate else ""
+        note = f"failed: {row.error}" if row.dev_top1 is None else note
+        table.add_row(f"{row.learning_rate:g}", *shown, note)
     _show(table)
     runs = "run" if len(result.test_top1) == 1 else "runs"
     print(
         f"test top-1, trained on all data: {result.mean:.2%} +- {result.deviation:.2%} "
         f"({len(result.test_top1)} {runs})"
     )
+    if averages:
+        last = statistics.fmean(result.last_test_top1)
+        print(f"that is of the averaged weights; of the last weights: {last:.2%}")
     print(f"MLflow page: {result.hint}")
     return 0
 

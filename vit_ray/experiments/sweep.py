@@ -3,12 +3,15 @@
 Each rate is tried on the training set less a dev split; the best on the dev split is trained on
 all of the training set, with several seeds, and tested. Runs have stable names, so that a sweep
 started again does not repeat what is finished and continues what is not.
+
+Where a recipe averages its weights, the accuracy of the averaged ones decides and is the result,
+as in the paper's Table 2; that of the last weights is told beside it.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -39,9 +42,11 @@ class SweepRow:
 
     learning_rate: float
     dev_top1: float | None
-    """None: the trial failed."""
+    """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
     run_id: str | None
     error: str = ""
+    last_dev_top1: float | None = None
+    """Of the last weights, where `dev_top1` is of the averaged ones."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,11 @@ class SweepResult:
     rows: list[SweepRow]
     learning_rate: float
     test_top1: list[float]
-    """One for each seed."""
+    """One for each seed; of the averaged weights where the recipe averages."""
     parent_run_id: str | None
     hint: str
+    last_test_top1: list[float] = field(default_factory=list)
+    """Of the last weights, where `test_top1` is of the averaged ones."""
 
     @property
     def mean(self) -> float:
@@ -147,8 +154,11 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
     tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", parent)
     if tried is None:
         return None
-    rows = [_row(rate, *found) for rate, found in zip(config.learning_rates, tried, strict=True)]
-    best = _best(rows)
+    rows = [
+        sweep_row(recipe, rate, *found)
+        for rate, found in zip(config.learning_rates, tried, strict=True)
+    ]
+    best = best_rate(rows)
     finals = [
         _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
     ]
@@ -158,9 +168,16 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
     errors = [error for _, error in results if error]
     if errors:
         raise RunFailedError(f"retraining with learning rate {best:g} failed: {errors[0]}")
-    accuracies = [result.metrics["eval/top1"] for result, _ in results if result]
-    outcome = SweepResult(rows, best, accuracies, parent_id, ray.get(recorder.hint.remote()))
-    _record_outcome(recorder, outcome)
+    measured = [result.metrics for result, _ in results if result]
+    outcome = SweepResult(
+        rows,
+        best,
+        [metrics[deciding_metric(recipe)] for metrics in measured],
+        parent_id,
+        ray.get(recorder.hint.remote()),
+        [metrics["eval/top1"] for metrics in measured] if recipe.train.averaging else [],
+    )
+    ray.get(recorder.metrics.remote(0, sweep_metrics(outcome)))
     return outcome
 
 
@@ -227,20 +244,37 @@ def _run_all(
     return None if ray.get(parent.recorder.stop_reason.remote()) else found
 
 
-def _row(rate: float, result: RunResult | None, error: str) -> SweepRow:
+def deciding_metric(recipe: Recipe) -> str:
+    """The accuracy that chooses a rate and is the result."""
+    return "eval/averaged_top1" if recipe.train.averaging else "eval/top1"
+
+
+def sweep_row(recipe: Recipe, rate: float, result: RunResult | None, error: str) -> SweepRow:
+    """What a trial came to; `result` is None where it failed."""
     if result is None:
         return SweepRow(rate, None, None, error)
-    return SweepRow(rate, result.metrics.get("eval/top1"), result.run_id)
+    last = result.metrics.get("eval/top1") if recipe.train.averaging else None
+    decides = result.metrics.get(deciding_metric(recipe))
+    return SweepRow(rate, decides, result.run_id, last_dev_top1=last)
 
 
-def _best(rows: list[SweepRow]) -> float:
+def best_rate(rows: list[SweepRow]) -> float:
+    """The rate with the highest `dev_top1`.
+
+    Raises:
+        RunFailedError: no trial was measured.
+    """
     measured = [row for row in rows if row.dev_top1 is not None]
     if not measured:
         raise RunFailedError(f"every trial failed; the first: {rows[0].error}")
     return max(measured, key=lambda row: row.dev_top1 or 0.0).learning_rate
 
 
-def _record_outcome(recorder: Any, outcome: SweepResult) -> None:
-    metrics = {"sweep/learning_rate": outcome.learning_rate, "eval/top1": outcome.mean}
-    metrics["eval/top1_std"] = outcome.deviation
-    ray.get(recorder.metrics.remote(0, metrics))
+def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
+    """What the sweep's own run records, each accuracy under the name that it has in its runs."""
+    mine = "eval/averaged_top1" if outcome.last_test_top1 else "eval/top1"
+    metrics = {"sweep/learning_rate": outcome.learning_rate, mine: outcome.mean}
+    metrics[f"{mine}_std"] = outcome.deviation
+    if outcome.last_test_top1:
+        metrics["eval/top1"] = statistics.fmean(outcome.last_test_top1)
+    return metrics

@@ -156,6 +156,7 @@ def sweep_table(runs: Sequence[RecordedRun]) -> Table:
             _param("optim.learning_rate")(run),
             _param("seed")(run),
             _SWEEP_STAGES[stage],
+            run.metrics.get("eval/averaged_top1"),
             run.metrics.get("eval/top1"),
             run.metrics.get("eval/loss"),
             run.status.lower(),
@@ -164,11 +165,12 @@ def sweep_table(runs: Sequence[RecordedRun]) -> Table:
         for run in runs
         if (stage := run.tags.get("vit_ray.sweep_stage", "")) in _SWEEP_STAGES
     ]
-    rows.sort(key=lambda row: (str(row[2]), -_as_number(row[3]), str(row[6])))
+    rows.sort(key=lambda row: (str(row[2]), -_as_number(row[3] or row[4]), str(row[-1])))
     columns = [
         Column("learning rate", number),
         Column("seed", number),
         Column("measured on"),
+        Column("averaged top-1 %", percent),
         Column("top-1 %", percent),
         Column("eval loss", number),
         Column("status"),
@@ -182,12 +184,12 @@ def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
     finals = [
         run
         for run in runs
-        if run.tags.get("vit_ray.sweep_stage") == "finetune" and "eval/top1" in run.metrics
+        if run.tags.get("vit_ray.sweep_stage") == "finetune" and decided_top1(run) is not None
     ]
     sentences = []
     for parent_id in dict.fromkeys(run.parent_id for run in finals):
         chosen = [run for run in finals if run.parent_id == parent_id]
-        values = [run.metrics["eval/top1"] for run in chosen]
+        values = [value for run in chosen if (value := decided_top1(run)) is not None]
         spread = f" +- {percent(statistics.stdev(values))}" if len(values) > 1 else ""
         seeds = f"{len(values)} seeds" if len(values) > 1 else "one seed"
         rates = sorted({chosen_run.params.get("optim.learning_rate", "?") for chosen_run in chosen})
@@ -196,6 +198,11 @@ def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
             f"{', '.join(rates)}."
         )
     return sentences
+
+
+def decided_top1(run: RecordedRun) -> float | None:
+    """Accuracy of the averaged weights where the run averaged any, or else of the last ones."""
+    return run.metrics.get("eval/averaged_top1", run.metrics.get("eval/top1"))
 
 
 def is_tested(run: RecordedRun) -> bool:

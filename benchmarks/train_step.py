@@ -333,14 +333,14 @@ def memory_cells(row: Measured) -> list[str]:
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:
     from vit_ray.measure.devices import peak_flops
-    from vit_ray.models.flops import forward_macs
+    from vit_ray.models.flops import training_macs
 
     if not torch.cuda.is_available():
         return ""
     peak = peak_flops(torch.cuda.get_device_name(), args.precision)
     if peak is None:
         return ""
-    return f"{6 * forward_macs(args.model, CLASSES, SIZE) * images_per_s / peak:.1%}"
+    return f"{2 * training_macs(args.model, CLASSES, SIZE).model * images_per_s / peak:.1%}"
 
 
 def main() -> None:

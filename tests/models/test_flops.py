@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.small import FAMILIES
 from vit_ray.models import build_model
-from vit_ray.models.flops import forward_macs, training_exaflops
+from vit_ray.models.flops import forward_macs, training_exaflops, training_macs
+from vit_ray.models.masked import MaskedPatchObjective, Target
 from vit_ray.models.vit import VisionTransformer
 
 JFT_IMAGES = 303_000_000
@@ -125,3 +127,67 @@ def test_padding_is_the_only_difference_to_torchs_count() -> None:
 def test_an_unknown_option_is_refused_as_in_building() -> None:
     with pytest.raises(ValueError, match="has no option pool"):
         forward_macs("R50x1", 10, pool="gap")
+
+
+def counted_training(
+    family: str, side: int, every: int = 0, masked: Target | None = None, **options: Any
+) -> tuple[int, int]:
+    """Multiply-adds of forward and backward pass as torch counts them, in products of matrices."""
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
+        model: Any = build_model(family, 10, side, **FAMILIES[family], **options)
+        if masked is not None:
+            model = MaskedPatchObjective(model, masked)
+        model.set_activation_checkpointing(every)
+        images = torch.empty(1, 3, side, side)
+        with FlopCounterMode(display=False) as counter:
+            samples = () if masked is None else (torch.zeros(1, dtype=torch.int64),)
+            output = model(images, *samples).sum()
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            output.backward()
+    return forward // 2, counter.get_total_flops() // 2
+
+
+# Every product of these is counted exactly, none on padding.
+EXACT = [
+    ("ViT", {}),
+    ("ViT", {"pool": "gap", "representation": True}),
+    ("ViT", {"positions": "relative"}),
+    ("ViT", {"dropout": 0.1}),
+    ("Axial-ViT", {}),
+]
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize(("family", "options"), EXACT)
+def test_a_step_is_counted_as_it_is_computed(
+    family: str, options: dict[str, Any], every: int
+) -> None:
+    macs = training_macs(family, 10, 32, recompute_every=every, **FAMILIES[family], **options)
+    forward, backward = counted_training(family, 32, every, **options)
+    assert macs.forward == forward
+    assert macs.backward + macs.recomputed == backward
+    assert macs.model == macs.forward + macs.backward
+    assert macs.hardware == forward + backward
+    assert (macs.recomputed > 0) == (every > 0)
+
+
+@pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])
+def test_masked_patches_are_counted_with_their_predictions(target: Target) -> None:
+    macs = training_macs("ViT", 10, 32, masked_target=target, **FAMILIES["ViT"])
+    assert (macs.forward, macs.backward) == counted_training("ViT", 32, masked=target)
+
+
+@pytest.mark.parametrize("family", ["ResNet", "AxialResNet", "R+ViT"])
+def test_convolutions_have_two_gradients_but_the_first(family: str) -> None:
+    macs = training_macs(family, 10, 64, recompute_every=1, **FAMILIES[family])
+    forward, backward = counted_training(family, 64, 1)
+    # Torch counts taps on padding too: a tenth of a map of 16 pixels and less.
+    assert 0.85 * forward < macs.forward <= forward
+    assert 0.85 * backward < macs.backward + macs.recomputed <= backward
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("ViT-B/16", 1.074), ("ViT-H/14", 1.027)])
+def test_the_papers_count_is_above_what_is_computed(name: str, ratio: float) -> None:
+    computed = training_macs(name, 1000).forward
+    assert forward_macs(name, 1000) / computed == pytest.approx(ratio, abs=1e-3)

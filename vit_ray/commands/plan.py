@@ -20,6 +20,7 @@ from vit_ray.train.memory_estimate import (
     estimate_memory,
     largest_micro_batch,
     state_shape,
+    step_macs,
 )
 
 STAGES = (0, 1, 2, 3)
@@ -141,16 +142,14 @@ def plan_stage(
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
-    every = recipe.train.activation_checkpointing
+    macs = step_macs(recipe, facts.num_classes).hardware
     return StagePlan(
         stage,
         largest,
         micro,
         estimate_memory(recipe, facts.num_classes, micro, size, stage),
         traffic,
-        cluster.pace.step_time(
-            facts.forward_macs, batch / size, 1 / every if every else 0.0, traffic
-        ),
+        cluster.pace.step_time(macs, batch / size, traffic),
     )
 
 

@@ -53,22 +53,17 @@ class StepTimes:
 class Compute:
     """Work per image, for rates in FLOP/s."""
 
-    forward_macs: int
-    """Multiply-adds of one image's forward pass."""
-    recomputed_share: float = 0.0
-    """Share of the forward pass done again in the backward pass (activation checkpointing)."""
+    model_macs: int
+    """Multiply-adds that the model needs for one image, forward and backward pass."""
+    recomputed_macs: int = 0
+    """Multiply-adds of the forward pass that are done again (activation checkpointing)."""
     peak_flops: float | None = None
     """Dense peak of one worker's device in FLOP/s; None where it is not known."""
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
-        """Model TFLOP/s per worker, and MFU and HFU where the peak is known.
-
-        Training does 6 FLOPs per multiply-add: 2 forward, 4 backward (paper Table 6's count). That
-        count takes every block whole; a ViT with a class token leaves out what nothing depends on
-        in its last one, so its rates read higher by up to 1 / depth.
-        """
-        model = 6.0 * self.forward_macs * images_per_s_per_worker
-        hardware = model + 2.0 * self.recomputed_share * self.forward_macs * images_per_s_per_worker
+        """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""
+        model = 2.0 * self.model_macs * images_per_s_per_worker
+        hardware = model + 2.0 * self.recomputed_macs * images_per_s_per_worker
         rates = {"perf/model_tflops_per_gpu": model / 1e12}
         if self.peak_flops:
             rates["perf/mfu"] = model / self.peak_flops

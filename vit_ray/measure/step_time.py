@@ -64,22 +64,16 @@ class Pace:
     link_gb_per_s: float
     """GB/s (1000^3) that a worker sends."""
 
-    def step_time(
-        self, forward_macs: int, images: float, recomputed_share: float, traffic: Traffic
-    ) -> StepTime:
+    def step_time(self, macs: int, images: float, traffic: Traffic) -> StepTime:
         """Expected time of one optimizer step.
 
-        Training does 6 FLOPs per multiply-add (paper Table 6's count); recomputing all of the
-        forward pass does 2 more, at the same rate.
-
         Args:
-            forward_macs: multiply-adds of one image's forward pass.
+            macs: multiply-adds of one image in a step, what is recomputed included.
             images: per worker and step.
-            recomputed_share: of the forward pass, by activation checkpointing.
         """
-        flops = (6 + 2 * recomputed_share) * forward_macs * images
         return StepTime(
-            flops / (self.mfu * self.peak_flops), traffic.total / (self.link_gb_per_s * 1e9)
+            2 * macs * images / (self.mfu * self.peak_flops),
+            traffic.total / (self.link_gb_per_s * 1e9),
         )
 
     def device_hours(self, exaflops: float) -> float:

@@ -3,12 +3,16 @@
 Convention (the one that reproduces Table 6): a multiply-add is two operations, the backward pass
 costs twice the forward, recomputation and the optimiser are not counted. A convolution counts
 its kernel only where it lies on the image, as XLA's cost analysis does. Norms, activations,
-softmax and pooling are not counted. The last block of a ViT is counted whole, as in Table 6, though
-`VisionTransformer.features` works out only the class token of it.
+softmax and pooling are not counted.
+
+`forward_macs` and `training_exaflops` are the paper's count, for costs: the last block of a ViT is
+counted whole. `training_macs` is what a step computes, for MFU and HFU: where the class token is
+all that the head sees, the last block works out that token alone; and the images need no gradient.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from vit_ray.models.axial import NUM_AXIAL_HEADS
 from vit_ray.models.catalog import (
@@ -24,7 +28,9 @@ from vit_ray.models.catalog import (
     find_spec,
 )
 from vit_ray.models.layers import same_padding
+from vit_ray.models.masked import Target, num_corrupted, num_predictions
 from vit_ray.models.positions import Grid
+from vit_ray.models.recompute import is_recomputed
 from vit_ray.models.resnet import ResNetSize
 from vit_ray.models.vit import EncoderSize
 
@@ -38,9 +44,107 @@ def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **opt
     Raises:
         ValueError: as `build_model`.
     """
+    return _count(name, num_classes, image_size, options, is_pruned=False).forward
+
+
+@dataclass(frozen=True)
+class TrainingMacs:
+    """Multiply-adds of one image in a training step, as computed."""
+
+    forward: int
+    backward: int
+    recomputed: int = 0
+    """Of the forward pass, done again in the backward pass (activation checkpointing)."""
+
+    @property
+    def model(self) -> int:
+        """What the model needs: the numerator of MFU."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """What is done: the numerator of HFU."""
+        return self.model + self.recomputed
+
+
+def training_macs(
+    name: str,
+    num_classes: int,
+    image_size: ImageSize = 224,
+    *,
+    recompute_every: int = 0,
+    masked_target: Target | None = None,
+    **options: Any,
+) -> TrainingMacs:
+    """What a training step computes for one image, with the arguments of `build_model`.
+
+    Args:
+        recompute_every: as of `set_activation_checkpointing`.
+        masked_target: of masked patch prediction, where that is the objective.
+
+    Raises:
+        ValueError: as `build_model`.
+    """
+    parts = _count(name, num_classes, image_size, options, is_pruned=masked_target is None)
+    if masked_target is not None:
+        size = as_grid(image_size)
+        parts = replace(parts, last=_prediction_macs(name, options, size, masked_target))
+    recomputed = sum(
+        unit.macs - unit.tail
+        for chain in parts.chains
+        for index, unit in enumerate(chain)
+        if is_recomputed(index, recompute_every)
+    )
+    # Each product has two gradients of its own size, but the first needs none for the images.
+    return TrainingMacs(parts.forward, 2 * parts.forward - parts.first, recomputed)
+
+
+class _Unit(NamedTuple):
+    """A unit or block that may be recomputed."""
+
+    macs: int
+    tail: int = 0
+    """Its last product, where the backward pass needs nothing that comes after it: torch stops
+    recomputing before it."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Multiply-adds of a forward pass."""
+
+    first: int
+    """The product with the pixels."""
+    chains: tuple[tuple[_Unit, ...], ...]
+    """Units or blocks one after the other, as recomputation counts them."""
+    last: int
+    """Everything else."""
+
+    @property
+    def forward(self) -> int:
+        return self.first + sum(unit.macs for chain in self.chains for unit in chain) + self.last
+
+
+def _count(
+    name: str, num_classes: int, image_size: ImageSize, options: dict[str, Any], *, is_pruned: bool
+) -> _Parts:
+    """`is_pruned`: the last block computes no more than the head sees."""
     spec, rest = find_spec(name, options)
     chosen = checked_options(name, spec, rest)
-    return _COUNTERS[type(spec)](spec, num_classes, as_grid(image_size), chosen)
+    return _COUNTERS[type(spec)](spec, num_classes, as_grid(image_size), chosen, is_pruned)
+
+
+def _prediction_macs(name: str, options: dict[str, Any], image_size: Grid, target: Target) -> int:
+    """The predictions of half of the patches, in place of the model's own head."""
+    spec, _ = find_spec(name, options)
+    if isinstance(spec, HybridVit):
+        grid = _resnet_macs(spec.backbone, image_size, True, _middle_conv)[2]
+        side = spec.backbone.reduction
+    else:
+        assert isinstance(spec, PlainVit | PlainAxialVit), "only a ViT predicts patches"
+        side = spec.patch_size
+        grid = (image_size[0] // side, image_size[1] // side)
+    corrupted = num_corrupted(grid[0] * grid[1])
+    return corrupted * spec.size.width * num_predictions(target, side)
 
 
 def training_exaflops(
@@ -63,10 +167,16 @@ def training_exaflops(
     return 6 * macs * num_images * epochs / 1e18
 
 
-def encoder_macs(size: EncoderSize, num_tokens: int) -> int:
-    """Blocks over a sequence: four D x D projections, the MLP, and attention twice over T x T."""
-    dense = 4 * size.width**2 + 2 * size.width * size.mlp_dim
-    return size.depth * (num_tokens * dense + 2 * num_tokens**2 * size.width)
+def block_macs(size: EncoderSize, num_tokens: int, num_queries: int | None = None) -> int:
+    """A block over a sequence: q, k, v and output projections, the MLP, and attention twice.
+
+    Args:
+        num_queries: tokens that are wanted; None for all.
+    """
+    queries = num_tokens if num_queries is None else num_queries
+    by_key = 2 * size.width**2
+    by_query = 2 * size.width**2 + 2 * size.width * size.mlp_dim + 2 * num_tokens * size.width
+    return num_tokens * by_key + queries * by_query
 
 
 def valid_taps(size: int, kernel: int, stride: int, before: int, after: int) -> tuple[int, int]:
@@ -92,17 +202,22 @@ def _conv_macs(
 
 def _resnet_macs(
     size: ResNetSize, image_size: Grid, pads_same: bool, middle: "_Middle"
-) -> tuple[int, Grid]:
-    """Root and units; `middle` counts the middle of a unit: a 3 x 3 convolution or attention."""
-    total, grid = _conv_macs(image_size, (3, size.widths[0]), 7, 2, pads_same)
-    grid = (-(-grid[0] // 2), -(-grid[1] // 2))
+) -> tuple[int, tuple[_Unit, ...], Grid]:
+    """Root, units, and the size of the map that they make.
+
+    `middle` counts the middle of a unit: a 3 x 3 convolution or attention.
+    """
+    root, grid = _conv_macs(image_size, (3, size.widths[0]), 7, 2, pads_same)
+    grid, units = (-(-grid[0] // 2), -(-grid[1] // 2)), []
     for channels, width, stride in size.units():
-        total += grid[0] * grid[1] * channels * width
+        unit = grid[0] * grid[1] * channels * width
         if stride != 1 or channels != 4 * width:
-            total += _conv_macs(grid, (channels, 4 * width), 1, stride, pads_same)[0]
+            unit += _conv_macs(grid, (channels, 4 * width), 1, stride, pads_same)[0]
         macs, grid = middle(grid, width, stride, pads_same)
-        total += macs + grid[0] * grid[1] * width * 4 * width
-    return total, grid
+        expansion = grid[0] * grid[1] * width * 4 * width
+        # BiT's units end with it; those of the hybrids with a norm, which needs it.
+        units.append(_Unit(unit + macs + expansion, 0 if pads_same else expansion))
+    return root, tuple(units), grid
 
 
 _Middle = Callable[[Grid, int, int, bool], tuple[int, Grid]]
@@ -127,47 +242,69 @@ def _head_macs(width: int, num_classes: int, has_representation: bool) -> int:
     return width * num_classes + (width**2 if has_representation else 0)
 
 
-def _sequence_macs(size: EncoderSize, num_patches: int, num_classes: int, options: Any) -> int:
-    """Encoder and head of a ViT, with relative attention where it is chosen."""
+def _blocks(
+    size: EncoderSize, num_patches: int, options: Any, is_pruned: bool
+) -> tuple[_Unit, ...]:
+    """Blocks of a ViT, with relative attention where it is chosen."""
     num_tokens = num_patches + (options.pool == "cls")
-    macs = encoder_macs(size, num_tokens)
-    if options.positions == "relative":
-        macs += size.depth * num_tokens * (2 * num_tokens - 1) * size.width
-    return macs + _head_macs(size.width, num_classes, options.representation)
+
+    def block(num_queries: int) -> _Unit:
+        macs = block_macs(size, num_tokens, num_queries)
+        if options.positions == "relative":
+            macs += num_queries * (2 * num_tokens - 1) * size.width
+        return _Unit(macs, _tail_macs(size, num_queries, options))
+
+    last = block(1 if is_pruned and options.pool == "cls" else num_tokens)
+    return (*[block(num_tokens)] * (size.depth - 1), last)
 
 
-def _vit(spec: PlainVit, num_classes: int, image_size: Grid, options: Any) -> int:
+def _tail_macs(size: EncoderSize, num_tokens: int, options: Any) -> int:
+    """The end of an MLP, of which only dropout keeps something for the backward pass."""
+    return 0 if options.dropout else num_tokens * size.width * size.mlp_dim
+
+
+def _vit(spec: PlainVit, num_classes: int, image_size: Grid, options: Any, pruned: bool) -> _Parts:
     num_patches = (image_size[0] // spec.patch_size) * (image_size[1] // spec.patch_size)
     embedding = num_patches * 3 * spec.patch_size**2 * spec.size.width
-    return embedding + _sequence_macs(spec.size, num_patches, num_classes, options)
+    blocks = _blocks(spec.size, num_patches, options, pruned)
+    head = _head_macs(spec.size.width, num_classes, options.representation)
+    return _Parts(embedding, (blocks,), head)
 
 
-def _hybrid(spec: HybridVit, num_classes: int, image_size: Grid, options: Any) -> int:
-    backbone, grid = _resnet_macs(spec.backbone, image_size, True, _middle_conv)
+def _hybrid(
+    spec: HybridVit, num_classes: int, image_size: Grid, options: Any, pruned: bool
+) -> _Parts:
+    root, units, grid = _resnet_macs(spec.backbone, image_size, True, _middle_conv)
     num_patches = grid[0] * grid[1]
     embedding = num_patches * spec.backbone.channels_out * spec.size.width
-    return backbone + embedding + _sequence_macs(spec.size, num_patches, num_classes, options)
+    blocks = _blocks(spec.size, num_patches, options, pruned)
+    head = _head_macs(spec.size.width, num_classes, options.representation)
+    return _Parts(root, (units, blocks), embedding + head)
 
 
-def _resnet(spec: PlainResNet, num_classes: int, image_size: Grid, options: Any) -> int:
-    backbone, _ = _resnet_macs(spec.size, image_size, False, _middle_conv)
-    return backbone + _head_macs(spec.size.channels_out, num_classes, False)
+def _resnet(spec: PlainResNet, num_classes: int, image_size: Grid, *_: Any) -> _Parts:
+    root, units, _grid = _resnet_macs(spec.size, image_size, False, _middle_conv)
+    return _Parts(root, (units,), _head_macs(spec.size.channels_out, num_classes, False))
 
 
-def _axial_vit(spec: PlainAxialVit, num_classes: int, image_size: Grid, options: Any) -> int:
+def _axial_vit(
+    spec: PlainAxialVit, num_classes: int, image_size: Grid, options: Any, _: bool
+) -> _Parts:
     size = spec.size
     rows, columns = image_size[0] // spec.patch_size, image_size[1] // spec.patch_size
     embedding = rows * columns * 3 * spec.patch_size**2 * size.width
-    blocks = rows * encoder_macs(size, columns) + columns * encoder_macs(size, rows)
-    return embedding + blocks + _head_macs(size.width, num_classes, options.representation)
+    macs = rows * block_macs(size, columns) + columns * block_macs(size, rows)
+    block = _Unit(macs, _tail_macs(size, rows * columns, options))
+    head = _head_macs(size.width, num_classes, options.representation)
+    return _Parts(embedding, ((block,) * size.depth,), head)
 
 
-def _axial_resnet(spec: PlainAxialResNet, num_classes: int, image_size: Grid, options: Any) -> int:
-    backbone, _ = _resnet_macs(spec.size, image_size, True, _middle_attention)
-    return backbone + _head_macs(spec.size.channels_out, num_classes, False)
+def _axial_resnet(spec: PlainAxialResNet, num_classes: int, image_size: Grid, *_: Any) -> _Parts:
+    root, units, _grid = _resnet_macs(spec.size, image_size, True, _middle_attention)
+    return _Parts(root, (units,), _head_macs(spec.size.channels_out, num_classes, False))
 
 
-_COUNTERS: dict[type[ModelSpec], Callable[..., int]] = {
+_COUNTERS: dict[type[ModelSpec], Callable[..., _Parts]] = {
     PlainVit: _vit,
     HybridVit: _hybrid,
     PlainResNet: _resnet,

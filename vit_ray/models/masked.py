@@ -51,6 +51,11 @@ class Corruption(NamedTuple):
     source: Tensor
 
 
+def num_corrupted(num_patches: int) -> int:
+    """Patches of an image that are corrupted."""
+    return max(1, int(num_patches * CORRUPTED_FRACTION))
+
+
 def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0) -> Corruption:
     """The corruption of each sample, from (seed, epoch, sample) alone.
 
@@ -73,8 +78,7 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0
         random_words(sample_keys(samples, seed, epoch, stream), num_patches) & (2**63 - 1)
         for stream in range(3)
     )
-    num_corrupted = max(1, int(num_patches * CORRUPTED_FRACTION))
-    corrupted = order.topk(num_corrupted, dim=1).indices.sort(dim=1).values
+    corrupted = order.topk(num_corrupted(num_patches), dim=1).indices.sort(dim=1).values
     is_corrupted = torch.zeros_like(order, dtype=torch.bool).scatter(1, corrupted, True)
     # The upper 53 of 63 bits, exact in float64.
     chance = (kind >> 10).double() / 2.0**53
@@ -134,7 +138,7 @@ class MaskedPatchObjective(nn.Module):
         self.target = target
         self.seed = seed
         self.mask = MaskToken(model.size.width)
-        self.prediction = Head(model.size.width, _num_predictions(target, side))
+        self.prediction = Head(model.size.width, num_predictions(target, side))
         model.head.requires_grad_(False)
         if model.representation is not None:
             model.representation.requires_grad_(False)
@@ -199,7 +203,8 @@ def _pick(items: Tensor, places: Tensor) -> Tensor:
     return items[rows, places]
 
 
-def _num_predictions(target: Target, side: int) -> int:
+def num_predictions(target: Target, side: int) -> int:
+    """Outputs for a patch of `side` x `side` pixels."""
     sizes: dict[str, int] = {
         "mean_color": NUM_COLORS,
         "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import gpu_kernels, kept_bytes, peak_bytes
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
+from vit_ray.models.flops import TrainingMacs, training_macs
 from vit_ray.train.objective import build_objective, make_loss
 
 
@@ -18,6 +19,19 @@ def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
     model = _meta_model(recipe, num_classes)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def step_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
+    """Multiply-adds of one image in a step, as the engine computes them."""
+    model, train = recipe.model, recipe.train
+    return training_macs(
+        model.name,
+        num_classes,
+        model.image_size,
+        recompute_every=train.activation_checkpointing,
+        masked_target=train.masked_target if train.loss == "masked_patch" else None,
+        **model.options(),
+    )
 
 
 def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:

@@ -10,7 +10,6 @@ import torch
 from vit_ray.config.training import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
-from vit_ray.models.flops import forward_macs
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location
 from vit_ray.train.device_decode import DeviceDecoder
@@ -18,7 +17,7 @@ from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.init_weights import initialize_weights
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch
-from vit_ray.train.memory_estimate import largest_micro_batch
+from vit_ray.train.memory_estimate import largest_micro_batch, step_macs
 from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.prefetch import pin_batch, prefetch
@@ -121,9 +120,8 @@ def _decoded(
 def work_per_image(job: TrainJob) -> Compute:
     """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
     recipe = job.recipe
-    model, every = recipe.model, recipe.train.activation_checkpointing
-    macs = forward_macs(model.name, job.num_classes, model.image_size, **model.options())
+    macs = step_macs(recipe, job.num_classes)
     peak = None
     if torch.cuda.is_available():
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
-    return Compute(macs, 1.0 / every if every else 0.0, peak)
+    return Compute(macs.model, macs.recomputed, peak)

@@ -48,7 +48,7 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import list_checkpoints
+from vit_ray.train.run_checkpoints import list_checkpoints
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
 KINDS = ["weight", "exp_avg", "exp_avg_sq", "average"]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "lock", "ray_internals"}
+EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "commands": BELOW | {"experiments", "launch"},
@@ -28,6 +28,7 @@ ALLOWED = {
     "storage": set(),
     "retry": set(),
     "ray_internals": set(),
+    "s3": set(),
     "lock": set(),
 }
 FOREIGN = {

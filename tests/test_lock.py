@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.s3_server import s3_environment, serve_conditional_s3, serve_s3
 from tests.two_holders import holders
-from vit_ray import lock, storage
+from vit_ray import lock, s3, storage
 from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
 from vit_ray.storage import Location, locate
 
@@ -87,13 +87,13 @@ def bucket(
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("VIT_RAY_S3_TIMEOUT_S", "60")  # moto's first answer takes seconds
         storage._s3.cache_clear()
-        storage._s3_client.cache_clear()
+        s3.client.cache_clear()
         lock._warn_of_store.cache_clear()
         if is_conditional:
-            storage._s3_client().create_bucket(Bucket="locks")
+            s3.client().create_bucket(Bucket="locks")
         yield "s3://locks/runs"
     storage._s3.cache_clear()
-    storage._s3_client.cache_clear()
+    s3.client.cache_clear()
 
 
 def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:

@@ -40,6 +40,8 @@ RELEASE_S = 20.0
 SETTLE_S = 4.0
 """Where the store does not create exclusively: how long a file must have stayed as written."""
 POLL_S = 0.5
+SHOWN_S = 10.0
+"""How late a file may appear on another node: NFS remembers for seconds what a folder held."""
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
 _FILE_BEFORE: Final = "driver.json"
 """Of drivers of version 0.1, which kept one file; it counts as number 0."""
@@ -144,6 +146,16 @@ def check_lock(folder: Location, number: int) -> None:
             f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "
             "written there by this one"
         )
+
+
+def sees_lock(folder: Location, number: int) -> bool:
+    """Whether the file of `number`, or a newer one, is there; a shared folder may show it late."""
+    deadline_s = time.monotonic() + SHOWN_S
+    while max(_numbers(folder), default=0) < number:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def is_lock_file(name: str) -> bool:

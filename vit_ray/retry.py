@@ -5,6 +5,7 @@ are lost when a file system is pickled; so they are switched off, and this stand
 operation instead.
 """
 
+import errno
 import logging
 import random
 import re
@@ -23,6 +24,10 @@ _TRANSIENT: Final = re.compile(
     r"|timed? ?out|Connection reset|Couldn't connect",
     re.IGNORECASE,
 )
+_TRANSIENT_ERRNO: Final = {
+    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT
+}  # fmt: skip
+"""What network file systems say while their server is away."""
 _PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|HTTP status 403")
 """Some stores answer 403 when they throttle; a wrong key answers so too, and must fail soon."""
 
@@ -77,7 +82,10 @@ def with_retries(
 
 def is_transient(error: OSError) -> bool:
     """Whether the store, and not what is stored, is at fault."""
-    return not isinstance(error, FileNotFoundError) and bool(_TRANSIENT.search(str(error)))
+    if isinstance(error, FileNotFoundError):
+        return False
+    is_kind = isinstance(error, ConnectionError | TimeoutError) or error.errno in _TRANSIENT_ERRNO
+    return is_kind or bool(_TRANSIENT.search(str(error)))
 
 
 def is_denied(error: Exception) -> bool:

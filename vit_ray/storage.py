@@ -16,6 +16,7 @@ import pyarrow
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import fs
 
+from vit_ray import s3
 from vit_ray.retry import DEFAULT_POLICY, RetryPolicy, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
@@ -71,6 +72,13 @@ class Location:
         """Write a file so that no reader ever sees half of it."""
         with_retries(lambda: self._write_once(content), f"writing {self.path}", policy)
 
+    def _write_once(self, content: bytes) -> None:
+        with (
+            self.atomic_output() as target,
+            target.filesystem.open_output_stream(target.path) as stream,
+        ):
+            stream.write(content)
+
     def create(self, content: bytes) -> "Creation":
         """Write a small file if there is none of this name; of several that try, one succeeds.
 
@@ -80,7 +88,8 @@ class Location:
         return with_retries(lambda: once(content), f"creating {self.path}")
 
     def _create_once(self, content: bytes) -> "Creation":
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        folder = os.path.dirname(self.path)
+        os.makedirs(folder, exist_ok=True)
         try:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -89,35 +98,15 @@ class Location:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
+        _sync_folder(folder)
         return Creation.CREATED
 
     def _put_new(self, content: bytes) -> "Creation":
         """By a PUT that must not replace; made twice, which shows whether the store heeds that."""
-        if not self._put_if_none(content):
+        if not s3.put_if_none(self.path, content):
             return Creation.EXISTS
-        return Creation.NOT_EXCLUSIVE if self._put_if_none(content) else Creation.CREATED
-
-    def _put_if_none(self, content: bytes) -> bool:
-        # Here and not above: it takes a while, and reading tasks never create.
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        bucket, _, key = self.path.partition("/")
-        try:
-            _s3_client().put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
-        except ClientError as error:
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 412:
-                return False
-            raise OSError(f"{self.path}: {error}") from error
-        except BotoCoreError as error:
-            raise OSError(f"{self.path}: {error}") from error
-        return True
-
-    def _write_once(self, content: bytes) -> None:
-        with (
-            self.atomic_output() as target,
-            self.filesystem.open_output_stream(target.path) as stream,
-        ):
-            stream.write(content)
+        is_exclusive = not s3.put_if_none(self.path, content)
+        return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
 
     def atomic_output(self) -> "AtomicOutput":
         """A context whose target becomes this file when the block ends without an error."""
@@ -147,30 +136,34 @@ class Location:
     def delete(self) -> None:
         """Delete this file, or this folder and all below it; nothing if it is not there.
 
-        By s3fs on S3, in batches of keys and nothing else: pyarrow writes and deletes folder
-        markers besides, which some servers take for files (rclone 1.75).
+        On S3 keys and nothing else: pyarrow writes and deletes folder markers besides, which some
+        servers take for files (rclone 1.75).
         """
         with_retries(self._delete_once, f"deleting {self.path}")
 
     def _delete_once(self) -> None:
-        if self.is_local:
-            with contextlib.suppress(FileNotFoundError):  # somebody else deletes it, too
-                if os.path.isdir(self.path):
-                    shutil.rmtree(self.path)
-                else:
-                    Path(self.path).unlink()
+        if not self.is_local:
+            s3.delete(self.path)
             return
-        # Here and not above: it takes half a second, and reading tasks never delete.
-        from botocore.exceptions import BotoCoreError
-        from s3fs import S3FileSystem
+        with contextlib.suppress(FileNotFoundError):  # somebody else deletes it, too
+            if os.path.isdir(self.path):
+                shutil.rmtree(self.path)
+            else:
+                Path(self.path).unlink()
 
-        store = S3FileSystem(skip_instance_cache=True, **_s3fs_options())
-        try:
-            store.rm(self.path, recursive=True)
-        except FileNotFoundError:
-            pass
-        except BotoCoreError as error:  # no OSError, so nobody would try again
-            raise OSError(f"{self.path}: {error}") from error
+    def move_to(self, target: "Location") -> None:
+        """Give this folder another name on the same file system.
+
+        S3 has no names to change: everything is copied, and then deleted here.
+
+        Raises:
+            OSError: it could not be done; nothing is lost.
+        """
+        if self.is_local:
+            os.rename(self.path, target.path)
+            _sync_folder(os.path.dirname(target.path))
+        else:
+            with_retries(lambda: s3.move(self.path, target.path), f"moving {self.path}")
 
     def for_ray(self) -> fs.FileSystem:
         """The file system through which Ray Train keeps its notes here.
@@ -234,40 +227,74 @@ class _Note(io.BytesIO):
 
 
 class AtomicOutput:
-    """Writes beside the destination, syncs, and moves into place; a PUT to S3 is atomic itself."""
+    """A place to write to that becomes the destination when the block ends without an error.
+
+    A file beside the destination, on the disk before it takes the name; on S3 an upload that is
+    published at the end, and given up with all its parts if the block raises.
+    """
 
     def __init__(self, destination: Location) -> None:
         self._destination = destination
-        self._target = destination
-        if destination.is_local:
-            self._target = Location(
-                destination.filesystem, f"{destination.path}.{uuid.uuid4().hex[:8]}.tmp"
-            )
+        self._upload: s3.Upload | None = None
+        self._target = Location(
+            destination.filesystem, f"{destination.path}.{uuid.uuid4().hex[:8]}.tmp"
+        )
 
     def __enter__(self) -> Location:
-        if self._destination.is_local:
-            os.makedirs(os.path.dirname(self._destination.path), exist_ok=True)
+        if not self._destination.is_local:
+            self._upload = s3.Upload(self._destination.path)
+            return Location(fs.PyFileSystem(_OneUpload(self._upload)), self._destination.path)
+        os.makedirs(os.path.dirname(self._destination.path), exist_ok=True)
         return self._target
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if not self._destination.is_local:
-            return
-        if error_type is None:
-            # Or a power cut may leave an empty file under the name of a whole one.
-            _sync(self._target.path)
+        if self._upload is not None:
+            self._finish_upload(self._upload, publishes=error_type is None)
+        elif error_type is None:
+            _sync_file(self._target.path)
             os.replace(self._target.path, self._destination.path)
-            _sync(os.path.dirname(self._destination.path))
+            _sync_folder(os.path.dirname(self._destination.path))
         elif os.path.exists(self._target.path):
             os.remove(self._target.path)
 
+    def _finish_upload(self, upload: s3.Upload, *, publishes: bool) -> None:
+        try:
+            if publishes:
+                upload.publish()
+        except BaseException:
+            publishes = False
+            raise
+        finally:
+            if not publishes:
+                upload.abort()
 
-def _sync(path: str) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+
+class _OneUpload(fs.FSSpecHandler):
+    """A file system in which everything that is opened for writing is one upload."""
+
+    def __init__(self, upload: s3.Upload) -> None:
+        from s3fs import S3FileSystem
+
+        super().__init__(S3FileSystem(**_s3fs_options()))
+        self._upload = upload
+
+    def open_output_stream(self, path: str, metadata: object) -> pyarrow.PythonFile:
+        return pyarrow.PythonFile(self._upload, mode="w")
+
+
+def _sync_file(path: str) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    """Put names on the disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def locate(path: str) -> Location:
@@ -295,22 +322,9 @@ def locate(path: str) -> Location:
     return Location(fs.LocalFileSystem(), local)
 
 
-def _region() -> str | None:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-
-
 def _s3fs_options() -> dict[str, Any]:
-    """botocore reads the region from AWS_DEFAULT_REGION only."""
-    region = {"region_name": _region()} if _region() else {}
+    region = {"region_name": s3.region()} if s3.region() else {}
     return {"use_listings_cache": False, "client_kwargs": region}
-
-
-_CONNECT_TIMEOUT_S: Final = 5.0
-_REQUEST_TIMEOUT_S: Final = 30.0
-
-
-def _request_timeout_s() -> float:
-    return float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S))
 
 
 @lru_cache(maxsize=1)
@@ -321,23 +335,9 @@ def _s3() -> fs.S3FileSystem:
     return fs.S3FileSystem(
         endpoint_override=host or None,
         scheme=scheme or "https",
-        region=_region(),
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        request_timeout=_request_timeout_s(),
+        region=s3.region(),
+        connect_timeout=s3.CONNECT_TIMEOUT_S,
+        request_timeout=s3.request_timeout_s(),
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
         allow_delayed_open=True,
     )
-
-
-@lru_cache(maxsize=1)
-def _s3_client() -> Any:
-    """botocore's client, for what pyarrow has no words for."""
-    import botocore.config
-    import botocore.session
-
-    config = botocore.config.Config(
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=_request_timeout_s(),
-        retries={"mode": "standard", "total_max_attempts": 1},
-    )
-    return botocore.session.get_session().create_client("s3", region_name=_region(), config=config)

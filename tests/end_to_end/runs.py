@@ -17,7 +17,8 @@ from tests.conftest import ROOT, Digits, Head
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import list_checkpoints, newest_checkpoint, open_checkpoint
+from vit_ray.train.checkpoint import open_checkpoint
+from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
 
 STEPS = 24
 

@@ -21,7 +21,7 @@ from tests.end_to_end.runs import (
 from vit_ray.config import Recipe
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 STEPS, EVERY = 800, 40
 SOONER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}

@@ -26,7 +26,8 @@ from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
 from vit_ray.tracking.tracker import replay
-from vit_ray.train.checkpoint import folder_name, newest_checkpoint
+from vit_ray.train.checkpoint import folder_name
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 # Long enough that there is time to interfere after the first checkpoint.
 STEPS = 600

@@ -26,13 +26,8 @@ from vit_ray.launch.ray_policies import (
     newest_step,
 )
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import (
-    DamagedCheckpointError,
-    Position,
-    Snapshot,
-    folder_name,
-    write_snapshot,
-)
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.checkpoint_files import DamagedCheckpointError
 from vit_ray.train.job import SmallerMicroBatchError
 from vit_ray.train.progress import Progress
 

@@ -9,15 +9,10 @@ import torch
 from vit_ray.launch import resume_point
 from vit_ray.launch.resume_point import PAUSES_S, ResumePoint, choose_resume_point
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import (
-    DamagedCheckpointError,
-    Position,
-    Snapshot,
-    folder_name,
-    list_checkpoints,
-    write_snapshot,
-)
+from vit_ray.train import run_checkpoints
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import NoUsableCheckpointError, list_checkpoints
 
 TOTAL = 100
 
@@ -52,6 +47,11 @@ class Run:
         return [step for step, _ in list_checkpoints(self.folder)]
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0,))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
@@ -84,6 +84,7 @@ def test_what_is_not_whole_is_out_of_the_way_of_the_attempt_that_writes_it_again
     run.save(20, ranks=2)
     assert run.choose() == ResumePoint(10, 80)
     assert run.steps() == [10]
+    assert run.folder.child("step-00000020.damaged").exists()
 
 
 def test_a_run_that_ended_early_has_nothing_left_to_do(run: Run) -> None:
@@ -94,7 +95,7 @@ def test_a_run_that_ended_early_has_nothing_left_to_do(run: Run) -> None:
 def test_nothing_but_damage_is_an_error_and_not_a_new_start(run: Run) -> None:
     run.save(10)
     run.damage(10)
-    with pytest.raises(DamagedCheckpointError, match="every checkpoint is damaged"):
+    with pytest.raises(NoUsableCheckpointError, match="none of them can be used"):
         run.choose()
 
 

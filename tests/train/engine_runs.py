@@ -9,10 +9,11 @@ import torch
 from vit_ray.config.training import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, newest_checkpoint, write_snapshot
+from vit_ray.train.checkpoint import Position, write_snapshot
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.

@@ -162,7 +162,7 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     recipe = recipe_from_dict(tree, "test").with_changes(**sections)
     return TrainJob(
         recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, None,
-        lambda bad: None,
+        None, lambda bad: None,
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ class Worker:
         train = self.job.recipe.train
         self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)
         writer = CheckpointWriter(
-            folder, self.job.recipe.checkpoint, self.link.note_own, lambda seconds: None
+            folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number
         )
         engine: Any = self.engine
         self.saver = CheckpointSaver(self.job, engine, writer, write_now, self.link, self.watchdog)

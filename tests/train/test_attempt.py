@@ -1,5 +1,7 @@
 """How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import torch
 from tests.train.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
 from vit_ray.storage import locate
 from vit_ray.train.attempt import run_attempt
-from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.job import SmallerMicroBatchError, UnrecoverableError
 from vit_ray.train.micro_batch import read_limit
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 
 def newest_step(worker: Worker) -> int:
@@ -155,3 +157,43 @@ def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> No
     run(worker)
     assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
     assert worker.actor.events == []
+
+
+def test_a_stop_whose_save_does_not_land_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    worker.engine.on_backward = beat_before_third
+    monkeypatch.setattr(worker.saver._writer, "write", lambda *_: None)
+    run(worker)
+    text = "SIGTERM; the checkpoint of step 3 could not be written"
+    assert worker.actor.events[-1] == ("stopped", text, 3)
+
+
+def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    told_before_landing: list[int] = []
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    def write_late(name: str, metrics: dict[str, float], write: Callable[[], None]) -> None:
+        def late() -> None:
+            told_before_landing.append(len([e for e in worker.actor.events if e[0] == "stopped"]))
+            write()
+
+        threading.Timer(0.3, late).start()
+
+    worker.engine.on_backward = beat_before_third
+    worker.saver._publish = write_late
+    run(worker)
+    assert told_before_landing == [0]
+    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)

@@ -1,6 +1,9 @@
-"""Checkpoints on disk: whole or nothing, verified, kept and pruned."""
+"""Checkpoints on disk: whole by their marker, read back, and nothing else in their place."""
 
+import hashlib
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,20 +11,20 @@ import torch
 
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import (
-    DamagedCheckpointError,
     Position,
     Snapshot,
-    find_weights,
     folder_name,
-    list_checkpoints,
-    newest_checkpoint,
-    newest_verified_checkpoint,
-    open_checkpoint,
-    prune,
+    read_checkpoint,
     write_snapshot,
+)
+from vit_ray.train.checkpoint_files import (
+    COMMIT,
+    DamagedCheckpointError,
+    PartialCheckpointError,
 )
 from vit_ray.train.fragments import Fragment
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 SHAPES = {"a": [3, 4], "b": [5]}
 
@@ -90,109 +93,199 @@ def test_state_that_was_not_saved_is_an_error(run: Location) -> None:
         checkpoint.fill({"exp_avg": [(Fragment("a", 0, target, target, 0), target)]})
 
 
-def test_one_rank_alone_makes_no_checkpoint(run: Location) -> None:
-    write(run, 1)
-    write(run, 2, ranks=1)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
+def files_of(folder: Location) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder.path).iterdir())}
 
 
-@pytest.mark.parametrize("file", ["rank-00001-of-00002.safetensors", "rank-00001-of-00002.json"])
-def test_a_truncated_file_makes_it_no_checkpoint(run: Location, file: str) -> None:
-    folder = write(run, 1)
-    path = Path(folder.path) / file
-    path.write_bytes(path.read_bytes()[:-9])
-    assert open_checkpoint(folder) is None
+def rewrite_index(folder: Location, rank: int, change: Callable[[dict], None]) -> None:
+    """Change a rank's index, and the marker as if it had been committed so."""
+    path = Path(folder.path) / f"rank-{rank:05d}-of-00002.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    marker = Path(folder.path) / COMMIT
+    content = json.loads(marker.read_text())
+    del content["sha256"]
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    content["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    marker.write_text(json.dumps(content, indent=1))
 
 
-def test_a_flipped_bit_is_found_marked_and_passed_over(run: Location) -> None:
-    write(run, 1)
-    newest = write(run, 2)
-    path = Path(newest.path) / "rank-00000-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-    assert "rank-00000-of-00002.safetensors" in told[0]
-    second = newest_checkpoint(run)
-    assert second is not None
-    assert second.position.step == 1
+def test_the_marker_lists_every_file_with_its_size_and_checksum(run: Location) -> None:
+    files = files_of(write(run, 1))
+    content = json.loads(files.pop(COMMIT))
+    assert content["files"] == {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
 
 
-@pytest.mark.parametrize("file", ["rank-00001-of-00002.safetensors", "rank-00001-of-00002.json"])
-def test_a_file_cut_short_is_found_marked_and_passed_over(run: Location, file: str) -> None:
-    """As a loss of power leaves them: there, and empty."""
-    write(run, 1)
-    (Path(write(run, 2).path) / file).write_bytes(b"")
-    told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-    assert file in told[0]
-    assert (Path(run.path) / "step-00000002" / "damaged.json").exists()
+def test_it_is_no_checkpoint_until_the_last_rank_has_committed(run: Location) -> None:
+    folder = run.child(folder_name(2))
+    first, second = snapshots(2)
+    assert not write_snapshot(second, folder)
+    with pytest.raises(PartialCheckpointError, match="holds the parts of 1 of 2 ranks"):
+        read_checkpoint(folder)
+
+    def fail() -> None:
+        assert COMMIT not in files_of(folder)
+        raise OSError("killed between upload and commit")
+
+    with pytest.raises(OSError, match="between upload and commit"):
+        write_snapshot(first, folder, fail)
+    with pytest.raises(PartialCheckpointError, match=r"has no commit\.json"):
+        read_checkpoint(folder)
+    assert write_snapshot(first, folder)
+    assert read_checkpoint(folder).position.step == 2
 
 
-def test_a_checkpoint_that_is_being_removed_is_not_called_damaged(
+def test_what_cannot_be_read_back_is_not_committed(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run, 1)
-    gone = write(run, 2)
-    plain = Location.read_range
-
-    def removed(self: Location, offset: int, length: int) -> bytes:
-        if self.path.startswith(gone.path):
-            gone.delete()
-        return plain(self, offset, length)
-
-    monkeypatch.setattr(Location, "read_range", removed)
-    told: list[str] = []
-    checkpoint = newest_verified_checkpoint(run, told.append)
-    assert checkpoint is not None
-    assert checkpoint.position.step == 1
-    assert told == []
-    assert not gone.exists()
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(run: Location) -> None:
-    folder = write(run, 1)
+    first, second = snapshots(2)
+    folder = run.child(folder_name(2))
+    write_snapshot(first, folder)
     path = Path(folder.path) / "rank-00000-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(DamagedCheckpointError, match="every checkpoint is damaged"):
-        newest_verified_checkpoint(run, lambda text: None)
+    with pytest.raises(DamagedCheckpointError, match=r"00000-of-00002\.safetensors: its bytes"):
+        write_snapshot(second, folder)
+    assert COMMIT not in files_of(folder)
+
+
+def mutations(content: bytes, seed: int) -> list[bytes | None]:
+    """None = the file is deleted."""
+    rng = random.Random(seed)
+    cuts = [content[: rng.randrange(len(content))] for _ in range(3)]
+    flips = []
+    for _ in range(12):
+        at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
+        flips.append(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+    return [None, b"", content + b" ", content[::-1], *cuts, *flips]
+
+
+def is_accepted(folder: Location) -> bool:
+    try:
+        read_checkpoint(folder).verify()
+    except (DamagedCheckpointError, PartialCheckpointError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [
+    COMMIT, "rank-00000-of-00002.json", "rank-00000-of-00002.safetensors",
+    "rank-00001-of-00002.json", "rank-00001-of-00002.safetensors",
+])  # fmt: skip
+def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name: str) -> None:
+    folder = write(run, 1)
+    path = Path(folder.path) / name
+    whole = path.read_bytes()
+    for number, content in enumerate(mutations(whole, seed=len(name))):
+        path.unlink() if content is None else path.write_bytes(content)
+        assert not is_accepted(folder), f"mutation {number} of {name}"
+        path.write_bytes(whole)
+    read_checkpoint(folder).verify()
+
+
+@pytest.mark.parametrize("stray", [
+    "rank-00002-of-00003.json", "rank-00000-of-00004.safetensors", "rank-.json", "note.txt",
+    "rank-00001-of-00002.json.1a2b3c4d.tmp", "rank-00001-of-00002 (copy).json",
+])  # fmt: skip
+def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: str) -> None:
+    folder = write(run, 1)
+    (Path(folder.path) / stray).write_text("{}")
+    checkpoint = read_checkpoint(folder)
+    checkpoint.verify()
+    assert torch.equal(checkpoint.weights()["b"], values(1)["b"])
+
+
+@pytest.mark.parametrize(("key", "told"), [
+    ("weight|a|6", "weight of a has an overlap at element 7"),
+    ("weight|a|8", "weight of a has a gap at element 7"),
+    ("weight|b|1", "weight of [ab] has "),
+    ("weight|c|0", "no weights of a|weight of a has a gap|weight of c has an overlap"),
+    ("weight|a", "is not what was written"),
+    ("weight|a|x", "is not what was written"),
+])  # fmt: skip
+def test_parts_that_do_not_cover_a_parameter_once_are_refused(
+    run: Location, key: str, told: str
+) -> None:
+    def rename(index: dict) -> None:
+        index["tensors"][key] = index["tensors"].pop("weight|a|7")
+
+    folder = write(run, 1)
+    rewrite_index(folder, 1, rename)
+    with pytest.raises(DamagedCheckpointError, match=told):
+        read_checkpoint(folder)
+
+
+def test_an_index_of_other_tensors_than_the_files_is_refused(run: Location) -> None:
+    def swap(index: dict) -> None:
+        index["tensors"] = {"weight|b|0": 5, "weight|a|7": 5, "extra|a|0": 12}
+
+    folder = write(run, 1)
+    rewrite_index(folder, 1, swap)
+    with pytest.raises(DamagedCheckpointError, match="holds other tensors than its index says"):
+        read_checkpoint(folder).weights()
+
+
+@pytest.mark.parametrize("change", [
+    lambda index: index.pop("position"),
+    lambda index: index.update(position=[1]),
+    lambda index: index["position"].pop("shapes"),
+    lambda index: index["position"].update(unknown=1),
+    lambda index: index.update(tensors=[]),
+    lambda index: index.update(bytes="many"),
+])  # fmt: skip
+def test_an_index_of_another_form_is_damaged(run: Location, change: Callable[[dict], None]) -> None:
+    folder = write(run, 1)
+    rewrite_index(folder, 0, change)
+    with pytest.raises(DamagedCheckpointError):
+        read_checkpoint(folder)
 
 
 def test_a_newer_format_names_itself(run: Location) -> None:
     folder = write(run, 1)
-    path = Path(folder.path) / "rank-00000-of-00002.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 9'))
-    with pytest.raises(ValueError, match="has format 9; this code reads up to 1"):
-        open_checkpoint(folder)
+    rewrite_index(folder, 0, lambda index: index.update(format_version=9))
+    with pytest.raises(ValueError, match="has format 9; this code reads up to 2"):
+        read_checkpoint(folder)
 
 
-def test_pruning_keeps_the_newest_the_best_and_what_is_being_written(run: Location) -> None:
-    for step in (1, 2, 3, 4):
-        write(run, step)
-    write(run, 5, ranks=1)
-    assert sorted(prune(run, keep_last=2, keep={1})) == [2]
-    assert [step for step, _ in list_checkpoints(run)] == [5, 4, 3, 1]
+@pytest.fixture
+def old(tmp_path: Path) -> Location:
+    """A checkpoint of format 1, as version 0.1 wrote it."""
+    source = Path(__file__).parent / "format_1" / "step-00000003"
+    folder = tmp_path / "old" / "step-00000003"
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return locate(str(folder))
 
 
-def test_pruning_removes_old_halves(run: Location) -> None:
-    write(run, 1, ranks=1)
-    write(run, 2)
-    assert prune(run, keep_last=1, keep=set()) == [1]
+def test_a_checkpoint_of_format_1_opens_as_before(old: Location) -> None:
+    checkpoint = read_checkpoint(old)
+    checkpoint.verify()
+    assert checkpoint.position == position(3)
+    weights = checkpoint.weights()
+    assert torch.equal(weights["a"], values(3)["a"].view(3, 4))
+    assert torch.equal(weights["b"], values(3)["b"])
 
 
-def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
-    folder = write(run, 2)
-    assert find_weights(run.path).position.step == 2
-    assert find_weights(folder.path).position.step == 2
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
-        find_weights(f"{run.path}/nothing")
+def test_a_stray_file_does_not_hide_a_checkpoint_of_format_1(old: Location) -> None:
+    (Path(old.path) / "rank-00002-of-00003.json").write_text("{}")
+    read_checkpoint(old).verify()
+
+
+def test_a_part_of_format_1_is_no_checkpoint(old: Location) -> None:
+    (Path(old.path) / "rank-00001-of-00002.json").unlink()
+    with pytest.raises(PartialCheckpointError, match="1 of 2 ranks"):
+        read_checkpoint(old)
+
+
+def test_format_1s_mark_of_damage_counts(old: Location) -> None:
+    (Path(old.path) / "damaged.json").write_text("{}")
+    with pytest.raises(DamagedCheckpointError, match="was marked as damaged"):
+        read_checkpoint(old)
 
 
 def test_a_disk_that_is_full_leaves_nothing_that_counts(
@@ -212,27 +305,3 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.position.step == 1
-
-
-def test_a_position_is_one_flat_object_on_disk_and_comes_back_as_it_was() -> None:
-    progress = Progress(7, 0.5, 2, 6, "no better", 12.5, 1, {"eval/loss": 0.75})
-    before = Position(progress, 5, 56, 8, SHAPES, {"name": "x"}, "f", "run", {"ray": "2.60"})
-    saved = json.loads(json.dumps(before.to_json()))
-    assert saved["step"] == 7
-    assert saved["metrics"] == {"eval/loss": 0.75}
-    assert saved["applied_steps"] == 5
-    assert Position.from_json(saved) == before
-
-
-def test_a_position_of_format_1_is_read() -> None:
-    """Field by field as checkpoints of format 1 hold it, which count no refused steps."""
-    saved = {
-        "step": 80, "applied_steps": 79, "samples_seen": 5120, "global_batch_size": 64,
-        "shapes": {"head.bias": [10]}, "recipe": {"name": "x"}, "data_fingerprint": "f",
-        "tracking_run_id": "r", "best_eval_loss": 0.25, "evals_without_best": 1, "eval_step": 80,
-        "ended": "", "train_seconds": 3.5, "metrics": {"eval/loss": 0.5}, "versions": {},
-    }  # fmt: skip
-    read = Position.from_json(saved)
-    assert read.progress == Progress(80, 0.25, 1, 80, "", 3.5, 0, {"eval/loss": 0.5})
-    assert (read.step, read.applied_steps, read.samples_seen) == (80, 79, 5120)
-    assert (read.tracking_run_id, read.shapes) == ("r", {"head.bias": [10]})

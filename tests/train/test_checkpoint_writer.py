@@ -1,43 +1,65 @@
-"""Checkpoints that storage refuses: tried again, told, and in the end an error."""
+"""Checkpoints that storage refuses: told, counted whole or not, and in the end an error."""
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from vit_ray.config.training import CheckpointConfig
+from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate
 from vit_ray.train import checkpoint_writer
-from vit_ray.train.checkpoint import Position, Snapshot, list_checkpoints, newest_checkpoint
-from vit_ray.train.checkpoint_writer import MAX_FAILED_SAVES, SAVE_ATTEMPTS, CheckpointWriter
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name
+from vit_ray.train.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import (
+    NONE_YET,
+    begin_without_checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+)
 
 
 def snapshot(step: int, rank: int = 0, world_size: int = 1, **progress: Any) -> Snapshot:
-    where = Position(Progress(step, **progress), step, step * 8, 8, {"w": [2]}, {}, "print")
-    return Snapshot(rank, world_size, {f"weight|w|{rank}": torch.ones(2)}, where)
+    where = Position(
+        Progress(step, **progress), step, step * 8, 8, {"w": [world_size]}, {}, "print"
+    )
+    return Snapshot(rank, world_size, {f"weight|w|{rank}": torch.ones(1)}, where)
 
 
 class FullDisk:
-    """A storage that refuses the first `failures` writes of a checkpoint, and its history."""
+    """A storage that refuses some writes of a checkpoint, and a writer for each rank."""
 
-    def __init__(self, folder: Location, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    def __init__(
+        self,
+        folder: Location,
+        monkeypatch: pytest.MonkeyPatch,
+        refuses: Callable[[Snapshot], bool] = lambda _: False,
+        ranks: int = 1,
+        **keep: Any,
+    ) -> None:
         self.events: list[tuple[str, str]] = []
-        self.pauses: list[float] = []
-        self._left, self._write = failures, checkpoint_writer.write_snapshot
+        self._refuses, self._write = refuses, checkpoint_writer.write_snapshot
         monkeypatch.setattr(checkpoint_writer, "write_snapshot", self.write_snapshot)
-        self.writer = CheckpointWriter(
-            folder,
-            CheckpointConfig(keep_last=1, keep_best=True),
-            lambda kind, text, _: self.events.append((kind, text)),
-            self.pauses.append,
-        )
+        config = CheckpointConfig(**{"keep_last": 1, "keep_best": True, **keep})
+        self.writers = [
+            CheckpointWriter(folder, config, lambda kind, text, _: self.events.append((kind, text)))
+            for _ in range(ranks)
+        ]
 
-    def write_snapshot(self, taken: Snapshot, folder: Location) -> int:
-        if self._left:
-            self._left -= 1
+    def write_snapshot(self, taken: Snapshot, *rest: Any) -> bool:
+        if self._refuses(taken):
             raise OSError(28, "No space left on device")
-        return self._write(taken, folder)
+        return self._write(taken, *rest)
+
+    def save(self, step: int, **progress: Any) -> None:
+        """All ranks write a step, the first one first."""
+        ranks = len(self.writers)
+        for rank, writer in enumerate(self.writers):
+            writer.write(snapshot(step, rank, ranks, **progress), folder_name(step))
 
 
 @pytest.fixture
@@ -45,55 +67,130 @@ def run(tmp_path: Any) -> Location:
     return locate(str(tmp_path / "run"))
 
 
-def test_a_write_that_fails_is_tried_again_with_growing_pauses(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(run, monkeypatch, SAVE_ATTEMPTS - 1)
-    disk.writer.write(snapshot(1), "step-00000001")
-    assert disk.pauses == [1.0, 2.0, 4.0]
-    assert disk.events == []
-    assert newest_checkpoint(run) is not None
+def steps(run: Location) -> list[int]:
+    return [step for step, _ in list_checkpoints(run)]
 
 
 def test_a_save_that_fails_is_told_and_the_next_may_work(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, SAVE_ATTEMPTS)
-    disk.writer.write(snapshot(1), "step-00000001")
-    disk.writer.write(snapshot(2), "step-00000002")
+    disk = FullDisk(run, monkeypatch, lambda taken: taken.position.step == 1)
+    disk.save(1)
+    disk.save(2)
     ((kind, text),) = disk.events
     assert kind == "checkpoint failed"
     assert "step-00000001: [Errno 28] No space left on device" in text
-    assert [step for step, _ in list_checkpoints(run)] == [2]
+    assert steps(run) == [2]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(run, monkeypatch, SAVE_ATTEMPTS * MAX_FAILED_SAVES)
+    disk = FullDisk(run, monkeypatch, lambda _: True)
     for step in range(1, MAX_FAILED_SAVES):
-        disk.writer.write(snapshot(step), f"step-{step:08d}")
+        disk.save(step)
     with pytest.raises(OSError, match=r"3 checkpoints in a row .* free space there"):
-        disk.writer.write(snapshot(9), "step-00000009")
+        disk.save(9)
+
+
+def test_saves_are_counted_whole_or_not_whichever_rank_fails(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 1 and 2 fail in turns, and none of them fails twice in a row."""
+
+    def refuses(taken: Snapshot) -> bool:
+        return taken.rank == 1 + taken.position.step % 2
+
+    disk = FullDisk(run, monkeypatch, refuses, ranks=3)
+    for step in (1, 2, 3):
+        disk.save(step)
+    with pytest.raises(OSError, match="3 checkpoints in a row"):
+        disk.save(4)
+    told = [text for kind, text in disk.events if "is not whole" in text]
+    assert [text.rpartition(" ")[2] for text in told] == ["2", "1", "2"]
+
+
+def test_a_whole_save_between_starts_the_count_again(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, lambda t: t.rank == 1 and t.position.step % 3 != 0, ranks=2)
+    for step in range(1, 10):
+        disk.save(step)
+    assert 9 in steps(run)
+    assert newest_checkpoint(run).position.step == 9
+
+
+def test_ranks_that_see_folders_of_their_own_end_the_run(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output on a path that nodes do not share."""
+    disk = FullDisk(run, monkeypatch, ranks=2)
+    disk.writers[1] = FullDisk(locate(run.path + "-elsewhere"), monkeypatch).writers[0]
+    for step in (1, 2, 3):
+        disk.save(step)
+    with pytest.raises(OSError, match="another place that all workers share"):
+        disk.save(4)
 
 
 def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(run, monkeypatch, 0)
+    disk = FullDisk(run, monkeypatch)
     for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
-        metrics = {"eval/loss": loss}
-        disk.writer.write(snapshot(step, eval_step=step, metrics=metrics), f"step-{step:08d}")
-    assert [step for step, _ in list_checkpoints(run)] == [4, 2]
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [4, 2]
+
+
+def test_permanent_ones_are_kept_beside_the_newest(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, keep_every_steps=4, keep_last=2)
+    for step in range(2, 16, 2):
+        disk.save(step)
+    assert steps(run) == [14, 12, 8, 4]
+
+
+def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:
+    with hold_lock(run, lambda _: None) as number:
+        writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
+        writer.write(snapshot(1), folder_name(1))
+        theirs = asdict(replace(Owner.this_process(), host="node-7"))
+        run.child(f"lock-{number + 1:08d}.json").write(json.dumps(theirs).encode())
+        with pytest.raises(LockLostError, match=r"taken over by process .* on node-7"):
+            writer.write(snapshot(2), folder_name(2))
+    assert steps(run) == [1]
+
+
+def test_a_run_taken_over_while_it_writes_is_not_committed(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = iter([None, LockLostError("gone")])
+
+    def check(*_: object) -> None:
+        if error := next(checks):
+            raise error
+
+    monkeypatch.setattr(checkpoint_writer, "check_lock", check)
+    writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
+    with pytest.raises(LockLostError):
+        writer.write(snapshot(1), folder_name(1))
+    assert newest_checkpoint(run) is None
+
+
+def test_the_first_commit_ends_the_note_that_there_is_none(run: Location) -> None:
+    begin_without_checkpoint(run, lambda _: None)
+    assert run.child(NONE_YET).exists()
+    CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1), folder_name(1))
+    assert not run.child(NONE_YET).exists()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_old_ones_go_with_the_last_rank_that_writes_whichever_it_is(
     run: Location, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
 ) -> None:
-    disk = FullDisk(run, monkeypatch, 0)
+    writer = FullDisk(run, monkeypatch).writers[0]
     first, last = order
     for rank in order:
-        disk.writer.write(snapshot(1, rank, 2), "step-00000001")
-    disk.writer.write(snapshot(2, first, 2), "step-00000002")
+        writer.write(snapshot(1, rank, 2), "step-00000001")
+    writer.write(snapshot(2, first, 2), "step-00000002")
     assert [step for step, _ in list_checkpoints(run)] == [2, 1]
-    disk.writer.write(snapshot(2, last, 2), "step-00000002")
+    writer.write(snapshot(2, last, 2), "step-00000002")
     assert [step for step, _ in list_checkpoints(run)] == [2]

@@ -2,15 +2,21 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.train.fakes import BATCH, FakeEngine, Worker, make_job
+from vit_ray import lock
+from vit_ray.config.training import CheckpointConfig
+from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import newest_checkpoint
+from vit_ray.train.checkpoint_writer import CheckpointWriter
+from vit_ray.train.job import UnrecoverableError
 from vit_ray.train.progress import Progress
-from vit_ray.train.saving import make_position, open_chosen_checkpoint
+from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.train.saving import check_folder_is_shared, make_position, open_chosen_checkpoint
 
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
@@ -77,3 +83,27 @@ def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
 def test_a_chosen_checkpoint_that_has_gone_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* has gone"):
         open_chosen_checkpoint(locate(str(tmp_path)), 7)
+
+
+def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "POLL_S", 0.01)
+    monkeypatch.setattr(lock, "SHOWN_S", 0.05)
+    job = replace(make_job(tmp_path), lock_number=3)
+    told = r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
+    with pytest.raises(UnrecoverableError, match=told):
+        check_folder_is_shared(job, "node-7")
+    locate(job.run_folder).child("lock-00000003.json").write(b"{}")
+    check_folder_is_shared(job, "node-7")
+
+
+def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
+    worker = Worker(replace(make_job(tmp_path), lock_number=1))
+    worker.saver._writer = CheckpointWriter(
+        locate(worker.job.run_folder), CheckpointConfig(), worker.link.note_own, 1
+    )
+    locate(worker.job.run_folder).child("lock-00000002.json").write(b"{}")
+    with pytest.raises(LockLostError, match="has been taken over"):
+        worker.saver.save(Progress(step=1))
+    assert "has been taken over" in str(worker.actor.failure)

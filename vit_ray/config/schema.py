@@ -44,8 +44,9 @@ class Recipe(Section):
     """Initial weights, order, augmentation and dropout."""
     output: str = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""
-    resume: bool | Literal["auto"] = "auto"
-    """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it."""
+    resume: bool | Literal["auto", "from_zero"] = "auto"
+    """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it;
+    `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used."""
     init_from: str | None = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     folder of Hugging Face; local or `s3://`."""

@@ -267,6 +267,8 @@ class CheckpointConfig(Section):
     """Cadence by the clock."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
+    keep_every_steps: Positive | None = None
+    """Also write one after every so many steps, and never remove it; unset = none is permanent."""
     keep_best: bool = False
     """Also keep the one with the best validation loss."""
 

@@ -27,9 +27,16 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint, find_weights, newest_verified_checkpoint
+from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.init_weights import find_weight_file
 from vit_ray.train.micro_batch import micro_batch_size
+from vit_ray.train.run_checkpoints import (
+    NoUsableCheckpointError,
+    begin_without_checkpoint,
+    find_weights,
+    newest_checkpoint,
+    newest_verified_checkpoint,
+)
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 
@@ -72,6 +79,8 @@ class PreparedRun:
     """The newest good checkpoint of a run of this name."""
     damage: tuple[str, ...] = ()
     """What was found of damaged checkpoints."""
+    lock_number: int | None = None
+    """By which workers see that the run is still this driver's; None for an evaluation."""
 
     @property
     def is_over(self) -> bool:
@@ -92,14 +101,16 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     recipe = recipe.with_absolute_paths()
     plan = plan_run(recipe)
     # From before the checkpoints are looked at: another driver may be removing them.
-    with lock_run(locate(recipe.run_folder)):
+    run_folder = locate(recipe.run_folder)
+    with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is None:
             check_weights(recipe)
+            begin_without_checkpoint(run_folder, damage.append)
         else:
             check_same_run(recipe, resume_from, plan.manifest.fingerprint)
-        yield PreparedRun(recipe, kind, plan, resume_from, tuple(damage))
+        yield PreparedRun(recipe, kind, plan, resume_from, tuple(damage), lock_number)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
@@ -204,23 +215,29 @@ def find_resume_point(
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does
-            not, or was of another model, data set, seed or batch.
+            not, or was of another model, data set, seed or batch; or it has had checkpoints,
+            none of which can be used.
     """
     folder = locate(recipe.run_folder)
-    checkpoint = newest_verified_checkpoint(folder, tell)
     if recipe.resume is False and _holds_a_run(folder):
+        newest = newest_checkpoint(folder)
         raise ValueError(
             f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
-            f"{checkpoint.position.step if checkpoint else 0}); choose another name, or set "
-            "resume=auto to continue it"
+            f"{newest.position.step if newest else 0}); choose another name, or set resume=auto "
+            "to continue it"
         )
-    if checkpoint is None:
-        if recipe.resume is True:
-            raise ValueError(
-                f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
-                "and output, or set resume=auto"
-            )
-        return None
+    try:
+        checkpoint = newest_verified_checkpoint(folder, tell)
+    except NoUsableCheckpointError as error:
+        if recipe.resume != "from_zero":
+            raise
+        tell(str(error))
+        checkpoint = None
+    if checkpoint is None and recipe.resume is True:
+        raise ValueError(
+            f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
+            "and output, or set resume=auto"
+        )
     return checkpoint
 
 

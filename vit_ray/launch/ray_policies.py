@@ -31,8 +31,8 @@ from vit_ray.ray_internals import (
     _is_preemption_failure,
 )
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.job import SmallerMicroBatchError
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from vit_ray.storage import Location
-from vit_ray.train.checkpoint import Checkpoint, discard_newer, newest_verified_checkpoint
+from vit_ray.train.checkpoint import Checkpoint
+from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
 PAUSES_S: Final = (1.0, 5.0, 15.0, 60.0, 120.0)
 """Before each new try of a storage that does not answer; an error would end the run."""
@@ -40,14 +41,14 @@ def choose_resume_point(
 ) -> ResumePoint:
     """The point after the newest checkpoint whose every byte is as written.
 
-    Damaged ones are marked, and what is newer than the chosen one is discarded: training is about
-    to write the same folders again. A storage that is away for some minutes is waited for.
+    What is newer than the chosen one is set aside: training is about to write the same folders
+    again. A storage that is away for some minutes is waited for.
 
     Args:
         note: called with kind and text of an event for the run's history.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, and all of them are damaged.
+        NoUsableCheckpointError: there are checkpoints, and none of them is good.
         OSError: the storage was away for too long.
     """
     for pause_s in PAUSES_S:
@@ -60,8 +61,4 @@ def choose_resume_point(
 
 
 def _newest(run_folder: Location, note: Callable[[str, str], None]) -> Checkpoint | None:
-    checkpoint = newest_verified_checkpoint(
-        run_folder, lambda text: note("damaged checkpoint", text)
-    )
-    discard_newer(run_folder, checkpoint.position.step if checkpoint else -1)
-    return checkpoint
+    return newest_verified_checkpoint(run_folder, lambda text: note("damaged checkpoint", text))

@@ -31,8 +31,8 @@ from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
 from vit_ray.tracking.run_actor import start_recorder
-from vit_ray.train.checkpoint import newest_checkpoint
 from vit_ray.train.job import TrainJob
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
 
@@ -170,6 +170,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         few_shot_classes=plan.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
+        lock_number=prepared.lock_number,
         note_bad_images=_bad_images(recipe, plan).note,
     )
 

@@ -98,8 +98,17 @@ class Attempt:
         )
         if reason != "finished":
             reason = self.link.current_stop_reason(progress.step) or reason
-            text = f"{reason}; checkpoint at step {progress.step}"
+            text = f"{reason}; {self._last_save(progress.step)}"
             self.link.note_last("stopped", text, progress.step)
+
+    def _last_save(self, step: int) -> str:
+        """What has come of the save before the stop, once all ranks have written."""
+        self.watchdog.pause()
+        self.hooks.saver.wait_until_written()
+        self.context.collectives.sum([0.0])
+        if self.hooks.saver.is_whole(step):
+            return f"checkpoint at step {step}"
+        return f"the checkpoint of step {step} could not be written"
 
     def _traced(self) -> Iterator[Batch]:
         """With a profile of the steps that the recipe names, of the first worker."""

@@ -1,81 +1,130 @@
-"""Writing checkpoints beside the training: retries, reports of failures, and what is kept."""
+"""Writing checkpoints beside the training: reports of failures, and what is kept."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from vit_ray.config.training import CheckpointConfig
+from vit_ray.lock import check_lock
 from vit_ray.storage import Location
-from vit_ray.train.checkpoint import (
-    Snapshot,
-    count_ranks,
-    list_checkpoints,
-    open_checkpoint,
-    prune,
-    write_snapshot,
-)
+from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_snapshot
+from vit_ray.train.checkpoint_files import DamagedCheckpointError, is_committed, missing_ranks
+from vit_ray.train.run_checkpoints import NONE_YET, list_checkpoints, prune
 
 MAX_FAILED_SAVES = 3
-SAVE_ATTEMPTS = 4
 
 
 class CheckpointWriter:
-    """Writes one rank's part of each checkpoint; the last rank also removes what is not kept."""
+    """Writes one rank's part of each checkpoint.
+
+    The rank that writes last commits it and removes what is not kept. Rank 0 counts those that did
+    not become whole, whichever rank was at fault.
+    """
 
     def __init__(
         self,
         run_folder: Location,
         keep: CheckpointConfig,
         tell: Callable[[str, str, int], object],
-        sleep: Callable[[float], None] = time.sleep,
+        lock_number: int | None = None,
     ) -> None:
-        """`tell`: called with kind, text and step of an event for the run's history."""
-        self._run_folder, self._keep = run_folder, keep
-        self._tell, self._sleep = tell, sleep
-        self._failed_saves = 0
+        """
+        Args:
+            tell: called with kind, text and step of an event for the run's history.
+            lock_number: the driver's lock of the run; None = nobody holds it.
+        """
+        self._run_folder, self._keep, self._tell = run_folder, keep, tell
+        self._lock_number = lock_number
+        self._failed_saves, self._step = 0, 0
+        self._last: tuple[Location, int] | None = None
+        """Folder and ranks of the last save, while it is not known to be whole."""
+        self._read_back: set[int] = set()
 
     def write(self, snapshot: Snapshot, name: str) -> None:
         """Write it. A failed save is reported, and training goes on: the next may work.
 
+        All ranks have ended their part of the save before when this is called.
+
         Raises:
             OSError: too many in a row have failed.
+            LockLostError: another driver has taken the run over.
         """
         folder = self._run_folder.child(name)
+        is_first, self._step = snapshot.rank == 0, snapshot.position.step
+        if is_first:
+            self._count_last()
         try:
-            self._write_with_retries(snapshot, folder)
-        except OSError as error:
-            self._failed_saves += 1
-            self._tell("checkpoint failed", f"{folder.path}: {error}", snapshot.position.step)
-            if self._failed_saves >= MAX_FAILED_SAVES:
-                raise OSError(
-                    f"{self._failed_saves} checkpoints in a row could not be written to "
-                    f"{folder.path}: {error}; free space there, or set output to another place"
-                ) from error
+            self._check_lock()
+            is_whole = write_snapshot(snapshot, folder, self._check_lock)
+        except (OSError, DamagedCheckpointError) as error:
+            self._tell("checkpoint failed", f"{folder.path}: {error}", self._step)
+            if is_first:
+                self._count_failure(folder, str(error))
             return
-        self._failed_saves = 0
+        self._last = (folder, snapshot.world_size)
+        if is_whole:
+            self._read_back.add(self._step)
+            self._remove_old()
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a save has been committed; for when all ranks have ended their part."""
         try:
-            if count_ranks(folder) == snapshot.world_size:
-                prune(self._run_folder, self._keep.keep_last, self._best_step())
-        except OSError as error:  # the next one removes it
-            self._tell(
-                "old checkpoint left", f"{self._run_folder.path}: {error}", snapshot.position.step
+            return is_committed(self._run_folder.child(name))
+        except OSError:
+            return False
+
+    def _count_last(self) -> None:
+        """See what became of the save before, by what is in storage."""
+        if self._last is None:
+            return
+        folder, world_size = self._last
+        self._last = None
+        try:
+            if is_committed(folder):
+                self._failed_saves = 0
+                return
+            missing = missing_ranks(folder, world_size)
+        except OSError as error:
+            self._count_failure(folder, str(error))
+            return
+        ranks = ", ".join(map(str, missing[:8])) or "none"
+        reason = f"not whole: of {world_size} workers these have not written their part: {ranks}"
+        self._tell("checkpoint failed", f"{folder.path} is {reason}", self._step)
+        self._count_failure(folder, reason)
+
+    def _count_failure(self, folder: Location, reason: str) -> None:
+        self._failed_saves += 1
+        if self._failed_saves >= MAX_FAILED_SAVES:
+            raise OSError(
+                f"{self._failed_saves} checkpoints in a row could not be written to "
+                f"{folder.path}: {reason}; free space there, or set output to another place that "
+                "all workers share"
             )
 
-    def _write_with_retries(self, snapshot: Snapshot, folder: Location) -> None:
-        """`write_snapshot`, tried again with growing pauses while the storage refuses it."""
-        for attempt in range(SAVE_ATTEMPTS - 1):
-            try:
-                write_snapshot(snapshot, folder)
-            except OSError:
-                self._sleep(2.0**attempt)
-            else:
-                return
-        write_snapshot(snapshot, folder)
+    def _check_lock(self) -> None:
+        if self._lock_number is not None:
+            check_lock(self._run_folder, self._lock_number)
+
+    def _remove_old(self) -> None:
+        keep_last = self._keep.keep_last
+        try:
+            self._run_folder.child(NONE_YET).delete()
+            keep = self._permanent()
+            prune(self._run_folder, keep_last, keep, self._read_back, self._tell_set_aside)
+        except OSError as error:  # the next one removes it
+            self._tell("old checkpoint left", f"{self._run_folder.path}: {error}", self._step)
+
+    def _tell_set_aside(self, text: str) -> None:
+        self._tell("damaged checkpoint", text, self._step)
+
+    def _permanent(self) -> set[int]:
+        """Steps that stay however old they are."""
+        steps = [step for step, _ in list_checkpoints(self._run_folder)]
+        every = self._keep.keep_every_steps
+        kept = {step for step in steps if every is not None and step % every == 0}
+        return kept | self._best_step() if self._keep.keep_best else kept
 
     def _best_step(self) -> set[int]:
-        if not self._keep.keep_best:
-            return set()
         opened = [open_checkpoint(folder) for _, folder in list_checkpoints(self._run_folder)]
         losses = {
             c.position.step: c.position.progress.metrics["eval/loss"]

@@ -19,7 +19,8 @@ from vit_ray.models.weights.files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, 
 from vit_ray.models.weights.load_save import WeightFile, read_weights
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint, Position, find_weights
+from vit_ray.train.checkpoint import Checkpoint, Position
+from vit_ray.train.run_checkpoints import find_weights
 
 _WEIGHT_FILES = (".npz", ".safetensors")
 # A remote file is fetched in pieces, so that a fault costs one of them.

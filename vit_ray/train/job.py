@@ -29,6 +29,8 @@ class TrainJob:
     """Unix time at which Ray was up, for the time to the first step."""
     recorder: Any
     """Handle of the run's actor; workers use it through `run_link.RunLink` only."""
+    lock_number: int | None
+    """Of the driver's lock of the run's folder; None where nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
     """Counts images that cannot be decoded here: sample number to description; may raise."""
 

@@ -115,6 +115,7 @@ def run_training(
     first_step = progress.step
     keeps_best = recipe.checkpoint.keep_best
     saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
+    permanent = Cadence(recipe.checkpoint.keep_every_steps)
     logging = Cadence(recipe.train.log_every_steps)
     while progress.step < context.total_steps:
         start_s = clock()
@@ -158,7 +159,9 @@ def run_training(
             if is_stopping:
                 return hooks.stop_reason() or "another worker was asked to stop"
         is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
-        is_due = is_save_time or saving.is_due_at(progress.step)
+        is_due = (
+            is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step)
+        )
         if (is_due and not is_save_wanted) or is_last or progress.ended or (is_best and keeps_best):
             hooks.save(progress)
             last_save_s = clock()

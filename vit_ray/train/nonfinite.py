@@ -15,12 +15,13 @@ from torch import Tensor
 
 from vit_ray.config.training import TrainConfig
 from vit_ray.storage import Location
-from vit_ray.train.checkpoint import Checkpoint, newest_checkpoint
+from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
 from vit_ray.train.job import UnrecoverableError
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import newest_checkpoint
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.saving import CheckpointSaver, open_chosen_checkpoint
 from vit_ray.train.watchdog import Watchdog

@@ -11,16 +11,11 @@ from typing import Protocol
 
 import torch
 
-from vit_ray.storage import Location
-from vit_ray.train.checkpoint import (
-    Checkpoint,
-    Position,
-    Snapshot,
-    folder_name,
-    open_checkpoint,
-)
+from vit_ray.lock import LockLostError, sees_lock
+from vit_ray.storage import Location, locate
+from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot, folder_name, open_checkpoint
 from vit_ray.train.checkpoint_writer import CheckpointWriter
-from vit_ray.train.job import TrainJob
+from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.watchdog import Watchdog
@@ -77,14 +72,33 @@ class CheckpointSaver:
         """Until this rank's part of the last checkpoint is written, or has failed."""
         self._written.wait()
 
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of a step has landed; for when all ranks have written."""
+        return self._writer.is_whole(folder_name(step))
+
     def _write(self, snapshot: Snapshot, name: str) -> None:
         try:
             self._writer.write(snapshot, name)
-        except OSError as error:
+        except (OSError, LockLostError) as error:
             self._link.fail(str(error))  # a restart would not help
             raise
         finally:
             self._written.set()
+
+
+def check_folder_is_shared(job: TrainJob, node: str) -> None:
+    """This worker sees the folder in which the driver's lock is.
+
+    Raises:
+        UnrecoverableError: it does not; no checkpoint would ever become whole.
+    """
+    folder = locate(job.run_folder)
+    if job.lock_number is not None and not sees_lock(folder, job.lock_number):
+        raise UnrecoverableError(
+            f"the worker on {node} does not see the driver's files in {folder.uri}; output must "
+            "be a path that all nodes share (NFS, Lustre), or an s3:// address",
+            is_agreed=False,
+        )
 
 
 def make_position(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,7 +23,12 @@ from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch, roll_back
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunLink
-from vit_ray.train.saving import CheckpointSaver, Publish, open_chosen_checkpoint
+from vit_ray.train.saving import (
+    CheckpointSaver,
+    Publish,
+    check_folder_is_shared,
+    open_chosen_checkpoint,
+)
 from vit_ray.train.setup import build_engine, choose_micro_batch, open_batches
 from vit_ray.train.watchdog import Watchdog
 
@@ -50,6 +56,7 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
         start_step: the checkpoint that the stream was built for; None = there is none.
     """
     recipe, run_folder = job.recipe, locate(job.run_folder)
+    check_folder_is_shared(job, platform.node())
     context = _rank_context(job, run_folder)
     batches = _training_batches(job, context) if job.kind == "train" else iter(())
     checkpoint = None if start_step is None else open_chosen_checkpoint(run_folder, start_step)
@@ -60,7 +67,7 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
         link.note("weights", str(report), 0)
     progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
     watchdog = Watchdog(progress.step, recipe.train.step_timeout_s, link.beat, link.note_hang)
-    writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own)
+    writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
     saver = CheckpointSaver(job, engine, writer, _publisher(run_folder), link, watchdog)
     nonfinite = NonfinitePolicy(
         recipe.train,

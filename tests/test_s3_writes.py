@@ -1,0 +1,160 @@
+"""Writing to S3: all or nothing, in parts that are tried again, and no part left behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.s3_server import FaultProxy, s3_environment, serve_conditional_s3
+from vit_ray import retry, s3, storage
+from vit_ray.storage import Location, locate
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultProxy]:
+    with serve_conditional_s3() as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
+    for name, value in s3_environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VIT_RAY_S3_TIMEOUT_S", "60")
+    monkeypatch.setattr(s3, "_PART_BYTES", 5 * MIB)  # S3 takes no smaller ones
+    monkeypatch.setattr(retry.time, "sleep", lambda _: None)
+    proxy.faults.set("", 0)
+    storage._s3.cache_clear()
+    s3.client.cache_clear()
+    s3.client().create_bucket(Bucket="runs")
+    yield locate("s3://runs/a")
+    storage._s3.cache_clear()
+    s3.client.cache_clear()
+
+
+def content(size: int) -> bytes:
+    return bytes(range(251)) * (size // 251 + 1)
+
+
+def write_and_raise(place: Location, data: bytes) -> None:
+    with (
+        place.atomic_output() as target,
+        target.filesystem.open_output_stream(target.path) as stream,
+    ):
+        stream.write(data)
+        raise RuntimeError("in the middle")
+
+
+def unfinished() -> list[str]:
+    found = s3.client().list_multipart_uploads(Bucket="runs").get("Uploads", [])
+    return [upload["Key"] for upload in found]
+
+
+def test_a_large_upload_of_which_every_seventh_part_fails_is_whole(
+    bucket: Location, proxy: FaultProxy
+) -> None:
+    whole = content(80 * MIB)
+    proxy.faults.set("503", remaining=100, path="partNumber=", every=7)
+    bucket.child("large").write(whole)
+    assert len(proxy.faults.injected) >= 2
+    proxy.faults.set("", 0)
+    assert bucket.child("large").read() == whole
+    assert unfinished() == []
+
+
+def test_an_upload_that_cannot_be_finished_leaves_nothing(
+    bucket: Location, proxy: FaultProxy
+) -> None:
+    proxy.faults.set("403", remaining=10**6, path="partNumber=3")
+    with pytest.raises(OSError, match=r"\(HTTP status 403\)"):
+        bucket.child("refused").write(content(30 * MIB))
+    proxy.faults.set("", 0)
+    assert not bucket.child("refused").exists()
+    assert unfinished() == []
+
+
+@pytest.mark.parametrize("size", [100, 12 * MIB])
+def test_a_block_that_raises_publishes_nothing(bucket: Location, size: int) -> None:
+    place = bucket.child("half")
+    place.write(b"before")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_and_raise(place, content(size))
+    assert place.read() == b"before"
+    assert unfinished() == []
+
+
+def test_an_answer_that_is_lost_after_the_object_was_made_is_no_error(
+    bucket: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = s3._request, []
+
+    def lose(operation: str, path: str, **values: object) -> object:
+        answer = plain(operation, path, **values)
+        if operation == "complete_multipart_upload":
+            calls.append(operation)
+            if len(calls) == 1:
+                raise ConnectionError("connection reset by peer")
+        return answer
+
+    monkeypatch.setattr(s3, "_request", lose)
+    bucket.child("made").write(content(12 * MIB))
+    assert bucket.child("made").info().size == len(content(12 * MIB))
+
+
+@pytest.mark.parametrize("copy_bytes", [1 << 30, 5 * MIB])
+def test_a_folder_that_is_moved_is_whole_in_its_new_place(
+    bucket: Location, monkeypatch: pytest.MonkeyPatch, copy_bytes: int
+) -> None:
+    monkeypatch.setattr(s3, "_COPY_BYTES", copy_bytes)
+    files = {"one": content(11 * MIB), "two": b"", "below/three": b"3"}
+    old, new = bucket.child("step-1"), bucket.child("step-1.damaged")
+    for name, data in files.items():
+        old.child(name).write(data)
+    bucket.child("step-10").write(b"another")
+    old.move_to(new)
+    assert {name: new.child(name).read() for name in files} == files
+    assert not old.exists()
+    assert bucket.child("step-10").read() == b"another"
+    new.delete()
+    assert not new.exists()
+
+
+def test_a_folder_that_cannot_be_copied_stays(bucket: Location, proxy: FaultProxy) -> None:
+    old, new = bucket.child("step-2"), bucket.child("step-2.damaged")
+    old.child("one").write(b"1")
+    old.child("two").write(b"2")
+    proxy.faults.set("403", remaining=10**6, path="PUT /runs/a/step-2.damaged/two")
+    with pytest.raises(OSError, match="HTTP status 403"):
+        old.move_to(new)
+    proxy.faults.set("", 0)
+    assert old.child("one").read() == b"1"
+    assert old.child("two").read() == b"2"
+
+
+def test_on_a_disk_a_block_that_raises_leaves_neither_file_nor_half(tmp_path: Path) -> None:
+    place = locate(str(tmp_path / "note"))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_and_raise(place, b"half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    plain_sync, plain_replace = storage.os.fsync, storage.os.replace
+
+    def sync(file: int) -> None:
+        done.append("file" if storage.os.path.isfile(f"/proc/self/fd/{file}") else "folder")
+        plain_sync(file)
+
+    def replace(source: str, target: str) -> None:
+        done.append("name")
+        plain_replace(source, target)
+
+    monkeypatch.setattr(storage.os, "fsync", sync)
+    monkeypatch.setattr(storage.os, "replace", replace)
+    locate(str(tmp_path / "note")).write(b"x")
+    assert done == ["file", "name", "folder"]

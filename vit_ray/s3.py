@@ -1,0 +1,285 @@
+"""What pyarrow has no words for on S3: a PUT that does not replace, and an upload that can be
+given up.
+
+By botocore's own client, which is imported late: it takes a while, and tasks that only read never
+need it. Its retries are off; `with_retries` stands around each request instead. Errors are
+`OSError`, with `FileNotFoundError` for what is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Final
+
+from vit_ray.retry import with_retries
+
+CONNECT_TIMEOUT_S: Final = 5.0
+_REQUEST_TIMEOUT_S: Final = 30.0
+_PART_BYTES: Final = 16 << 20
+_PARTS_OF_A_SIZE: Final = 1000
+"""After so many the parts double in size: S3 takes 10,000, of 5 GiB at most."""
+_UPLOADS_AT_ONCE: Final = 4
+_COPY_BYTES: Final = 1 << 30
+"""A larger object is copied in parts; S3 copies 5 GiB at once at most."""
+_DELETES_AT_ONCE: Final = 1000
+"""Keys of one request; S3 takes no more."""
+
+logger = logging.getLogger(__name__)
+
+
+def region() -> str | None:
+    """botocore by itself reads AWS_DEFAULT_REGION only."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+
+
+def request_timeout_s() -> float:
+    """How long one answer may take."""
+    return float(os.environ.get("VIT_RAY_S3_TIMEOUT_S", _REQUEST_TIMEOUT_S))
+
+
+@lru_cache(maxsize=1)
+def client() -> Any:
+    """Of this process's environment; threads may share it."""
+    import botocore.config
+    import botocore.session
+
+    config = botocore.config.Config(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=request_timeout_s(),
+        retries={"mode": "standard", "total_max_attempts": 1},
+        max_pool_connections=2 * _UPLOADS_AT_ONCE,
+    )
+    session = botocore.session.get_session()
+    return session.create_client("s3", region_name=region(), config=config)
+
+
+def put_if_none(path: str, content: bytes) -> bool:
+    """Write `bucket/key` if nothing is there; False if something is.
+
+    A store that ignores the condition writes it in any case, and answers True.
+    """
+    try:
+        _request("put_object", path, Body=content, IfNoneMatch="*")
+    except FileExistsError:
+        return False
+    return True
+
+
+def delete(path: str) -> None:
+    """Delete `bucket/key` and every key below it; nothing if there is none."""
+    keys = [path.partition("/")[2], *(key for key, _ in _list(path))]
+    for first in range(0, len(keys), _DELETES_AT_ONCE):
+        objects = [{"Key": key} for key in keys[first : first + _DELETES_AT_ONCE]]
+        answer = _request("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
+        if errors := answer.get("Errors"):
+            raise OSError(f"{path}: {errors[0]['Code']} for {errors[0]['Key']} and perhaps others")
+
+
+def move(path: str, target: str) -> None:
+    """Copy every key below `path`, and only when all are there delete them.
+
+    Raises:
+        OSError: what could not be copied is still where it was.
+    """
+    sizes = dict(_list(path))
+    root, new_root = path.partition("/")[2], target.partition("/")[2]
+    bucket = path.partition("/")[0]
+    for key, size in sizes.items():
+        _copy(bucket, key, new_root + key.removeprefix(root), size)
+    copied = {root + key.removeprefix(new_root): size for key, size in _list(target)}
+    if not sizes.items() <= copied.items():
+        raise OSError(f"{path} could not be copied to {target}; it stays as it is")
+    delete(path)
+
+
+def _copy(bucket: str, key: str, new_key: str, size: int) -> None:
+    source = {"Bucket": bucket, "Key": key}
+    new = f"{bucket}/{new_key}"
+    if size <= _COPY_BYTES:
+        with_retries(lambda: _request("copy_object", new, CopySource=source), f"copying to {new}")
+        return
+    upload = Upload(new)
+    try:
+        for first in range(0, size, _COPY_BYTES):
+            upload.copy_part(source, first, min(_COPY_BYTES, size - first))
+        upload.publish()
+    except BaseException:
+        upload.abort()
+        raise
+
+
+def _list(path: str) -> list[tuple[str, int]]:
+    """Key and size of everything below `path/`."""
+    found: list[tuple[str, int]] = []
+    more: dict[str, Any] = {}
+    bucket, _, prefix = path.partition("/")
+    while True:
+        answer = _request("list_objects_v2", bucket, Prefix=f"{prefix}/", **more)
+        found += [(entry["Key"], entry["Size"]) for entry in answer.get("Contents", [])]
+        if not answer.get("IsTruncated"):
+            return found
+        more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+
+class Upload(io.RawIOBase):
+    """A stream to one object that exists only when `publish` has been called.
+
+    Small content goes by one PUT; more goes in parts, some at a time, each tried again by itself.
+    Closing the stream publishes nothing, so that an error between writing and closing leaves none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._buffer = bytearray()
+        self._upload_id = ""
+        self._parts: list[dict[str, Any]] = []
+        self._pending: deque[Future[dict[str, Any]]] = deque()
+        self._threads = ThreadPoolExecutor(_UPLOADS_AT_ONCE, "s3-upload")
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, content: Any) -> int:
+        """Take bytes; blocks while as many parts are under way as may be."""
+        view = memoryview(content).cast("B")
+        self._position += len(view)
+        taken = 0
+        while taken < len(view):
+            size = self._part_bytes()
+            piece = view[taken : taken + size - len(self._buffer)]
+            self._buffer += piece
+            taken += len(piece)
+            if len(self._buffer) == size:
+                self._send_part()
+        return len(view)
+
+    def publish(self) -> None:
+        """Make the object.
+
+        Raises:
+            OSError: some part could not be stored; nothing has been published.
+        """
+        what = f"writing {self._path}"
+        if not self._upload_id:
+            body = bytes(self._buffer)
+            with_retries(lambda: _request("put_object", self._path, Body=body), what)
+        else:
+            if self._buffer:
+                self._send_part()
+            self._collect(0)
+            with_retries(self._complete, what)
+        self._threads.shutdown()
+
+    def abort(self) -> None:
+        """Leave nothing behind, neither an object nor parts that are paid for."""
+        self._threads.shutdown(cancel_futures=True)
+        if not self._upload_id:
+            return
+        try:
+            with_retries(lambda: self._multipart("abort"), f"giving up {self._path}")
+        except OSError as error:
+            logger.warning(
+                "%s: parts of the unfinished upload %s stay in the bucket (%s); delete them by "
+                "`aws s3api abort-multipart-upload` or by a lifecycle rule",
+                self._path,
+                self._upload_id,
+                error,
+            )
+
+    def copy_part(self, source: dict[str, str], first: int, byte_count: int) -> None:
+        """The next part is these bytes of an object of this bucket."""
+        self._start_upload()
+        number = len(self._parts) + 1
+        values = {
+            "CopySource": source,
+            "CopySourceRange": f"bytes={first}-{first + byte_count - 1}",
+        }
+        answer = with_retries(
+            lambda: self._multipart("copy", PartNumber=number, **values), f"copying {self._path}"
+        )
+        self._parts.append({"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]})
+        self._position += byte_count
+
+    def _complete(self) -> None:
+        try:
+            self._multipart("complete", MultipartUpload={"Parts": self._parts})
+        except FileNotFoundError:  # done before, by a request whose answer was lost
+            head = _request("head_object", self._path)
+            if head["ContentLength"] != self._position:
+                raise
+
+    def _part_bytes(self) -> int:
+        count = len(self._parts) + len(self._pending)
+        return _PART_BYTES << (count // _PARTS_OF_A_SIZE)
+
+    def _send_part(self) -> None:
+        self._start_upload()
+        self._collect(_UPLOADS_AT_ONCE - 1)
+        number = len(self._parts) + len(self._pending) + 1
+        body, self._buffer = bytes(self._buffer), bytearray()
+        self._pending.append(self._threads.submit(self._put_part, number, body))
+
+    def _put_part(self, number: int, body: bytes) -> dict[str, Any]:
+        answer = with_retries(
+            lambda: self._multipart("part", PartNumber=number, Body=body),
+            f"writing part {number} of {self._path}",
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def _collect(self, most_pending: int) -> None:
+        while len(self._pending) > most_pending:
+            self._parts.append(self._pending.popleft().result())
+
+    def _start_upload(self) -> None:
+        if not self._upload_id:
+            answer = with_retries(
+                lambda: _request("create_multipart_upload", self._path), f"writing {self._path}"
+            )
+            self._upload_id = answer["UploadId"]
+
+    def _multipart(self, operation: str, **values: Any) -> Any:
+        return _request(_MULTIPART[operation], self._path, UploadId=self._upload_id, **values)
+
+
+_MULTIPART: Final = {
+    "part": "upload_part",
+    "copy": "upload_part_copy",
+    "complete": "complete_multipart_upload",
+    "abort": "abort_multipart_upload",
+}
+_WHOLE_BUCKET: Final = {"list_objects_v2", "delete_objects"}
+
+
+def _request(operation: str, path: str, **values: Any) -> Any:
+    bucket, _, key = path.partition("/")
+    where = {"Bucket": bucket} if operation in _WHOLE_BUCKET else {"Bucket": bucket, "Key": key}
+    with _as_os_errors(path):
+        return getattr(client(), operation)(**where, **values)
+
+
+@contextlib.contextmanager
+def _as_os_errors(path: str) -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+    try:
+        yield
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        kinds: dict[Any, type[OSError]] = {404: FileNotFoundError, 412: FileExistsError}
+        told = f"{path}: {error} (HTTP status {status})"
+        raise kinds.get(status, OSError)(told) from error
+    except HTTPClientError as error:  # no answer, or half of one
+        raise ConnectionError(f"{path}: {error}") from error
+    except BotoCoreError as error:
+        raise OSError(f"{path}: {error}") from error

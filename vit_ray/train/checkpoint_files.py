@@ -1,0 +1,310 @@
+"""The files of a checkpoint's folder, and when they make a checkpoint.
+
+Rank r of n writes `rank-0000r-of-0000n.safetensors`, 1-D fp32 tensors named `KIND|PARAMETER|START`
+for the fragments that it owns, and then `rank-0000r-of-0000n.json`, its index: the size and
+checksum of the tensors' file, and their keys. Rank 0's index also holds the run's position. Who
+finds all indexes there reads everything back and writes `commit.json`, which lists every file with
+its size and checksum, and has one of itself. The checkpoint is what that lists; other files do not
+count.
+
+Format 1 had no `commit.json`: such a checkpoint is whole if all indexes of one group are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from vit_ray.storage import Location
+
+FORMAT_VERSION = 2
+COMMIT: Final = "commit.json"
+DAMAGE_MARK: Final = "damaged.json"
+"""By which format 1 marked a folder to be passed over."""
+_INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
+_READERS: Final = 8
+"""Files read at a time."""
+_PIECE_BYTES: Final = 32 << 20
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class DamagedCheckpointError(ValueError):
+    """What is in a checkpoint's folder is not what was written."""
+
+
+class PartialCheckpointError(ValueError):
+    """A checkpoint's folder that nobody has committed."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's tensors in a checkpoint."""
+
+    file: str
+    bytes: int
+    sha256: str
+    tensors: dict[str, int]
+    """Elements by key."""
+
+    def fragments(self) -> Iterable[tuple[str, str, int, int]]:
+        """(kind, parameter, start, elements) of each tensor."""
+        for key, count in self.tensors.items():
+            kind, name, start = key.split("|")
+            yield kind, name, int(start), count
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """A whole checkpoint's files."""
+
+    shards: list[Shard]
+    position: dict[str, Any]
+
+
+def index_name(rank: int, world_size: int) -> str:
+    """File of a rank's index."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def tensors_name(index: str) -> str:
+    """File of the tensors that an index tells of."""
+    return index.removesuffix(".json") + ".safetensors"
+
+
+def commit(folder: Location, world_size: int, before_commit: Callable[[], object]) -> bool:
+    """Make the checkpoint whole if every rank has written; False while some have not.
+
+    Everything is read back first, so a committed checkpoint could be read when it was written.
+
+    Args:
+        before_commit: called when nothing but the marker is missing; may raise.
+
+    Raises:
+        DamagedCheckpointError: what was read back is not what the ranks wrote.
+        OSError: the folder cannot be read or written.
+    """
+    names = [index_name(rank, world_size) for rank in range(world_size)]
+    sizes = _sizes(folder)
+    if not set(names) <= sizes.keys():
+        return False
+    contents = dict(zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True))
+    indexes = {name: _parse(folder, name, content) for name, content in contents.items()}
+    shards = [_shard(folder, name, index) for name, index in indexes.items()]
+    shapes = indexes[names[0]]["position"]["shapes"]
+    check_coverage(folder, shards, {name: math.prod(shape) for name, shape in shapes.items()})
+    read_all(shards, lambda shard: verify_shard(folder, shard))
+    files = {name: (len(content), _sha256(content)) for name, content in contents.items()}
+    files |= {shard.file: (shard.bytes, shard.sha256) for shard in shards}
+    before_commit()
+    folder.child(COMMIT).write(_marker(files))
+    return True
+
+
+def is_committed(folder: Location) -> bool:
+    """Whether the folder's marker is there."""
+    return folder.child(COMMIT).exists()
+
+
+def missing_ranks(folder: Location, world_size: int) -> list[int]:
+    """Ranks that have not written their part."""
+    sizes = _sizes(folder)
+    return [rank for rank in range(world_size) if index_name(rank, world_size) not in sizes]
+
+
+def read_folder(folder: Location) -> FolderContent:
+    """What a whole checkpoint consists of; tensors are not read.
+
+    Raises:
+        PartialCheckpointError: nobody has committed it.
+        DamagedCheckpointError: it was committed, and its files are not what was written.
+        ValueError: it was written by a newer version.
+    """
+    sizes = _sizes(folder)
+    if DAMAGE_MARK in sizes:
+        raise DamagedCheckpointError(f"checkpoint {folder.path} was marked as damaged")
+    if COMMIT in sizes:
+        listed = _listed_files(folder)
+        indexes = _read_listed(folder, listed, sizes)
+    else:
+        indexes = _read_uncommitted(folder, sizes)
+    _check_version(folder, indexes.values())
+    shards = [_shard(folder, name, index) for name, index in indexes.items()]
+    for shard in shards:
+        _check_size(folder, shard.file, shard.bytes, sizes)
+    positions = [index["position"] for index in indexes.values() if "position" in index]
+    if len(positions) != 1 or not isinstance(positions[0], dict):
+        raise DamagedCheckpointError(f"checkpoint {folder.path} has {len(positions)} positions")
+    return FolderContent(shards, positions[0])
+
+
+def verify_shard(folder: Location, shard: Shard) -> None:
+    """Compare a file with its checksum, without holding it: it may be gigabytes.
+
+    Raises:
+        DamagedCheckpointError: it differs from what was written.
+    """
+    file, digest = folder.child(shard.file), hashlib.sha256()
+    _check_size(folder, shard.file, shard.bytes, {shard.file: file.info().size})
+    for offset in range(0, shard.bytes, _PIECE_BYTES):
+        digest.update(file.read_range(offset, min(_PIECE_BYTES, shard.bytes - offset)))
+    compare(folder, shard, digest.hexdigest())
+
+
+def compare(folder: Location, shard: Shard, sha256: str) -> None:
+    """Raise unless this is the checksum of what was written."""
+    if sha256 != shard.sha256:
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{shard.file}: its bytes do not match the checksum of "
+            f"the {shard.bytes} bytes that were written"
+        )
+
+
+def check_coverage(folder: Location, shards: list[Shard], sizes: Mapping[str, int]) -> None:
+    """Every kind covers each of its parameters from end to end, without a gap or an overlap.
+
+    Args:
+        sizes: elements of each parameter, all of which have weights.
+
+    Raises:
+        DamagedCheckpointError: naming the parameter.
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for shard in shards:
+        for kind, name, start, count in shard.fragments():
+            spans[kind, name].append((start, start + count))
+    missing = [name for name in sizes if ("weight", name) not in spans]
+    if missing:
+        raise DamagedCheckpointError(f"checkpoint {folder.path}: no weights of {missing[0]}")
+    for (kind, name), parts in spans.items():
+        reached = 0
+        for first, last in [*sorted(parts), (sizes.get(name, -1),) * 2]:
+            if first != reached:
+                raise DamagedCheckpointError(
+                    f"checkpoint {folder.path}: {kind} of {name} has "
+                    f"{'a gap' if first > reached else 'an overlap'} at element {reached}"
+                )
+            reached = last
+
+
+def read_all(items: Iterable[_Item], read: Callable[[_Item], _Result]) -> list[_Result]:
+    """Some at a time."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, items))
+
+
+def _sizes(folder: Location) -> dict[str, int]:
+    return {info.base_name: info.size for info in folder.list_files(recursive=False)}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _marker(files: Mapping[str, tuple[int, str]]) -> bytes:
+    body = {
+        "format_version": FORMAT_VERSION,
+        "files": {name: {"bytes": size, "sha256": sha} for name, (size, sha) in files.items()},
+    }
+    sha256 = _sha256(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, "sha256": sha256}, indent=1).encode()
+
+
+def _listed_files(folder: Location) -> dict[str, dict[str, Any]]:
+    """What the marker lists; it has to be, byte for byte, what `commit` writes."""
+    content = folder.child(COMMIT).read()
+    marker = _parse(folder, COMMIT, content)
+    _check_version(folder, [marker])
+    try:
+        files = {name: (f["bytes"], f["sha256"]) for name, f in marker["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        files = {}
+    if content != _marker(files):
+        raise DamagedCheckpointError(f"checkpoint file {folder.path}/{COMMIT} was changed")
+    return dict(marker["files"])
+
+
+def _read_listed(
+    folder: Location, listed: dict[str, dict[str, Any]], sizes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    for name, facts in listed.items():
+        _check_size(folder, name, facts["bytes"], sizes)
+    names = [name for name in listed if name.endswith(".json")]
+    indexes = {}
+    for name, content in zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True):
+        if _sha256(content) != listed[name]["sha256"]:
+            raise DamagedCheckpointError(f"checkpoint file {folder.path}/{name} was changed")
+        indexes[name] = _parse(folder, name, content)
+    return indexes
+
+
+def _read_uncommitted(folder: Location, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """The indexes of format 1, of the one group of ranks that is complete."""
+    groups: dict[int, set[int]] = defaultdict(set)
+    for match in map(_INDEX.fullmatch, sizes):
+        if match:
+            groups[int(match[2])].add(int(match[1]))
+    complete = [n for n, ranks in groups.items() if ranks == set(range(n))]
+    if len(complete) != 1:
+        raise PartialCheckpointError(f"checkpoint {folder.path} {_what_is_there(groups)}")
+    names = [index_name(rank, complete[0]) for rank in range(complete[0])]
+    contents = read_all(names, lambda name: folder.child(name).read())
+    indexes = {n: _parse(folder, n, c) for n, c in zip(names, contents, strict=True)}
+    _check_version(folder, indexes.values())
+    if any(index.get("format_version") != 1 for index in indexes.values()):
+        raise PartialCheckpointError(f"checkpoint {folder.path} has no {COMMIT}")
+    return indexes
+
+
+def _what_is_there(groups: Mapping[int, set[int]]) -> str:
+    if not groups:
+        return "holds no part of any rank"
+    parts = [f"{len(ranks)} of {n} ranks" for n, ranks in sorted(groups.items())]
+    return f"holds the parts of {' and '.join(parts)}"
+
+
+def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} is not what was written"
+        ) from None
+
+
+def _check_version(folder: Location, contents: Iterable[dict[str, Any]]) -> None:
+    versions = [content.get("format_version") for content in contents]
+    newer = [v for v in versions if isinstance(v, int) and v > FORMAT_VERSION]
+    if newer:
+        raise ValueError(
+            f"checkpoint {folder.path} has format {newer[0]}; this code reads up to "
+            f"{FORMAT_VERSION}: use a newer version of vit_ray"
+        )
+
+
+def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:
+    try:
+        tensors = {str(key): int(count) for key, count in index["tensors"].items()}
+        shard = Shard(tensors_name(name), int(index["bytes"]), str(index["sha256"]), tensors)
+        list(shard.fragments())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} is not what was written"
+        ) from None
+    return shard
+
+
+def _check_size(folder: Location, name: str, size: int, sizes: Mapping[str, int | None]) -> None:
+    if sizes.get(name) != size:
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name}: {sizes.get(name, 'none')} of the {size} bytes "
+            "that were written are there"
+        )

@@ -1,0 +1,247 @@
+"""Which checkpoints a run has: the one that counts, those set aside, and those that may go.
+
+Nothing is deleted here but whole checkpoints that newer ones, read back, have followed. A folder
+that is no good is renamed to `step-00001000.damaged` and told; what to do with it is the user's to
+decide.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from vit_ray.storage import Location, locate
+from vit_ray.train.checkpoint import Checkpoint, open_checkpoint, read_checkpoint
+from vit_ray.train.checkpoint_files import DamagedCheckpointError, PartialCheckpointError
+
+LOOK_AGAIN_S: Final = (0.5, 2.0)
+"""Pauses before a folder that looks damaged is looked at again: storage has weak moments, too."""
+ASIDE: Final = ".damaged"
+_DELETED: Final = ".deleted"
+"""Of a folder that is being removed; what is left of it after a crash is removed later."""
+NONE_YET: Final = "no_checkpoint_yet.json"
+"""Stands in a run's folder from its start at step 0 until its first checkpoint is committed."""
+_STEP: Final = re.compile(r"step-(\d{8,})")
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
+
+
+class NoUsableCheckpointError(ValueError):
+    """A run has had checkpoints and none of them can be used."""
+
+
+def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
+    """(step, folder) of everything that looks like a checkpoint, newest first."""
+    matches = [(_STEP.fullmatch(name), name) for name in run_folder.list_folders()]
+    found = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
+    return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
+    """The newest whole checkpoint, its tensors unread."""
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            checkpoint = open_checkpoint(folder)
+        except FileNotFoundError:  # the run that it belongs to lives, and has just removed it
+            continue
+        if checkpoint is not None:
+            return checkpoint
+    return None
+
+
+def newest_verified_checkpoint(
+    run_folder: Location, tell: Tell = logger.warning, *, changes: bool = True
+) -> Checkpoint | None:
+    """The newest checkpoint whose every byte is as written; None if the run has had none.
+
+    Args:
+        tell: hears of each newer one that is no good, and why.
+        changes: newer ones that are no good are also set aside; for the run's driver.
+
+    Raises:
+        NoUsableCheckpointError: there are folders of checkpoints, none of them is good, and nothing
+            shows that there never was one. Starting over would lose the run in silence.
+        OSError: storage does not let this be decided; nothing has been changed.
+    """
+    bad: list[tuple[Location, str]] = []
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            checkpoint = _judge(folder)
+        except (PartialCheckpointError, DamagedCheckpointError) as error:
+            bad.append((folder, str(error)))
+            continue
+        if checkpoint is not None:
+            _pass_over(bad, tell, changes=changes)
+            return checkpoint
+    if not has_had_checkpoints(run_folder):
+        _pass_over(bad, tell, changes=changes)
+        return None
+    raise NoUsableCheckpointError(_nothing_usable(run_folder, bad))
+
+
+def has_had_checkpoints(run_folder: Location) -> bool:
+    """Whether there is a folder of a checkpoint, good or not, or set aside.
+
+    A run that was killed in the middle of its first save has one and has lost nothing: it says by
+    its own file that none was committed before.
+    """
+    names = [name.removesuffix(ASIDE).partition("~")[0] for name in run_folder.list_folders()]
+    if not any(map(_STEP.fullmatch, names)):
+        return False
+    return not run_folder.child(NONE_YET).exists()
+
+
+def begin_without_checkpoint(run_folder: Location, tell: Tell) -> None:
+    """Note that the run starts at step 0; folders of checkpoints that are there are set aside.
+
+    Raises:
+        ValueError: a good one is among them.
+    """
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            is_good = _judge(folder) is not None
+        except (PartialCheckpointError, DamagedCheckpointError) as error:
+            set_aside(folder, str(error), tell)
+            continue
+        if is_good:
+            raise ValueError(f"{folder.path} can be used; a run does not start over beside it")
+    note = {"meaning": "this run has not committed a checkpoint", "since_s": time.time()}
+    run_folder.child(NONE_YET).write(json.dumps(note).encode())
+
+
+def set_aside(folder: Location, reason: str, tell: Tell) -> None:
+    """Rename a checkpoint's folder, so that nothing reads it or writes into it."""
+    place = _free_name(folder)
+    folder.move_to(place)
+    tell(
+        f"{reason}. It was set aside as {place.path}; nothing in it was deleted. Repair it and "
+        "rename it back, or delete it to have its space"
+    )
+
+
+def prune(
+    run_folder: Location,
+    keep_last: int,
+    keep: Collection[int] = (),
+    verified: Collection[int] = (),
+    tell: Tell = logger.warning,
+) -> list[int]:
+    """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
+
+    The newer ones count only when every byte has been read back. What is not a whole checkpoint is
+    never deleted: if a good one is newer it is set aside, else it may be in the middle of being
+    written.
+
+    Args:
+        keep: steps that stay in any case.
+        verified: steps that this process has read back before.
+    """
+    _finish_deleting(run_folder)
+    good: list[int] = []
+    deleted: list[int] = []
+    for step, folder in list_checkpoints(run_folder):
+        try:
+            needs_reading = len(good) < keep_last and step not in verified
+            is_there = _judge(folder, reads=needs_reading) is not None
+        except (PartialCheckpointError, DamagedCheckpointError) as error:
+            if good:
+                set_aside(folder, str(error), tell)
+            continue
+        if not is_there:
+            continue
+        if len(good) >= keep_last and step not in keep:
+            _delete(folder)
+            deleted.append(step)
+        elif len(good) < keep_last:
+            good.append(step)
+    return deleted
+
+
+def find_weights(path: str) -> Checkpoint:
+    """The checkpoint that `path` names: a checkpoint folder, or a run folder (its newest).
+
+    Raises:
+        ValueError: there is none.
+    """
+    location = locate(path)
+    # The run may live, and belong to somebody else: nothing is written there.
+    checkpoint = open_checkpoint(location) or newest_verified_checkpoint(location, changes=False)
+    if checkpoint is None:
+        raise ValueError(
+            f"{path!r} holds no whole checkpoint; give a run folder, one of its step-* folders, "
+            "or an exported weight file"
+        )
+    return checkpoint
+
+
+def _judge(folder: Location, *, reads: bool = True) -> Checkpoint | None:
+    """The checkpoint, with every byte read back if it `reads`; None if the folder has gone.
+
+    Raises:
+        PartialCheckpointError, DamagedCheckpointError: it is no good, each time it was looked at.
+        OSError: it cannot be read.
+    """
+    for pause_s in LOOK_AGAIN_S:
+        try:
+            return _look(folder, reads=reads)
+        except (PartialCheckpointError, DamagedCheckpointError, FileNotFoundError):
+            if not folder.exists():
+                return None
+            time.sleep(pause_s)
+    return _look(folder, reads=reads)
+
+
+def _look(folder: Location, *, reads: bool) -> Checkpoint:
+    checkpoint = read_checkpoint(folder)
+    if reads:
+        checkpoint.verify()
+    return checkpoint
+
+
+def _pass_over(bad: list[tuple[Location, str]], tell: Tell, *, changes: bool) -> None:
+    for folder, reason in bad:
+        if changes:
+            set_aside(folder, reason, tell)
+        else:
+            tell(f"{reason}; passed over")
+
+
+def _nothing_usable(run_folder: Location, bad: list[tuple[Location, str]]) -> str:
+    reasons = "; ".join(reason for _, reason in bad) or "all of them have been set aside before"
+    return (
+        f"run {run_folder.path} has had checkpoints, and none of them can be used: {reasons}. "
+        "Nothing was changed. Restore one of them (a folder set aside is named step-*.damaged), "
+        "choose another name, or set resume=from_zero to start at step 0"
+    )
+
+
+def _free_name(folder: Location) -> Location:
+    """`step-N.damaged`, or `step-N~2.damaged` if that is taken."""
+    taken = 1
+    while True:
+        again = f"~{taken}" if taken > 1 else ""
+        place = Location(folder.filesystem, f"{folder.path}{again}{ASIDE}")
+        if not place.exists():
+            return place
+        taken += 1
+
+
+def _delete(folder: Location) -> None:
+    """Renamed first on a disk, so that half of it is never taken for a damaged checkpoint."""
+    doomed = folder
+    if folder.is_local:
+        doomed = Location(folder.filesystem, folder.path + _DELETED)
+        folder.move_to(doomed)
+    doomed.delete()
+
+
+def _finish_deleting(run_folder: Location) -> None:
+    for name in run_folder.list_folders():
+        if name.endswith(_DELETED) and _STEP.fullmatch(name.removesuffix(_DELETED)):
+            run_folder.child(name).delete()

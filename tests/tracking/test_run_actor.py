@@ -24,12 +24,14 @@ def started(folder: Path, parent: Any = None) -> Any:
     )
 
 
-def test_a_second_driver_of_a_run_is_refused_until_the_first_has_ended(
+def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
     ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_actor, "RELEASE_S", 1.0)
     first = started(tmp_path)
-    with pytest.raises(ValueError, match=r"run 'run' in .* is being worked on by another driver"):
+    with pytest.raises(
+        RuntimeError, match=r"run 'run': the recorder of its last driver .* not ended"
+    ):
         started(tmp_path)
     ray.get(first.finish.remote("FINISHED"))
     ray.kill(first)

@@ -230,13 +230,13 @@ def start_recorder(
         node_id: where it runs, by default on this node: the node of the SQLite file and of the log.
 
     Raises:
-        ValueError: a live driver of this cluster has a recorder for the same run.
+        RuntimeError: the recorder of an earlier driver still writes the run's log.
     """
     where = NodeAffinitySchedulingStrategy(
         node_id or ray.get_runtime_context().get_node_id(), soft=False
     )
     actor = ray.remote(Recorder).options(
-        name=str(log_path),  # two drivers of one run would mix their checkpoints
+        name=str(log_path),  # the log has one writer; the run's lock has shown that ours is next
         namespace=NAMESPACE,
         num_cpus=0,
         max_concurrency=16,
@@ -250,9 +250,10 @@ def start_recorder(
             )
         except ray.exceptions.ActorAlreadyExistsError:
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"run {run_name!r} in {log_path.parent} is being worked on by another driver "
-                    "of this cluster; wait for it or stop it, or choose another name"
+                raise RuntimeError(
+                    f"run {run_name!r}: the recorder of its last driver on this cluster has not "
+                    f"ended in {RELEASE_S:g} s and still writes {log_path}; end that driver's job "
+                    "(ray job stop), then start again"
                 ) from None
             time.sleep(0.5)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from vit_ray.measure.profile import profiled
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Checkpoint
@@ -17,6 +15,7 @@ from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
+from vit_ray.train.micro_batch import is_out_of_memory
 from vit_ray.train.nonfinite import NonfinitePolicy
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunLink
@@ -75,7 +74,9 @@ class Attempt:
             return
         try:
             self._train()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             smaller = lower_micro_batch(locate(self.job.run_folder), self.context.micro_batch_size)
             self.link.note_own("out of memory", str(smaller), self.progress.step)
             raise smaller from error

@@ -19,6 +19,7 @@ from vit_ray.train.collectives import all_rows, all_sum
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch
+from vit_ray.train.micro_batch import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.watchdog import Watchdog
@@ -63,7 +64,9 @@ class Evaluator:
                 raise UnrecoverableError(str(error)) from None
             self._link.note("evaluation failed", str(error), step)
             metrics = {}
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             size = self._job.recipe.evaluate.batch_size
             raise UnrecoverableError(
                 f"evaluate.batch_size={size} images do not fit into device memory; lower it",

@@ -87,7 +87,7 @@ class DirectLink(RunLink):
 class OneRank:
     """Collectives of a group of one."""
 
-    def sum(self, values: list[float]) -> list[float]:
+    def sum(self, values: Any) -> list[float]:
         return [float(v) for v in values]
 
     max = sum

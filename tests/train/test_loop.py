@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
@@ -45,7 +47,7 @@ class FakeEngine:
 
 
 class OneRank:
-    def sum(self, values: list[float]) -> list[float]:
+    def sum(self, values: Any) -> list[float]:
         return [float(v) for v in values]
 
     def max(self, values: list[float]) -> list[float]:
@@ -227,3 +229,51 @@ def test_a_stream_that_ends_too_soon_is_an_error() -> None:
         run_training(
             FakeEngine(), batches(), recipe(), context, FakeHooks(), Progress(), Compute(1)
         )
+
+
+class CountingWaits(TorchDispatchMode):
+    """Notes when the host reads a number of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.order.append("wait")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> None:
+    waits = CountingWaits()
+
+    class Noted(FakeEngine):
+        def step(self, learning_rate: float) -> FakeResult:
+            waits.order.append("step")
+            return super().step(learning_rate)
+
+    with waits:
+        run(Noted(), FakeHooks(), recipe())
+    assert waits.order == ["step", "wait"] * TOTAL
+
+
+def test_the_norm_of_a_gradient_is_read_only_where_it_is_logged() -> None:
+    reads: list[int] = []
+
+    class Result:
+        applied = True
+
+        @property
+        def grad_norm(self) -> float:
+            reads.append(1)
+            return 1.0
+
+    class Noted(FakeEngine):
+        def step(self, learning_rate: float) -> Any:
+            super().step(learning_rate)
+            return Result()
+
+    hooks = FakeHooks()
+    run(Noted(), hooks, recipe())
+    assert len(reads) == len([step for step, metrics in hooks.logged if "train/loss" in metrics])
+    assert len(reads) < TOTAL

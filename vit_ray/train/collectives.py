@@ -20,8 +20,8 @@ class ProcessGroup:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks."""
+    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        """Element-wise sum over ranks; numbers, or scalars on the device."""
         return all_sum(values, self._device)
 
     def max(self, values: list[float]) -> list[float]:
@@ -29,7 +29,7 @@ class ProcessGroup:
         return all_max(values, self._device)
 
 
-def all_sum(values: Sequence[float], device: torch.device) -> list[float]:
+def all_sum(values: Sequence[float | torch.Tensor], device: torch.device) -> list[float]:
     """Element-wise sum over ranks, computed in float64."""
     return _reduced(values, device, dist.ReduceOp.SUM)
 
@@ -88,7 +88,12 @@ def _gathered(mine: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-def _reduced(values: Sequence[float], device: torch.device, how: Any) -> list[float]:
-    tensor = torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+def _reduced(values: Sequence[float | torch.Tensor], device: torch.device, how: Any) -> list[float]:
+    """What lies on the device already goes into the sum from there: the host waits once."""
+    known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+    tensor = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            tensor[index] += value
     dist.all_reduce(tensor, op=how)
     return tensor.tolist()

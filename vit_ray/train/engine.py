@@ -44,8 +44,13 @@ class StepResult:
 
     applied: bool
     """False: loss or gradient was not finite, and the weights stayed as they were."""
-    grad_norm: float
-    """Global norm before clipping; not finite if the step was not applied."""
+    norm: Any
+    """Of the gradient: a number, a scalar on the device, or None."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm before clipping; not finite if the step was not applied."""
+        return float("nan") if self.norm is None else float(self.norm)
 
 
 class DeepSpeedEngine:
@@ -124,7 +129,7 @@ class DeepSpeedEngine:
         norm = self._engine.get_global_grad_norm()
         if applied and self.average is not None:
             self.average.update()
-        return StepResult(applied, _as_float(norm))
+        return StepResult(applied, norm)
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +343,3 @@ def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
         ):
             found.append((name, layer))
     return found
-
-
-def _as_float(norm: Any) -> float:
-    return float("nan") if norm is None else float(norm)

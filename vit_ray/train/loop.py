@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,8 @@ class StepResultLike(Protocol):
     @property
     def applied(self) -> bool: ...
     @property
-    def grad_norm(self) -> float: ...
+    def grad_norm(self) -> float:
+        """Read only where it is logged: the host may wait for it."""
 
 
 class Engine(Protocol):
@@ -49,8 +50,8 @@ class Engine(Protocol):
 class Collectives(Protocol):
     """Reductions that all ranks call together."""
 
-    def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks."""
+    def sum(self, values: Sequence[float | Tensor]) -> list[float]:
+        """Element-wise sum over ranks; numbers, or scalars on the device."""
 
     def max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over ranks."""
@@ -139,15 +140,15 @@ def run_training(
         else:
             progress.nonfinite_steps += 1
             hooks.handle_nonfinite(progress, batch)
-        metrics = {
-            "train/loss": total_loss / context.world_size,
-            "train/lr": rate,
-            "train/grad_norm": result.grad_norm,
-        }
         is_last = progress.step == context.total_steps
         # The first step of an attempt too, so that a wrong start shows at once.
         is_first = progress.step == first_step + 1
         if is_first or logging.is_due_at(progress.step) or is_last:
+            metrics = {
+                "train/loss": total_loss / context.world_size,
+                "train/lr": rate,
+                "train/grad_norm": result.grad_norm,
+            }
             metrics |= _window_metrics(times, recipe, context, compute)
             progress.metrics |= metrics
             hooks.log(progress.step, metrics)
@@ -179,8 +180,11 @@ def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
     return batch
 
 
-def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> float:
-    """Mean loss of this rank's share, after a backward pass of every micro-batch."""
+def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:
+    """Mean loss of this rank's share, after a backward pass of every micro-batch.
+
+    It stays on the device: the step is handed out before the host waits for any of it.
+    """
     tensors = [as_tensor(batch[k]) for k in ("image", "labels", "sample")]
     images, labels, samples = (t.to(engine.device, non_blocking=True) for t in tensors)
     total = torch.zeros((), device=engine.device)
@@ -188,7 +192,7 @@ def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) 
     for piece in range(count):
         part = slice(piece * micro_batch_size, (piece + 1) * micro_batch_size)
         total += engine.backward(images[part], labels[part].long(), samples[part], step).float()
-    return float(total) / count
+    return total / count
 
 
 def as_tensor(column: np.ndarray | Tensor) -> Tensor:

@@ -86,3 +86,12 @@ def manifest_of(total: int, group: int = 8) -> Manifest:
     return Manifest(
         "set", "set", total, ["a"], 1, "0", 1, [], index * 0, index, rows, index * 0, {}
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
+def test_a_permutation_is_walked_backwards(size: int) -> None:
+    permutation = KeyedPermutation(size, 3, 1)
+    everything = np.arange(size, dtype=np.int64)
+    ranks = permutation.ranks(everything)
+    assert sorted(ranks.tolist()) == everything.tolist()
+    np.testing.assert_array_equal(permutation.values(ranks), everything)

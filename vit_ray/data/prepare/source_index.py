@@ -153,7 +153,7 @@ def build_index(
         digest,
         sum(fact.bytes for fact in facts),
         sum(fact.unknown_lengths for fact in facts),
-        _repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
+        find_repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
     )
 
 
@@ -396,7 +396,7 @@ def _are_indices(
     )
 
 
-def _repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:
+def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:
     """Rows whose key stands in an earlier row; the hashes of all keys are sorted on disk."""
     hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(rows,))
     for first, keys in _keys(parts):

@@ -1,0 +1,83 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from vit_ray.data.prepare import shard_lists, source_index
+from vit_ray.data.prepare.shard_lists import ShardRows, list_of_shard, write_shard_lists
+from vit_ray.data.prepare.source_index import SourceIndex, entries_table, find_repeated_keys
+from vit_ray.data.prepare.sources.entries import IndexEntry
+from vit_ray.storage import Location, locate
+
+
+def index_of(keys: list[str], staging: Location, scratch: Path) -> SourceIndex:
+    """An index in parts of unequal lengths."""
+    cuts = [0, 1, len(keys) // 3, len(keys) // 3, len(keys)]
+    parts, rows = [], []
+    for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        part = staging.child(f"index-{number}.parquet")
+        with source_index._PartWriter(part) as writer:
+            for key in keys[begin:end]:
+                writer.add(IndexEntry(f"/{key}", 0, len(key), key, ("cat", key)))
+        parts.append(part)
+        rows.append(end - begin)
+    repeated = find_repeated_keys(parts, len(keys), scratch)
+    return SourceIndex(parts, rows, ["cat"], False, "", 0, 0, repeated)
+
+
+@pytest.mark.parametrize(("per_bucket", "dealt"), [(10_000, 10_000), (64, 37), (5, 1), (33, 1000)])
+def test_each_shard_lists_what_a_plain_shuffle_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int, dealt: int
+) -> None:
+    monkeypatch.setattr(shard_lists, "_ROWS_PER_BUCKET", per_bucket)
+    monkeypatch.setattr(shard_lists, "_ROWS_DEALT", dealt)
+    monkeypatch.setattr(source_index, "ENTRIES_AT_A_TIME", 50)
+    keys = [f"image {i}" for i in range(331)]
+    staging = locate(str(tmp_path / "staging"))
+    index = index_of(keys, staging, tmp_path)
+    shards = ShardRows(len(keys), 17, 4)
+    write_shard_lists(index, shards, 9, staging, tmp_path)
+    order = shard_lists.shuffled_rows(len(keys), 9, np.arange(len(keys), dtype=np.int64))
+    listed = [list_of_shard(shards, staging, shard) for shard in range(17)]
+    assert [entry.key for shard in listed for entry in shard] == [keys[row] for row in order]
+    assert all(e.path == f"/{e.key}" and e.labels == ("cat", e.key) for s in listed for e in s)
+    assert [len(shard) % 4 for shard in listed[:-1]] == [0] * 16
+    assert not list(tmp_path.glob("bucket-*"))
+
+
+def test_only_the_first_of_equal_keys_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_index, "ENTRIES_AT_A_TIME", 7)
+    keys = [f"image {i % 40}" for i in range(60)]
+    index = index_of(keys, locate(str(tmp_path / "staging")), tmp_path)
+    tables = pa.concat_tables([table for _, table in index.tables()])
+    problems = tables["problem"].to_pylist()
+    assert [row for row, problem in enumerate(problems) if problem] == list(range(40, 60))
+    picked = list(index.entries(np.array([59, 3, 40, 0, 19, 20])))
+    assert [entry.key for entry in picked] == [keys[row] for row in (0, 3, 19, 20, 40, 59)]
+    assert [entry.problem is None for entry in picked] == [True] * 4 + [False] * 2
+
+
+def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_index, "MOST_CLASSES", 3)
+    tally = source_index._Tally()
+    unit = source_index.SourceUnit("csv", "list.csv", ".")
+    for i in range(3):
+        tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)), unit)
+    with pytest.raises(ValueError, match="more than 3 different labels; are they labels"):
+        tally.add(IndexEntry("a", 0, 1, "3", ("caption 3",)), unit)
+
+
+def test_indices_need_names() -> None:
+    facts = source_index._UnitFacts("a", ["1"], ["text"], None, "", 1, 1, 0, None)
+    with pytest.raises(ValueError, match=r"labels_are=indices needs the names .*convert.classes"):
+        source_index.class_names([facts], None, "indices")
+
+
+def test_an_index_is_kept_as_it_is() -> None:
+    entry = IndexEntry("/a", 3, 4, "caf\xe9", ("x", "y"), "a problem")
+    (again,) = source_index.table_entries(entries_table([entry]))
+    assert again == entry

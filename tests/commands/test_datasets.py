@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from vit_ray.commands import datasets
 from vit_ray.commands.datasets import run_deduplicate, run_subset, run_verify
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
+from vit_ray.data.prepare.deduplicate import DeduplicateReport
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +43,15 @@ def test_evaluation_images_are_left_out(digits, tmp_path, capsys):
     assert run_deduplicate(recipe_with(f"deduplicate={section} destination: {target}}}")) == 0
     assert "near duplicates of 300 images left out" in capsys.readouterr().out
     assert 0 < open_dataset(str(target)).num_images <= 300
+
+
+def test_images_that_nobody_could_compare_are_told(monkeypatch, capsys):
+    report = DeduplicateReport(100, 1, 2, 3, 4, [])
+    monkeypatch.setattr(datasets, "connect", lambda recipe: None)
+    monkeypatch.setattr(datasets, "deduplicate", lambda *args, **options: report)
+    section = "{source: a, evaluation_sets: [b], destination: c}"
+    assert run_deduplicate(recipe_with(f"deduplicate={section}")) == 0
+    assert "3 images and 4 evaluation images cannot be decoded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

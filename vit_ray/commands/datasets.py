@@ -71,6 +71,12 @@ def run_deduplicate(recipe: Recipe) -> int:
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
         f"of {report.num_images} images left out; duplicates.parquet lists them"
     )
+    undecodable = report.num_undecodable, report.num_undecodable_evaluation
+    if any(undecodable):
+        print(
+            f"{undecodable[0]} images and {undecodable[1]} evaluation images cannot be decoded and "
+            f"were compared by their bytes alone; copies of them in another form may be left"
+        )
     return 0
 
 

@@ -1,29 +1,39 @@
 """A hash of what an image shows, and an index that finds near hashes in constant time.
 
-The hash is 256 bits: signs of the low frequencies of the luminance (the 16 x 16 corner of a cosine
-transform of 32 x 32 pixels) against their median, as in pHash. Re-encoding and resizing flip few
-bits; cropping flips more, so that an indexed image is hashed under several crops too.
+The hash is 128 bits: signs of the lowest frequencies of the luminance (a cosine transform of
+32 x 32 pixels) against their median, as in pHash. Re-encoding and resizing flip few bits; cropping
+flips more, so that an indexed image is hashed under several crops too. A near hash proposes that
+two images show the same; `same_picture` decides by their pixels.
 
-The index cuts a hash into 16 bands of 16 bits and looks for hashes that share a band, or all but
-one bit of it: with p = d/256 of the bits different, a band is found with probability
-q = (1-p)^16 + 16 p (1-p)^15, and the hash with 1 - (1-q)^16: 0.9996 at d = 32, 0.95 at d = 48.
+The index cuts a hash into 8 bands of 16 bits, in two ways, and looks for hashes that share a band,
+or all but one bit of it: with p = d/128 of the bits different, a band is found with probability
+q = (1-p)^16 + 16 p (1-p)^15, and the hash with 1 - (1-q)^16: 0.9996 at d = 16, 0.95 at d = 24,
+0.74 at d = 30 for one crop of an image, and each of its 28 crops is another chance.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 _THUMBNAIL: Final = 32
-_FREQUENCIES: Final = 16
-HASH_BITS: Final = _FREQUENCIES * _FREQUENCIES
-_BANDS: Final = 16
-_PROBES: Final = np.array([0, *(1 << bit for bit in range(16))], np.uint16)
-_INDEX_BITS: Final = 40
-_INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
+HASH_BITS: Final = 128
+_ORDER: Final = sorted((i + j, i, j) for i in range(_THUMBNAIL) for j in range(_THUMBNAIL))
+_ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
+"""The lowest frequencies without the constant."""
 
-_CROPS: Final = (
+_FLAT_BELOW: Final = 4.0
+"""Standard deviation in grey levels below which the signs of frequencies are those of noise."""
+
+_BAND_ORDERS: Final = [np.random.default_rng(i).permutation(HASH_BITS) for i in range(2)]
+_PROBES: Final = np.array([0, *(1 << bit for bit in range(16))], np.uint16)
+_MOST_IN_A_BAND: Final = 1024
+"""Hashes with the same band that are looked at: what bounds the cost where many images are alike.
+"""
+_QUERIES_AT_A_TIME: Final = 256
+
+CROPS: Final = (
     (0.0, 0.0, 1.0),
     *(
         ((1 - side) * down, (1 - side) * across, side)
@@ -36,18 +46,18 @@ _CROPS: Final = (
 
 
 def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Hash of an RGB image: 32 bytes, uint8 (32,)."""
+    """Hash of an RGB image: 16 bytes, uint8 (16,)."""
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     small = cv2.resize(grey, (_THUMBNAIL, _THUMBNAIL), interpolation=cv2.INTER_AREA)
-    frequencies = cv2.dct(small.astype(np.float32))[:_FREQUENCIES, :_FREQUENCIES].ravel()
-    return np.packbits(frequencies > np.median(frequencies[1:]))
+    frequencies = cv2.dct(small.astype(np.float32))[_ROWS, _COLUMNS]
+    return np.packbits(frequencies > np.median(frequencies))
 
 
 def hashes_under_crops(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Hashes of the image and of slight crops of it: uint8 (28, 32)."""
+    """Hashes of the image under each of `CROPS`: uint8 (28, 16)."""
     height, width = pixels.shape[:2]
     hashes = []
-    for top, left, side in _CROPS:
+    for top, left, side in CROPS:
         rows = slice(round(top * height), max(1, round((top + side) * height)))
         columns = slice(round(left * width), max(1, round((left + side) * width)))
         crop = pixels[rows, columns]
@@ -55,11 +65,30 @@ def hashes_under_crops(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.stack(hashes)
 
 
+def is_flat(pixels: NDArray[np.uint8]) -> bool:
+    """Whether an RGB image shows nothing that could be hashed: a single colour, or almost."""
+    return bool(pixels.reshape(-1, 3).std(axis=0).max() < _FLAT_BELOW)
+
+
+class NearHashes(NamedTuple):
+    """Pairs of a query and a hash, and how many bits differ; by query, the nearest first."""
+
+    query: NDArray[np.int64]
+    found: NDArray[np.int64]
+    distance: NDArray[np.int64]
+
+    def of(self, query: int) -> list[tuple[int, int]]:
+        """Hashes near one query and their distances, the nearest first."""
+        first, last = np.searchsorted(self.query, [query, query + 1])
+        found, distance = self.found[first:last].tolist(), self.distance[first:last].tolist()
+        return list(zip(found, distance, strict=True))
+
+
 class HashIndex:
     """Finds the nearest of many hashes.
 
     Args:
-        hashes: uint8 (N, 32).
+        hashes: uint8 (N, 16).
     """
 
     def __init__(self, hashes: NDArray[np.uint8]) -> None:
@@ -68,20 +97,28 @@ class HashIndex:
         self._order = np.argsort(bands, axis=0, kind="stable").astype(np.int32)
         self._sorted = np.take_along_axis(bands, self._order, axis=0)
 
-    def nearest(self, queries: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each query (M, 32), the index of the nearest hash found and how many bits differ.
+    def near(self, queries: NDArray[np.uint8], max_distance: int) -> NearHashes:
+        """Pairs of the queries (M, 16) and hashes that differ in at most `max_distance` bits."""
+        parts = [
+            self._near(queries[at : at + _QUERIES_AT_A_TIME], at, max_distance)
+            for at in range(0, len(queries), _QUERIES_AT_A_TIME)
+        ]
+        if not parts:
+            return NearHashes(*(np.empty(0, np.int64) for _ in range(3)))
+        return NearHashes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-        Index -1 and HASH_BITS where no band comes within a bit.
-        """
-        best = np.full(len(queries), HASH_BITS << _INDEX_BITS, np.int64)
+    def _near(self, queries: NDArray[np.uint8], first: int, max_distance: int) -> NearHashes:
+        pairs = set[int]()
         for band, values in enumerate(_bands(queries).T):
             for probe in _PROBES:
                 query, found = self._candidates(values ^ probe, band)
                 bits = np.bitwise_count(self._hashes[found] ^ queries[query]).sum(axis=1)
-                key = (bits.astype(np.int64) << _INDEX_BITS) | found
-                np.minimum.at(best, query, key)
-        distances = best >> _INDEX_BITS
-        return np.where(distances < HASH_BITS, best & _INDEX_MASK, -1), distances
+                near = bits <= max_distance
+                pairs.update((query[near] * len(self._hashes) + found[near]).tolist())
+        query, found = np.divmod(np.array(sorted(pairs), np.int64), max(1, len(self._hashes)))
+        distance = np.bitwise_count(self._hashes[found] ^ queries[query]).sum(axis=1)
+        order = np.lexsort((found, distance, query))
+        return NearHashes(query[order] + first, found[order], distance[order].astype(np.int64))
 
     def _candidates(
         self, values: NDArray[np.uint16], band: int
@@ -89,13 +126,14 @@ class HashIndex:
         """(query, hash) for every hash whose band has the query's value."""
         first = np.searchsorted(self._sorted[:, band], values, side="left")
         counts = np.searchsorted(self._sorted[:, band], values, side="right") - first
+        counts = np.minimum(counts, _MOST_IN_A_BAND)
         query = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(query)) - np.repeat(np.cumsum(counts) - counts, counts)
         return query, self._order[np.repeat(first, counts) + within, band].astype(np.int64)
 
 
 def _bands(hashes: NDArray[np.uint8]) -> NDArray[np.uint16]:
-    """The hashes as 16 numbers of 16 bits, neighbouring frequencies spread over the bands."""
-    bits = np.unpackbits(hashes, axis=1).reshape(len(hashes), HASH_BITS // _BANDS, _BANDS)
-    packed = np.packbits(bits.transpose(0, 2, 1), axis=2)
-    return packed.reshape(len(hashes), -1).view(np.uint16)
+    """The hashes as numbers of 16 bits, (N, 16): two ways to deal the bits to 8 bands."""
+    bits = np.unpackbits(hashes, axis=1)
+    dealt = [np.packbits(bits[:, order], axis=1) for order in _BAND_ORDERS]
+    return np.ascontiguousarray(np.concatenate(dealt, axis=1)).view(np.uint16)

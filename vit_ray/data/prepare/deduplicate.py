@@ -1,15 +1,22 @@
 """Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `max_distance` bits of one. Linear in the data: each image is hashed once, and looked up in
-an index of the evaluation hashes. The result is a manifest alone and a list of what was left out.
+within `max_distance` bits of one and their pixels agree at 64 x 64. A flat image, of which there is
+nothing to hash, is a duplicate only of an image with equal pixels. Linear in the data: each image
+is hashed once, and looked up in an index of the evaluation hashes. Mirrored copies are not looked
+for. The result is a manifest alone and a list of what was left out.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,19 +25,34 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.images.crops import Augmentation, BadImageError, decode, training_crop
-from vit_ray.data.images.perceptual_hash import HashIndex, hashes_under_crops, perceptual_hash
+from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
+from vit_ray.data.images.perceptual_hash import (
+    CROPS,
+    HASH_BITS,
+    HashIndex,
+    hashes_under_crops,
+    is_flat,
+    perceptual_hash,
+)
+from vit_ray.data.images.same_picture import SIDE, shows_the_same
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.subset import derive
+from vit_ray.data.prepare.subset import derive, refuse_existing
 from vit_ray.storage import locate
 
 DUPLICATES_FILE: Final = "duplicates.parquet"
-_HASHED: Final = Augmentation("resize", size=64, flip=False)
+_THUMBNAIL: Final = Augmentation("resize", size=SIDE, flip=False)
+_MOST_COMPARED: Final = 8
+"""Evaluation images, the nearest first, that are compared with a row pixel by pixel."""
+_ROWS_AT_A_TIME: Final = 512
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A row of the pre-training set that shows an evaluation image; 0 bits of distance if exact."""
+    """A row of the pre-training set that shows an evaluation image.
+
+    `distance` is how many of 128 bits of the hashes differ; 0 if the bytes or pixels are equal.
+    """
 
     key: str
     evaluation_set: str
@@ -41,11 +63,17 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class DeduplicateReport:
-    """What was left out of `num_images`."""
+    """What was left out of `num_images`.
+
+    Images that cannot be decoded, of the source and of the evaluation sets, are compared by their
+    bytes alone.
+    """
 
     num_images: int
     num_exact: int
     num_near: int
+    num_undecodable: int
+    num_undecodable_evaluation: int
     duplicates: list[Duplicate]
 
 
@@ -54,26 +82,28 @@ def deduplicate(
     evaluation_sets: list[str],
     destination: str,
     *,
-    max_distance: int = 60,
+    max_distance: int = 30,
     num_cpus: float = 1.0,
 ) -> DeduplicateReport:
     """Write the manifest of a data set without the images of evaluation sets.
 
     Args:
-        max_distance: bits of 256 by which two hashes may differ; measured with
-            benchmarks/data_deduplicate.py.
+        max_distance: bits of 128 by which the hashes of images may differ whose pixels are
+            compared; measured with benchmarks/data_deduplicate.py.
 
     Raises:
         ValueError: if no evaluation set is given, nothing would be left, or the destination holds
-            a data set already.
+            a data set or a list of duplicates already.
     """
     if not evaluation_sets:
         raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set.")
+    refuse_existing(destination, MANIFEST_FILE, DUPLICATES_FILE)
     whole = open_dataset(source)
-    known = ray.put(_index(evaluation_sets, num_cpus))
+    known = _index(evaluation_sets, num_cpus)
     files = [int(i) for i in np.unique(whole.file_index)]
-    found = run_tasks(_DuplicateFinder(ray.put(whole), known, max_distance), files, num_cpus)
-    rows = [row for result in found for row in json.loads(result)]
+    finder = _DuplicateFinder(ray.put(whole), ray.put(known), max_distance)
+    found = [json.loads(result) for result in run_tasks(finder, files, num_cpus)]
+    rows = [row for result in found for row in result["rows"]]
     columns = _without(whole, rows)
     if not len(columns.rows):
         raise ValueError(
@@ -85,56 +115,114 @@ def deduplicate(
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
     derive(whole, columns, destination, {**origin, "max_distance": max_distance})
     num_exact = sum(duplicate.is_exact for duplicate in duplicates)
-    return DeduplicateReport(whole.num_images, num_exact, len(duplicates) - num_exact, duplicates)
+    return DeduplicateReport(
+        num_images=whole.num_images,
+        num_exact=num_exact,
+        num_near=len(duplicates) - num_exact,
+        num_undecodable=sum(result["undecodable"] for result in found),
+        num_undecodable_evaluation=known.num_undecodable,
+        duplicates=duplicates,
+    )
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Everything about the evaluation images; `owners` maps a hash to its image."""
+    """Everything about the evaluation images.
+
+    Attributes:
+        index: hashes of the images that are not flat, under each crop.
+        images: for each entry of `index`, by crops, which image it is.
+        digests: of encoded bytes, to an image.
+        flat: digests of the thumbnails of flat images, to an image.
+        thumbnails: for each image that is not flat, encoded.
+        names: evaluation set and key of each image.
+    """
 
     index: HashIndex
-    owners: NDArray[np.int64]
+    images: NDArray[np.int64]
     digests: dict[bytes, int]
+    flat: dict[bytes, int]
+    thumbnails: dict[int, bytes]
     names: list[tuple[str, str]]
+    num_undecodable: int
+
+    def thumbnail(self, image: int) -> NDArray[np.uint8]:
+        """Pixels of an image that is not flat: uint8 (64, 64, 3), RGB."""
+        coded = np.frombuffer(self.thumbnails[image], np.uint8)
+        return cv2.imdecode(coded, cv2.IMREAD_COLOR_RGB)  # type: ignore[return-value]
 
 
 def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
-    hashes: list[NDArray[np.uint8]] = []
-    digests: dict[bytes, int] = {}
-    names: list[tuple[str, str]] = []
+    described: list[tuple[tuple[str, str], _Described]] = []
     for path in evaluation_sets:
         manifest = open_dataset(path)
         files = [int(i) for i in np.unique(manifest.file_index)]
-        hasher = _EvaluationHasher(ray.put(manifest))
-        for part in sorted(run_tasks(hasher, files, num_cpus), key=lambda part: part["file"]):
-            parted = np.frombuffer(part["hashes"], np.uint8).reshape(len(part["keys"]), -1, 32)
-            for i, key in enumerate(part["keys"]):
-                digests[part["digests"][16 * i : 16 * (i + 1)]] = len(names)
-                names.append((path, str(key)))
-                hashes.append(parted[i])
-    owners = np.repeat(np.arange(len(names)), [len(h) for h in hashes])
-    return _Known(HashIndex(np.concatenate(hashes)), owners, digests, names)
+        describer = _EvaluationDescriber(ray.put(manifest))
+        for part in sorted(run_tasks(describer, files, num_cpus), key=lambda part: part["file"]):
+            described += [((path, key), _Described(*fields)) for key, *fields in part["images"]]
+    return known_from(described)
+
+
+def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
+    """What is to be known about evaluation images, each with its evaluation set and key."""
+    digests: dict[bytes, int] = {}
+    flat: dict[bytes, int] = {}
+    thumbnails: dict[int, bytes] = {}
+    for i, (_, image) in enumerate(images):
+        digests.setdefault(image.digest, i)
+        if image.kind == _FLAT:
+            flat.setdefault(image.content, i)
+        elif image.kind == _HASHED:
+            thumbnails[i] = image.content
+    hashes = np.frombuffer(b"".join(image.hashes for _, image in images), np.uint8)
+    return _Known(
+        index=HashIndex(hashes.reshape(-1, HASH_BITS // 8)),
+        images=np.fromiter(thumbnails, np.int64),
+        digests=digests,
+        flat=flat,
+        thumbnails=thumbnails,
+        names=[name for name, _ in images],
+        num_undecodable=sum(image.kind == _UNDECODABLE for _, image in images),
+    )
+
+
+_HASHED: Final = 0
+_FLAT: Final = 1
+_UNDECODABLE: Final = 2
+
+
+class _Described(NamedTuple):
+    """An evaluation image: digest of its bytes; encoded thumbnail and hashes, if it is hashed.
+
+    `content` of a flat image is the digest of its thumbnail.
+    """
+
+    digest: bytes
+    kind: int
+    content: bytes = b""
+    hashes: bytes = b""
 
 
 @dataclass(frozen=True)
-class _EvaluationHasher:
+class _EvaluationDescriber:
     manifest: Any
 
     def __call__(self, file_index: int) -> dict[str, Any]:
-        keys, digests, hashes = [], [], []
-        for _, _, key, image in _images(ray.get(self.manifest), file_index):
-            try:
-                hashes.append(hashes_under_crops(decode(image)).tobytes())
-            except BadImageError:
-                continue
-            keys.append(key)
-            digests.append(_digest(image))
-        return {
-            "file": file_index,
-            "keys": keys,
-            "digests": b"".join(digests),
-            "hashes": b"".join(hashes),
-        }
+        images = _images(ray.get(self.manifest), file_index)
+        described = [(key, *describe(image)) for _, _, key, image in images]
+        return {"file": file_index, "images": described}
+
+
+def describe(image: bytes) -> _Described:
+    """What is kept of an encoded evaluation image."""
+    digest, small = _digest(image), _thumbnail(image)
+    if small is None:
+        return _Described(digest, _UNDECODABLE)
+    if is_flat(small):
+        return _Described(digest, _FLAT, _digest(small.tobytes()))
+    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
+    coded = cv2.imencode(".jpg", cv2.cvtColor(small, cv2.COLOR_RGB2BGR), quality)[1]
+    return _Described(digest, _HASHED, coded.tobytes(), hashes_under_crops(small).tobytes())
 
 
 @dataclass(frozen=True)
@@ -145,44 +233,71 @@ class _DuplicateFinder:
 
     def __call__(self, file_index: int) -> str:
         known: _Known = ray.get(self.known)
-        found: list[dict[str, Any]] = []
-        pending: list[tuple[int, int, str, NDArray[np.uint8]]] = []
-        for group, row, key, image in _images(ray.get(self.manifest), file_index):
-            exact = known.digests.get(_digest(image))
-            if exact is not None:
-                found.append(_found(group, row, key, known.names[exact], 0, is_exact=True))
-                continue
-            try:
-                small = training_crop(image, _HASHED, (0, 0, 0))
-            except BadImageError:
-                continue
-            pending.append((group, row, key, perceptual_hash(small)))
-        return json.dumps(found + self._near(known, pending))
-
-    def _near(
-        self, known: _Known, rows: list[tuple[int, int, str, NDArray[np.uint8]]]
-    ) -> list[dict[str, Any]]:
-        if not rows:
-            return []
-        best, distances = known.index.nearest(np.stack([row[3] for row in rows]))
-        return [
-            _found(group, row, key, known.names[known.owners[owner]], int(bits), is_exact=False)
-            for (group, row, key, _), owner, bits in zip(rows, best, distances, strict=True)
-            if owner >= 0 and bits <= self.max_distance
-        ]
+        rows: list[dict[str, Any]] = []
+        undecodable = 0
+        images = _images(ray.get(self.manifest), file_index)
+        while batch := list(islice(images, _ROWS_AT_A_TIME)):
+            matches, unread = find(known, [image for *_, image in batch], self.max_distance)
+            undecodable += unread
+            for (group, row, key, _), match in zip(batch, matches, strict=True):
+                if match is not None:
+                    duplicate = Duplicate(key, *known.names[match.image], *match[1:])
+                    rows.append({"group": group, "row": row, "duplicate": asdict(duplicate)})
+        return json.dumps({"rows": rows, "undecodable": undecodable})
 
 
-def _found(
-    group: int, row: int, key: str, name: tuple[str, str], distance: int, *, is_exact: bool
-) -> dict[str, Any]:
-    duplicate = {
-        "key": key,
-        "evaluation_set": name[0],
-        "evaluation_key": name[1],
-        "distance": distance,
-        "is_exact": is_exact,
-    }
-    return {"group": group, "row": row, "duplicate": duplicate}
+class Match(NamedTuple):
+    """The evaluation image that an image shows."""
+
+    image: int
+    distance: int
+    is_exact: bool
+
+
+def find(known: _Known, images: list[bytes], max_distance: int) -> tuple[list[Match | None], int]:
+    """What each encoded image shows of what is known, and how many cannot be decoded."""
+    matches: list[Match | None] = [None] * len(images)
+    hashed: list[tuple[int, NDArray[np.uint8]]] = []
+    unread = 0
+    for i, image in enumerate(images):
+        small = _thumbnail(image)
+        unread += small is None
+        if (equal := known.digests.get(_digest(image))) is not None:
+            matches[i] = Match(equal, 0, True)
+        elif small is not None and not is_flat(small):
+            hashed.append((i, small))
+        elif small is not None and (equal := known.flat.get(_digest(small.tobytes()))) is not None:
+            matches[i] = Match(equal, 0, False)
+    if hashed:
+        near = known.index.near(np.stack([perceptual_hash(t) for _, t in hashed]), max_distance)
+        for query, (i, small) in enumerate(hashed):
+            matches[i] = _confirmed(known, small, near.of(query))
+    return matches, unread
+
+
+def _confirmed(
+    known: _Known, thumbnail: NDArray[np.uint8], proposed: Iterable[tuple[int, int]]
+) -> Match | None:
+    """The first of the proposed images whose pixels agree.
+
+    Args:
+        proposed: entries of the index with their distances, the nearest first.
+    """
+    nearest: dict[int, tuple[int, int]] = {}
+    for entry, distance in proposed:
+        place, crop = divmod(entry, len(CROPS))
+        nearest.setdefault(int(known.images[place]), (crop, distance))
+    for image, (crop, distance) in islice(nearest.items(), _MOST_COMPARED):
+        if shows_the_same(thumbnail, known.thumbnail(image), CROPS[crop]):
+            return Match(image, distance, False)
+    return None
+
+
+def _thumbnail(image: bytes) -> NDArray[np.uint8] | None:
+    try:
+        return training_crop(image, _THUMBNAIL, (0, 0, 0))
+    except BadImageError:
+        return None
 
 
 def _images(manifest: Manifest, file_index: int) -> Any:

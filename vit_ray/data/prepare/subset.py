@@ -56,13 +56,9 @@ def derive(
     Raises:
         ValueError: if the destination holds a data set already.
     """
-    folder = locate(destination)
-    if folder.child(MANIFEST_FILE).exists():
-        raise ValueError(
-            f"destination={destination!r} already holds a data set; choose another folder."
-        )
+    refuse_existing(destination, MANIFEST_FILE)
     write_manifest(
-        folder,
+        locate(destination),
         columns,
         files=whole.files,
         classes=whole.classes,
@@ -71,6 +67,16 @@ def derive(
         origin=origin,
     )
     return open_dataset(destination)
+
+
+def refuse_existing(destination: str, *names: str) -> None:
+    """Raise a ValueError if the destination holds a file of one of the names."""
+    for name in names:
+        if locate(destination).child(name).exists():
+            raise ValueError(
+                f"destination={destination!r} already holds a data set, or a part of one "
+                f"({name}); choose another folder, or move the file away."
+            )
 
 
 def _wanted(whole: Manifest, count: int | None, fraction: float | None) -> int:

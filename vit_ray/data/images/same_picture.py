@@ -1,0 +1,115 @@
+"""Whether two thumbnails show the same picture: what confirms that near hashes are no accident.
+
+One thumbnail is laid on the other (a crop moves and scales it), gain and offset of brightness are
+fitted, and the share of the pixels that differ most is left out, which is where a text or a logo
+was laid over. What remains must agree both relative to the picture's contrast, so that two dull
+pictures are not the same, and in grey levels, so that two digits or two logos are not.
+"""
+
+from typing import Final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+SIDE: Final = 64
+"""Height and width of the thumbnails in pixels; the aspect of the picture is not kept."""
+
+_BLUR: Final = 1.0
+_ERROR_BLUR: Final = 3.0
+"""Standard deviations in pixels, of what is compared and of what is left of it: recompression and
+resizing of small pictures change fine detail, which averages out, and two pictures differ in more.
+"""
+_LEFT_OUT: Final = 0.1
+_LEAST_EXPLAINED: Final = 0.95
+_MOST_LEVELS: Final = 5.0
+"""Share of the variance, and root mean square in grey levels. Of 250 distinct 8 x 8 digits none
+was taken for one of 400 others; at 6 levels 2 were, and with 15 % left out 3 at 5 levels. Recall is
+in benchmarks/results/data_deduplicate_*."""
+_BORDER: Final = 2
+_GREY_BELOW: Final = 3.0
+_STOP: Final = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-4)
+_SCALES: Final = (0.78, 1.08)
+_MOST_SHEAR: Final = 0.04
+
+
+def shows_the_same(
+    picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: tuple[float, float, float]
+) -> bool:
+    """Whether `picture` is `other`, or a crop of it near the one given.
+
+    Args:
+        picture, other: uint8 (64, 64, 3), RGB.
+        crop: top, left and side of the part of `other`, as shares of it.
+    """
+    aligned = _aligned(picture, other, crop)
+    seen, expected = _comparable(picture, aligned)
+    kept = np.ones(seen.shape[:2], bool)
+    for _ in range(4):
+        residual = _residual(seen, expected, kept)
+        errors = np.square(residual).mean(axis=2)
+        kept = errors <= np.quantile(errors, 1 - _LEFT_OUT)
+    unexplained = float(np.square(_blurred(residual, kept)[kept]).mean())
+    variance = float(_blurred(seen, kept)[kept].var())
+    return unexplained <= min((1 - _LEAST_EXPLAINED) * variance, _MOST_LEVELS**2)
+
+
+def _blurred(values: NDArray[np.float32], kept: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Each value's weighted mean with those around it that are kept."""
+    weights = kept.astype(np.float32)[:, :, None]
+    total = cv2.GaussianBlur(values * weights, (0, 0), _ERROR_BLUR)
+    weight = cv2.GaussianBlur(weights, (0, 0), _ERROR_BLUR)
+    mean = total.reshape(values.shape) / np.maximum(weight, 1e-3)[:, :, None]
+    return mean.astype(np.float32)
+
+
+def _aligned(
+    picture: NDArray[np.uint8], other: NDArray[np.uint8], crop: tuple[float, float, float]
+) -> NDArray[np.uint8]:
+    """`other` moved and scaled onto `picture`, by Evangelidis and Psarakis (TPAMI 2008)."""
+    top, left, side = crop
+    centre = (side - 1) / 2
+    start = np.array([[side, 0, left * SIDE + centre], [0, side, top * SIDE + centre]], np.float32)
+    warp = _refined(picture, other, start)
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    moved = cv2.warpAffine(other, warp, (SIDE, SIDE), flags=flags, borderMode=cv2.BORDER_REPLICATE)
+    return moved  # type: ignore[return-value]
+
+
+def _refined(
+    picture: NDArray[np.uint8], other: NDArray[np.uint8], start: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """A better warp than `start`, or `start` where there is none that a crop could have made."""
+    one, two = (cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY) for pixels in (picture, other))
+    try:
+        _, warp = cv2.findTransformECC(one, two, start.copy(), cv2.MOTION_AFFINE, _STOP)
+    except cv2.error:  # the two do not correlate
+        return start
+    (across, shear_x, _), (shear_y, down, _) = warp
+    is_scaled = all(_SCALES[0] < scale < _SCALES[1] for scale in (across, down))
+    is_straight = max(abs(shear_x), abs(shear_y)) < _MOST_SHEAR
+    return warp.astype(np.float32) if is_scaled and is_straight else start
+
+
+def _comparable(
+    one: NDArray[np.uint8], two: NDArray[np.uint8]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Pixels as (height, width, channels), without the border; of grey where either is grey."""
+    inside = slice(_BORDER, SIDE - _BORDER)
+    pixels = [
+        cv2.GaussianBlur(image, (0, 0), _BLUR)[inside, inside].astype(np.float32)
+        for image in (one, two)
+    ]
+    if min(float(np.ptp(image, axis=2).mean()) for image in pixels) < _GREY_BELOW:
+        pixels = [image @ np.array([[0.299], [0.587], [0.114]], np.float32) for image in pixels]
+    return pixels[0], pixels[1]
+
+
+def _residual(
+    seen: NDArray[np.float32], expected: NDArray[np.float32], kept: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """What the best gain and offset for the pixels that are kept leave unexplained."""
+    x, y = expected[kept].ravel(), seen[kept].ravel()
+    centred = x - x.mean()
+    gain = max(0.0, float(centred @ (y - y.mean()))) / max(float(centred @ centred), 1e-6)
+    return (seen - y.mean()) - np.float32(gain) * (expected - x.mean())

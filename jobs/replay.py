@@ -1,6 +1,6 @@
 """Send metrics that MLflow missed: `python jobs/replay.py runs/NAME/metrics.jsonl URI`."""
 
-from vit_ray.commands.replay import run_replay
+from vit_ray.commands.cli import run_job
 
 if __name__ == "__main__":
-    run_replay()
+    run_job("replay")

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "vit_ray"
 EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
+    "__main__": {"commands"},
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
     "launch": BELOW,

@@ -1,12 +1,53 @@
-"""The command line of every job: how errors end."""
+"""The command line: words in any order, refusals, true help, and nothing heavy for these."""
 
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from vit_ray.commands.cli import run_job
-from vit_ray.config import Recipe
+from vit_ray.commands import cli
+from vit_ray.commands.catalog import COMMANDS, Command
+from vit_ray.commands.help_pages import print_help, sections_below
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.help import describe_sections, key_names
+from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+
+ROOT = Path(__file__).parents[2]
+# Everything that takes a second or a hundred megabytes to import.
+HEAVY = {"torch", "ray", "mlflow", "pyarrow", "numpy", "deepspeed", "scipy", "cv2", "pandas"}
+
+
+def run_cli(*words: str, module: str = "vit_ray") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+raised: list[Exception] = []
+
+
+def failing(_: object) -> int:
+    raise raised[-1]
+
+
+def command_with(main: str, plan: str | None = None) -> Command:
+    return Command("job", "A job.", f"{__name__}:{main}", ("model",), "digits", plan)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "recipe.yaml").write_text("name: run\n")
+    return str(tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize(
@@ -20,20 +61,183 @@ from vit_ray.config import Recipe
 def test_what_a_person_can_mend_is_told_in_one_line(
     error: Exception,
     code: int,
-    tmp_path: Path,
+    recipe: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def job(recipe: Recipe) -> None:
-        raise error
-
-    (tmp_path / "recipe.yaml").write_text("name: run\n")
-    monkeypatch.setattr(sys, "argv", ["job.py", str(tmp_path / "recipe.yaml")])
+    raised.append(error)
     monkeypatch.delenv("VIT_RAY_LOGS", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        run_job("A job.", job)
-    assert ended.value.code == code
+    assert cli.run_recipe(command_with("failing"), (recipe,), False) == code
     assert capsys.readouterr().err == f"error: {error}\n"
     monkeypatch.setenv("VIT_RAY_LOGS", "1")
     with pytest.raises(type(error), match=str(error)):
-        run_job("A job.", job)
+        cli.run_recipe(command_with("failing"), (recipe,), False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("digits", "--dry-run", "optim.learning_rate=0.5", "seed=3"),
+        ("optim.learning_rate=0.5", "digits", "seed=3", "--dry-run"),
+        ("--dry-run", "optim.learning_rate=0.5", "seed=3", "digits"),
+    ],
+)
+def test_overrides_stand_anywhere(words: tuple[str, ...]) -> None:
+    done = run_cli("export", *words)
+    assert done.returncode == 0, done.stderr
+    told = yaml.safe_load(done.stdout)
+    assert (told["optim"]["learning_rate"], told["seed"]) == (0.5, 3)
+
+
+def test_a_word_that_is_no_override_is_refused() -> None:
+    done = run_cli("pretrain", "digits", "seed", "--dry-run")
+    assert done.returncode == 2
+    assert "override 'seed': expected key=value" in done.stderr
+
+
+def test_no_words_show_the_usage_and_an_example() -> None:
+    done = run_cli("pretrain")
+    assert done.returncode == 2
+    assert "usage:   vit-ray pretrain RECIPE [key=value ...]" in done.stdout
+    assert "example: vit-ray pretrain digits" in done.stdout
+
+
+def test_the_error_of_a_dry_run_comes_after_the_recipe() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m vit_ray pretrain cifar10 --dry-run model.name=ViT-X/16 2>&1",
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.startswith("name: cifar10-vit\n")
+    last = done.stdout.rstrip().splitlines()[-1]
+    assert last.startswith("error: model name 'ViT-X/16' is unknown; near names: ")
+
+
+LIGHT = [
+    ("--help",),
+    ("recipes",),
+    ("pretrian",),
+    *((name,) for name in COMMANDS),
+    *((name, "digits", "--help") for name in COMMANDS),
+    *((name, "digits", "optim.lr=1") for name in COMMANDS),
+    ("pretrain", "digist"),
+    ("export", "digits", "--dry-run"),
+    ("replay", "--help"),
+]
+# Runs command lines one after the other, and says what each has imported by its end.
+RUN_EACH = """
+import json, sys
+from vit_ray.commands import cli
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["vit-ray", *words]
+    try:
+        cli.main()
+    except SystemExit:
+        packages = {name.split(".")[0] for name in sys.modules}
+        print("imported:" + json.dumps([words, sorted(packages)]))
+"""
+
+
+def test_help_and_refusals_import_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH, json.dumps(LIGHT)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    found = [json.loads(line.removeprefix("imported:")) for line in told]
+    assert [tuple(words) for words, _ in found] == LIGHT, done.stderr
+    for words, packages in found:
+        assert "pydantic" in packages
+        assert not HEAVY & set(packages), " ".join(words)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
+def test_every_command_is_where_the_table_says(command: Command) -> None:
+    for reference in filter(None, (command.main, command.plan)):
+        function = pkgutil.resolve_name(reference)
+        (parameter,) = inspect.signature(function).parameters.values()
+        assert parameter.annotation == "Recipe", reference
+    assert inspect.signature(pkgutil.resolve_name(command.main)).return_annotation == "int"
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
+def test_every_command_has_its_job_and_its_example_loads(command: Command) -> None:
+    assert f'run_job("{command.name}")' in (ROOT / "jobs" / f"{command.name}.py").read_text()
+    words = tuple(word for word in command.example.split() if word != "--dry-run")
+    load_recipe(*cli.split_words(words))
+    for prefix in command.reads:
+        assert sections_below([prefix]), f"{command.name} reads {prefix}, which is no key"
+
+
+def test_a_job_shows_the_keys_that_it_reads_and_no_others() -> None:
+    shown = run_cli("verify", "--help").stdout
+    assert "verify.path" in shown
+    assert "optim.momentum" not in shown
+    assert "optim.momentum" in run_cli("verify", "--help", "optim").stdout
+
+
+def test_defaults_are_those_that_a_recipe_gets() -> None:
+    told = {key.name: key.value for section in describe_sections() for key in section.keys}
+    values = Recipe(name="x").model_dump(mode="json")
+    for name in key_names():
+        node = values
+        for part in name.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+            if node is None:
+                break
+        if node is not None and name != "name":
+            assert told[name] == (node if isinstance(node, str) else json.dumps(node)), name
+    assert told["data.eval_augment.kind"] == "center_crop"
+    assert told["data.augment.kind"] == "inception_crop"
+
+
+def test_allowed_values_are_told() -> None:
+    told = {key.name: key.allowed for section in describe_sections() for key in section.keys}
+    assert told["train.zero_stage"] == "0 | 1 | 2 | 3"
+    assert told["train.micro_batch_size"] == "integer > 0 | auto"
+    assert told["train.precision"] == "fp32 | bf16"
+    assert told["data.fraction"] == "number > 0, <= 1"
+    assert told["workers.num_workers"] == "integer > 0 | [integer > 0, integer > 0]"
+    assert told["study.models"] == "[{label, model, learning_rate}, ...]"
+
+
+def test_help_with_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    print_help(COMMANDS["pretrain"], "vit-ray pretrain", ["optim"], load_recipe("digits"))
+    shown = capsys.readouterr().out
+    assert "values of digits-vit" in shown
+    (line,) = [line for line in shown.splitlines() if "optim.learning_rate" in line]
+    assert " 0.002 " in line
+
+
+def test_every_key_has_a_meaning() -> None:
+    keys = [key for section in describe_sections() for key in section.keys]
+    assert {key.name for key in keys} >= {n for n in key_names() if not n.startswith("study.mod")}
+    assert not [key.name for key in keys if len(key.meaning) < 8]
+
+
+def test_every_shipped_recipe_is_listed_with_cost_and_result() -> None:
+    shown = run_cli("recipes").stdout
+    for name in recipe_names():
+        header = header_of(recipes_folder() / f"{name}.yaml")
+        assert header.cost
+        assert f"{name}  {header.title}" in shown
+        assert header.cost in shown
+
+
+def test_names_of_recipes_and_keys_are_completed() -> None:
+    def completed(*words: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "vit_ray"],
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT), "_VIT_RAY_COMPLETE": "bash_complete",
+                "COMP_WORDS": " ".join(("vit-ray", *words)), "COMP_CWORD": str(len(words)),
+            },
+        )  # fmt: skip
+        return [line.split(",")[1] for line in done.stdout.splitlines()]
+
+    assert completed("pretr") == ["pretrain"]
+    assert "digits_sweep" in completed("sweep", "digi")
+    assert completed("pretrain", "digits", "optim.learn") == ["optim.learning_rate"]

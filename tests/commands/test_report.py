@@ -3,7 +3,7 @@
 import pytest
 from mlflow.tracking import MlflowClient
 
-from vit_ray.commands.report import print_page, report
+from vit_ray.commands.report import report, report_page
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.page import page_of
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
@@ -31,7 +31,7 @@ def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recip
     assert "another" not in page.read_text()
     kept = {item.path for item in MlflowClient(recipe.tracking.uri).list_artifacts(run_id)}
     assert kept == {"report.html", "report.csv"}
-    assert print_page(page) == 0
+    assert report_page(recipe) == 0
     assert str(page) in capsys.readouterr().out
 
 

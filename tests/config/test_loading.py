@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and what the refusal says."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,9 +9,9 @@ from pydantic import ValidationError
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.help import describe_keys
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training import OptimConfig, accumulation_steps
+from vit_ray.config.validation import _ALIASES, dotted_keys
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,26 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
     [
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
         ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
+        ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),
+        ("optim.lr=1", "unknown key optim.lr; did you mean optim.learning_rate?"),
+        ("batch_size=1", "unknown key batch_size; did you mean train.global_batch_size?"),
+        ("train.batch_size=1", "did you mean train.global_batch_size?"),
+        ("epochs=1", "did you mean optim.epochs?"),
+        ("wd=0.1", "did you mean optim.weight_decay?"),
+        ("gpus=8", "did you mean workers.num_workers?"),
+        ("model=ViT-H/14", "model is a section of keys; did you mean model.name=ViT-H/14?"),
+        ("xyz=1", "unknown key xyz (valid in this section: name, "),
+        ("model={name: ViT, image_size: 16, patch_size: 5}", "model.patch_size=5: patches of 5 pi"),
+        ("model.image_size=225", "model.name=ViT-B/16: patches of 16 pixels do not fill model.ima"),
+        ("model.image_size=[224, 230]", "the nearest image_size is [224, 224]"),
+        (
+            "model={name: ViT, width: 10, num_heads: 3}",
+            "num_heads=3 does not divide model.width=10",
+        ),
+        (
+            "study.models=[{label: tiny, model: {image_size: 30}}]",
+            "study 'tiny': model.name=ViT-B/16: patches of 16 pixels do not fill",
+        ),
         ("train.zero_stage=7", "train.zero_stage=7: Input should be 0, 1, 2 or 3"),
         ("optim.learning_rate=fast", "optim.learning_rate='fast': Input should be a valid number"),
         ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
@@ -101,6 +122,35 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
+
+
+def test_aliases_point_to_keys_that_exist() -> None:
+    assert set(_ALIASES.values()) <= set(dotted_keys(Recipe))
+    assert not set(_ALIASES) & set(Recipe.model_fields)
+
+
+def test_an_old_recipe_in_a_checkpoint_is_read_whatever_its_geometry(path: Path) -> None:
+    tree = {"name": "old", "model": {"name": "ViT", "image_size": 16, "patch_size": 5}}
+    with pytest.raises(ValueError, match="patches of 5 pixels"):
+        recipe_from_dict(tree, "test")
+    assert Recipe.model_validate_json(json.dumps(tree)).model.patch_size == 5
+
+
+def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("digits") == load_recipe(ROOT / "jobs/recipes/digits.yaml")
+    assert load_recipe("vit_h14_jft") == load_recipe("paper/vit_h14_jft")
+    assert load_recipe("finetune/cifar10").sweep is not None
+    assert load_recipe("cifar10").sweep is None
+    (tmp_path / "mine.yaml").write_text("base: digits\nname: mine\n")
+    assert load_recipe("mine.yaml").model == load_recipe("digits").model
+    (tmp_path / "digits").write_text("name: own\n")
+    assert load_recipe("digits").name == "own"
+
+
+def test_a_name_that_is_nearly_a_shipped_recipes_is_told(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'digist': no such file; near: digits"):
+        load_recipe("digist")
 
 
 def test_a_key_deep_in_a_list_is_named(path: Path) -> None:
@@ -168,13 +218,6 @@ def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
     assert accumulation_steps(4096, 64, 8) == 8
     with pytest.raises(ValueError, match=r"(?s)100 = 6 x 16 \+ 4.*nearest valid .* is 96"):
         accumulation_steps(100, 4, 4)
-
-
-def test_help_shows_every_key_with_a_meaning() -> None:
-    text = describe_keys()
-    for key in ("train.zero_stage", "optim.learning_rate", "checkpoint.every_minutes"):
-        (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{key} ")]
-        assert len(line.split("]", 1)[1].strip()) > 10
 
 
 def test_the_same_tree_gives_the_same_recipe() -> None:

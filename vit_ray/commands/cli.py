@@ -1,65 +1,173 @@
-"""The command line that every job shares: `python jobs/NAME.py RECIPE [key=value ...]`."""
+"""The command line: `vit-ray NAME RECIPE [key=value ...]`, and `python jobs/NAME.py` likewise."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
+import click
 import yaml
+from click.shell_completion import CompletionItem
 
+from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.help import describe_keys
+from vit_ray.config.help import key_names
+from vit_ray.config.shipped import recipe_names
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
-def run_job(
-    what: str, main: Callable[[Recipe], int | None], plan: Callable[[Recipe], str] | None = None
-) -> None:
-    """Parse the command line, load the recipe, run the job.
+def main() -> NoReturn:
+    """`vit-ray` and `python -m vit_ray`."""
+    _quiet_logs()
+    sys.exit(vit_ray.main(prog_name="vit-ray"))
+
+
+def run_job(name: str) -> NoReturn:
+    """The command behind `jobs/NAME.py`."""
+    _quiet_logs()
+    sys.exit(vit_ray.commands[name].main(prog_name=f"python jobs/{name}.py"))
+
+
+def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int:
+    """Load the recipe that the words name and run the command; returns its exit code.
 
     Errors of the user's and of the storage end in one line, with VIT_RAY_LOGS=1 in a traceback.
-
-    Args:
-        what: a sentence for `--help`.
-        main: the job; returns an exit code or None.
-        plan: the text of `--dry-run` beyond the resolved recipe; it must start nothing.
     """
-    arguments = _parser(what).parse_args()
-    # Job submission runs in a copy of the folder; recipes are looked up from where we stand.
     try:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        if arguments.dry_run:
-            print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-            print(plan(recipe) if plan else "")
-            return
-        code = main(recipe)
+        recipe = load_recipe(*split_words(words))
+        return _dry_run(command, recipe) if is_dry else command.run(recipe) or 0
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("VIT_RAY_LOGS") == "1":
             raise
+        sys.stdout.flush()  # the error comes last
         print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, ValueError) else 1
-    sys.exit(code or 0)
+        return 2 if isinstance(error, ValueError) else 1
 
 
-def _parser(what: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=what,
-        epilog="Keys of a recipe, with [default]:\n\n" + describe_keys().replace("%", "%%"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="YAML file, such as jobs/recipes/digits.yaml"
-    )
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="changes, such as optim.learning_rate=3e-4",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved recipe and plan; start nothing"
-    )
+def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The recipe and the overrides, which may stand in any order.
+
+    Raises:
+        ValueError: there is no recipe among them.
+    """
+    others = [word for word in words if not _OVERRIDE.match(word)]
+    if not others:
+        raise ValueError(
+            "no recipe is given; name a YAML file, or one of those that `vit-ray recipes` lists"
+        )
+    recipe, *misspelt = others
+    return recipe, [word for word in words if _OVERRIDE.match(word)] + misspelt
+
+
+def _dry_run(command: Command, recipe: Recipe) -> int:
+    print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    print(command.describe(recipe))
+    return 0
+
+
+def _quiet_logs() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    return parser
+
+
+def _lazily(reference: str, *arguments: Any) -> Any:
+    return pkgutil.resolve_name(reference)(*arguments)
+
+
+def _command(command: Command) -> click.Command:
+    """The command with its options; no words at all ask for the short help."""
+
+    def run(words: tuple[str, ...], is_dry: bool, help_of: str | None) -> None:
+        program = click.get_current_context().command_path
+        if help_of is not None:
+            sys.exit(_help(command, program, (help_of, *words)))
+        if not words:
+            _lazily("vit_ray.commands.help_pages:print_usage", command, program)
+            sys.exit(2)
+        sys.exit(run_recipe(command, words, is_dry))
+
+    return click.Command(
+        command.name,
+        callback=run,
+        short_help=command.what,
+        add_help_option=False,
+        params=[
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete),
+            click.Option(["--dry-run", "is_dry"], is_flag=True),
+            click.Option(["--help", "-h", "help_of"], is_flag=False, flag_value=""),
+        ],
+    )
+
+
+def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
+    """Help on the keys of a prefix or on all that the command reads, with a recipe's own values."""
+    prefixes = [word for word in words if word in _prefixes()]
+    others = tuple(word for word in words if word and word not in prefixes)
+    try:
+        recipe = load_recipe(*split_words(others)) if others else None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _lazily("vit_ray.commands.help_pages:print_help", command, program, prefixes, recipe)
+    return 0
+
+
+def _prefixes() -> set[str]:
+    """Every key and every section of a recipe."""
+    parts = [name.split(".") for name in key_names()]
+    return {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
+
+
+def _complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    words = context.params.get("words") or ()
+    has_recipe = any(not _OVERRIDE.match(word) for word in words)
+    found = key_names() if has_recipe else recipe_names()
+    items = [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    return items if has_recipe else [*items, CompletionItem(incomplete, type="file")]
+
+
+def _replay(log: Path, uri: str) -> None:
+    sys.exit(_lazily("vit_ray.commands.replay:run_replay", log, uri))
+
+
+def _recipes() -> None:
+    _lazily("vit_ray.commands.recipes:print_recipes")
+
+
+class _Names(click.Group):
+    """Commands by name; dashes are as good as underscores."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name.replace("-", "_"))
+
+
+def _plain(name: str, what: str, run: Callable[..., None], *params: click.Parameter) -> Any:
+    return click.Command(name, callback=run, help=what, params=list(params))
+
+
+vit_ray = _Names(
+    "vit-ray",
+    help="Train Vision Transformers at scale, on Ray.\n\n"
+    "Every command is `vit-ray NAME RECIPE [key=value ...]`, such as "
+    "`vit-ray pretrain digits optim.learning_rate=3e-4 --dry-run`. RECIPE is a YAML file, or the "
+    "name of one that `vit-ray recipes` lists.",
+    commands=[
+        *map(_command, COMMANDS.values()),
+        _plain(
+            "replay",
+            "Bring into MLflow what a run recorded in LOG (its metrics.jsonl) while MLflow was "
+            "away. URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already "
+            "has are not sent again.",
+            _replay,
+            click.Argument(["log"], type=click.Path(path_type=Path)),
+            click.Argument(["uri"]),
+        ),
+        _plain("recipes", "List the recipes that come along, with cost and result.", _recipes),
+    ],
+)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from vit_ray.config import Recipe
 from vit_ray.config.training import accumulation_steps
+from vit_ray.data.prepare.source_count import count_source
 from vit_ray.launch.preflight import plan_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate, sum_precision
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
 from vit_ray.models.flops import forward_macs
+from vit_ray.storage import locate
 from vit_ray.train.memory_estimate import (
     count_parameters,
     estimate_memory,
@@ -44,32 +46,65 @@ class TrainingFacts:
 
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
-    """From `plan.num_images` and `plan.num_classes`, or from the data set if they are not given.
+    """From `plan.num_images` and `plan.num_classes`, or as `data_facts` if they are not given.
 
     Raises:
-        ValueError: neither is there, or the data set is missing or broken.
+        ValueError: as `data_facts`.
     """
-    if recipe.plan.num_images is None:
-        return data_facts(recipe)
-    return _facts(recipe, recipe.plan.num_images, recipe.plan.num_classes or 0, "plan.num_images")
+    return data_facts(recipe) if recipe.plan.num_images is None else _told_facts(recipe)
 
 
 def data_facts(recipe: Recipe) -> TrainingFacts:
-    """From the data set in `data.train`, or as given in `plan` while that is still a placeholder.
+    """From the data set in `data.train`; where it is not yet, from its source, or as given in `plan`.
 
     Raises:
-        ValueError: as `told_facts`.
+        ValueError: there is no such model; the data set is broken, or nothing tells the counts.
     """
+    check_model(recipe)
     train = recipe.data.train
-    if train is None or train.startswith(PLACEHOLDER):
-        if recipe.plan.num_images is None:
-            raise ValueError(
-                f"data.train={train!r} is no data set; give the folder of a converted one, or tell "
-                "plan.num_images and plan.num_classes"
-            )
-        return told_facts(recipe)
-    plan = plan_run(recipe)
-    return _facts(recipe, plan.num_images, plan.manifest.num_classes, train)
+    if train is not None and not train.startswith(PLACEHOLDER) and locate(train).exists():
+        plan = plan_run(recipe)
+        return _facts(recipe, plan.num_images, plan.manifest.num_classes, train)
+    return _source_facts(recipe) or _told_facts(recipe)
+
+
+def check_model(recipe: Recipe) -> None:
+    """There is such a model; known before any data set is looked at.
+
+    Raises:
+        ValueError: as `build_model`.
+    """
+    model = recipe.model
+    forward_macs(model.name, 1, model.image_size, **model.options())
+
+
+def _source_facts(recipe: Recipe) -> TrainingFacts | None:
+    """From what `data.train` would be converted from; None if that is not there either."""
+    convert = recipe.convert
+    if convert is None or convert.destination != recipe.data.train:
+        return None
+    if not locate(convert.source).exists():
+        return None
+    count = count_source(convert.source, convert.format)
+    num_classes = len(convert.classes or ()) or count.num_classes
+    where = f"counted in {convert.source}, which is not converted yet"
+    return _facts(recipe, _share(recipe, count.num_images), num_classes, where)
+
+
+def _told_facts(recipe: Recipe) -> TrainingFacts:
+    plan, train = recipe.plan, recipe.data.train
+    if plan.num_images is None or plan.num_classes is None:
+        raise ValueError(
+            f"data.train={train!r} is no data set; give the folder of a converted one, or tell "
+            "plan.num_images and plan.num_classes"
+        )
+    return _facts(recipe, _share(recipe, plan.num_images), plan.num_classes, "plan.num_images")
+
+
+def _share(recipe: Recipe, num_images: int) -> int:
+    """Images of an epoch: less what is held out, and then `data.fraction` of the rest."""
+    kept = num_images - round(num_images * recipe.data.held_out_fraction)
+    return round(kept * recipe.data.fraction)
 
 
 def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> TrainingFacts:
@@ -164,6 +199,12 @@ def describe_plan(recipe: Recipe) -> str:
         *_stage_table(recipe, facts, stages, cluster),
     ]
     return "\n".join(lines)
+
+
+def print_plan(recipe: Recipe) -> int:
+    """Print `describe_plan`."""
+    print(describe_plan(recipe))
+    return 0
 
 
 def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:

@@ -15,7 +15,7 @@ from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.run import train
 
-SWEEP_RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits_sweep.yaml"
+SWEEP_RECIPE = "digits_sweep"
 
 
 def run_quickstart(recipe: Recipe) -> int:

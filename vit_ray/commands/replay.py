@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 from vit_ray.tracking.tracker import replay
 
 
-def run_replay() -> None:
-    """The command: a run's log, and where to bring it."""
-    parser = argparse.ArgumentParser(
-        description="Bring what a run recorded while MLflow was away into MLflow. "
-        "Points that MLflow already has are not sent again."
-    )
-    parser.add_argument("log", type=Path, help="the run's metrics.jsonl")
-    parser.add_argument("uri", help="tracking server, or sqlite:///mlflow.db")
-    arguments = parser.parse_args()
+def run_replay(log: Path, uri: str) -> int:
+    """Bring a run's log to a tracking server; 2 where there is no such log."""
     try:
-        print(f"{replay(arguments.log, arguments.uri)} points were new")
+        print(f"{replay(log, uri)} points were new")
     except ValueError as error:
-        parser.error(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -29,7 +29,8 @@ def report(recipe: Recipe) -> Path:
     return page
 
 
-def print_page(page: Path) -> int:
-    """Say where the page lies."""
+def report_page(recipe: Recipe) -> int:
+    """Write the page and say where it lies."""
+    page = report(recipe)
     print(f"report: {page}\ntable:  {page.with_suffix('.csv')}")
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from vit_ray.commands.plan import data_facts
 from vit_ray.config import Recipe
-from vit_ray.experiments.study import CellResult, StudyResult, cell_metrics, study_cells
-from vit_ray.launch.preflight import plan_run
+from vit_ray.experiments.study import CellResult, StudyResult, study_cells
 
 _COLUMNS = (
     ("exaFLOPs", "study/exaflops", "{:.3g}"),
@@ -18,21 +18,20 @@ _COLUMNS = (
 
 
 def describe_study(recipe: Recipe) -> str:
-    """Every cell with steps and compute, for `--dry-run`; reads manifests and starts nothing.
+    """Every cell with steps and compute, for `--dry-run`; starts nothing.
 
     Raises:
-        ValueError: as `run_study`.
+        ValueError: as `data_facts`.
     """
     lines, total = [], 0.0
     for cell in study_cells(recipe):
-        plan = plan_run(cell.recipe)
-        exaflops = cell_metrics(cell, plan, plan.total_steps, None)["study/exaflops"]
-        total += exaflops
+        facts = data_facts(cell.recipe)
+        total += facts.exaflops
         lines.append(
-            f"{cell.name}: {plan.num_images} images, {plan.total_steps} steps, "
-            f"{exaflops:.3g} exaFLOPs"
+            f"{cell.name}: {facts.num_images} images, {facts.total_steps} steps, "
+            f"{facts.exaflops:.3g} exaFLOPs"
         )
-    lines.append(f"{len(lines)} cells, {total:.3g} exaFLOPs in all")
+    lines.append(f"{len(lines)} cells, {total:.3g} exaFLOPs in all ({facts.source})")
     return "\n".join(lines)
 
 

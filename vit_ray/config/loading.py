@@ -10,13 +10,15 @@ from typing import Any
 import yaml
 
 from vit_ray.config.schema import Recipe, recipe_from_dict
+from vit_ray.config.shipped import recipe_names, shipped_recipe
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
 
     Args:
-        path: YAML file; a key `base` names another recipe, relative to it, that it changes.
+        path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
+            another recipe, relative to it or shipped, that it changes.
         overrides: `dotted.key=value`, the value in YAML.
 
     Raises:
@@ -48,10 +50,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 3)
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise ValueError(f"recipe {str(path)!r}: no such file{hint}")
+    path = _find(path)
     if path.resolve() in seen:
         raise ValueError(f"recipe {str(path)!r}: base names the recipe itself")
     tree = _parse(path.read_text(), str(path))
@@ -60,7 +59,25 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = tree.pop("base", None)
     if base is None:
         return tree
-    return _merge(_read_tree(path.parent / str(base), (*seen, path.resolve())), tree)
+    beside = path.parent / str(base)
+    below = beside if beside.is_file() or shipped_recipe(str(base)) is None else Path(str(base))
+    return _merge(_read_tree(below, (*seen, path.resolve())), tree)
+
+
+def _find(path: Path) -> Path:
+    """The file itself, or the shipped recipe of this name.
+
+    Raises:
+        ValueError: there is neither; the message gives near names.
+    """
+    found = path if path.is_file() else shipped_recipe(path.as_posix())
+    if found is not None:
+        return found
+    beside = [file.name for file in path.parent.glob("*.yaml")]
+    near = difflib.get_close_matches(path.name, beside, 3)
+    near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
+    hint = f"; near: {', '.join(near)}" if near else ""
+    raise ValueError(f"recipe {str(path)!r}: no such file{hint} (`vit-ray recipes` lists all)")
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,16 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     Raises:
         ValueError: as `load_recipe`; every problem is listed.
     """
-    return validated(Recipe, tree, where)
+    recipe = validated(Recipe, tree, where)
+    rows = recipe.study.models if recipe.study else ()
+    models = [
+        ("model", recipe.model),
+        *((f"study {row.label!r}: model", row.model) for row in rows),
+    ]
+    for key, model in models:
+        if problem := model.geometry_problem():
+            raise ValueError(f"{where}: {key}.{problem}")
+    return recipe
 
 
 def _absolute(path: str | None) -> str | None:

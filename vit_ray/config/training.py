@@ -15,6 +15,7 @@ from vit_ray.config.section import (
     PositiveFloat,
     Section,
 )
+from vit_ray.config.validation import value_text
 
 
 class ModelConfig(Section):
@@ -56,6 +57,36 @@ class ModelConfig(Section):
         """Keyword arguments for `build_model`: only what the recipe sets."""
         given = self.model_dump(exclude={"name", "image_size"})
         return {key: value for key, value in given.items() if value is not None}
+
+    def geometry_problem(self) -> str | None:
+        """Why no such model can be built, or None: sides in whole patches, width in whole heads.
+
+        Not a check of the section itself: checkpoints keep recipes that are read as they were.
+        """
+        size = self.image_size
+        sides = (size, size) if isinstance(size, int) else size
+        patch = self.patch_size or _patch_of(self.name)
+        if patch and any(side % patch for side in sides):
+            whole = [max(1, round(side / patch)) * patch for side in sides]
+            nearest = whole[0] if isinstance(size, int) else whole
+            key = "patch_size" if self.patch_size else "name"
+            return (
+                f"{key}={getattr(self, key)}: patches of {patch} pixels do not fill "
+                f"model.image_size={value_text(size)}; the nearest image_size is {nearest}, or "
+                "choose another patch size"
+            )
+        if self.width and self.num_heads and self.width % self.num_heads:
+            return (
+                f"num_heads={self.num_heads} does not divide model.width={self.width}; use a "
+                "divisor of the width"
+            )
+        return None
+
+
+def _patch_of(name: str) -> int | None:
+    """Pixels of a patch of the image, where a catalog name tells them: not of a hybrid's map."""
+    _, slash, patch = name.partition("/")
+    return int(patch) if slash and patch.isdigit() and not name.startswith("R") else None
 
 
 class AugmentConfig(Section):

@@ -12,6 +12,28 @@ from pydantic import BaseModel
 
 Model = TypeVar("Model", bound=BaseModel)
 
+# What people type who come from other systems.
+_ALIASES = {
+    **dict.fromkeys(("lr", "base_lr", "max_lr"), "optim.learning_rate"),
+    **dict.fromkeys(("wd", "decay"), "optim.weight_decay"),
+    **dict.fromkeys(("bs", "batch", "batch_size"), "train.global_batch_size"),
+    **dict.fromkeys(("micro_batch", "device_batch_size"), "train.micro_batch_size"),
+    **dict.fromkeys(("epoch", "num_epochs", "max_epochs"), "optim.epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "optim.steps"),
+    **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node", "world_size"), "workers.num_workers"),
+    **dict.fromkeys(("model_name", "arch"), "model.name"),
+    **dict.fromkeys(("img_size", "resolution", "input_size"), "model.image_size"),
+    **dict.fromkeys(("optimizer", "opt"), "optim.name"),
+    **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "optim.schedule"),
+    **dict.fromkeys(("warmup", "num_warmup_steps"), "optim.warmup_steps"),
+    **dict.fromkeys(("clip_grad", "max_grad_norm", "gradient_clipping"), "optim.clip_norm"),
+    **dict.fromkeys(("dtype", "amp"), "train.precision"),
+    **dict.fromkeys(("ema", "model_ema", "ema_decay"), "train.averaging"),
+    **dict.fromkeys(("pretrained", "checkpoint_path", "weights"), "init_from"),
+    **dict.fromkeys(("output_dir", "out_dir", "log_dir"), "output"),
+    **dict.fromkeys(("data_dir", "data_path", "train_data", "dataset"), "data.train"),
+}
+
 
 def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
     """A checked instance of a schema from plain data.
@@ -39,6 +61,9 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{key} is required but not given"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        first = _keys_of(schema, where)[0]
+        return f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}={given!r}: {message}"
@@ -55,17 +80,24 @@ def _is_union_branch(part: Any) -> bool:
 def _describe_unknown(schema: type[BaseModel], where: list[Any]) -> str:
     section, unknown = where[:-1], str(where[-1])
     valid = _keys_of(schema, section)
-    everything = list(dotted_keys(schema))
-    near = difflib.get_close_matches(unknown, valid, 1, 0.6)
     prefix = "".join(f"{part}." for part in section)
-    if near:
-        hint = f"did you mean {prefix}{near[0]}?"
-    elif elsewhere := [key for key in everything if key.split(".")[-1] == unknown]:
-        hint = f"did you mean {elsewhere[0]}?"
-    else:
-        full = difflib.get_close_matches(f"{prefix}{unknown}", everything, 1, 0.0)
-        hint = f"the nearest is {full[0]}" if full else ""
-    return f"unknown key {prefix}{unknown}; {hint} (valid in this section: {', '.join(valid)})"
+    hint = _nearest(schema, prefix, unknown, valid)
+    meant = f"; did you mean {hint}?" if hint else ""
+    return f"unknown key {prefix}{unknown}{meant} (valid in this section: {', '.join(valid)})"
+
+
+def _nearest(schema: type[BaseModel], prefix: str, unknown: str, valid: list[str]) -> str | None:
+    """The key that was meant: an alias here, a near key here, then either anywhere."""
+    everything = dotted_keys(schema)
+    alias = _ALIASES.get(unknown)
+    alias = alias if alias in everything else None
+    if alias and alias.startswith(prefix):
+        return alias
+    if near := difflib.get_close_matches(unknown, valid, 1, 0.6):
+        return f"{prefix}{near[0]}"
+    last = {key.rpartition(".")[2]: key for key in reversed(everything)}
+    far = difflib.get_close_matches(unknown, last, 1, 0.75)
+    return alias or (last[far[0]] if far else None)
 
 
 def _keys_of(schema: type[BaseModel], section: list[Any]) -> list[str]:

@@ -1,0 +1,161 @@
+"""The commands of `vit-ray NAME` and `jobs/NAME.py`: what each does, where it lives, what it reads.
+
+Implementations are named here and imported when they run: they bring torch, Ray and MLflow along,
+which help, completion and the refusal of a typing error must not wait for.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+
+from vit_ray.config import Recipe
+
+_TRAINING = (
+    "name", "seed", "output", "resume", "model", "data", "optim", "train", "checkpoint",
+    "evaluate", "workers", "tracking",
+)  # fmt: skip
+_WEIGHTS = ("init_from", "init_resize")
+_COUNTS = ("plan",)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command that reads a recipe."""
+
+    name: str
+    what: str
+    """A sentence for the help."""
+    main: str
+    """`module:function`, which takes the recipe and returns an exit code or None."""
+    reads: tuple[str, ...]
+    """Sections and keys of the recipe that the command uses."""
+    example: str
+    """Recipe and overrides of an example."""
+    plan: str | None = None
+    """`module:function`, which returns the text of `--dry-run` below the recipe."""
+
+    def run(self, recipe: Recipe) -> int | None:
+        """Do it."""
+        return pkgutil.resolve_name(self.main)(recipe)
+
+    def describe(self, recipe: Recipe) -> str:
+        """What it would do; starts nothing."""
+        return pkgutil.resolve_name(self.plan)(recipe) if self.plan else ""
+
+
+_ALL = (
+    Command(
+        "convert",
+        "Convert a source of images to a sharded parquet data set.",
+        "vit_ray.commands.convert:run_convert",
+        ("convert", "seed"),
+        "cifar10 convert.source=IMAGES/train",
+    ),
+    Command(
+        "verify",
+        "Check a converted data set: files, checksums, and images that decode.",
+        "vit_ray.commands.datasets:run_verify",
+        ("verify",),
+        "cifar10 verify.path=data/cifar10/train",
+    ),
+    Command(
+        "subset",
+        "Take a nested part of a converted data set, by manifest alone.",
+        "vit_ray.commands.datasets:run_subset",
+        ("subset", "seed"),
+        "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
+        "subset.fraction=0.1",
+    ),
+    Command(
+        "deduplicate",
+        "Leave out of a pre-training set what it shares with evaluation sets.",
+        "vit_ray.commands.datasets:run_deduplicate",
+        ("deduplicate",),
+        "cifar10 deduplicate.source=data/cifar10/train "
+        "deduplicate.evaluation_sets=[data/cifar10/test] deduplicate.destination=data/clean",
+    ),
+    Command(
+        "pretrain",
+        "Pre-train a model on a converted data set, or continue a run of the same name.",
+        "vit_ray.commands.train:pretrain",
+        (*_TRAINING, *_WEIGHTS, *_COUNTS),
+        "digits optim.learning_rate=3e-4 --dry-run",
+        "vit_ray.commands.dry_run:describe_training",
+    ),
+    Command(
+        "finetune",
+        "Fine-tune the weights in init_from: new zero head, positions resized.",
+        "vit_ray.commands.train:finetune",
+        (*_TRAINING, *_WEIGHTS, *_COUNTS),
+        "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
+        "vit_ray.commands.dry_run:describe_training",
+    ),
+    Command(
+        "evaluate",
+        "Accuracy on data.eval, and few-shot accuracy, of the weights in init_from.",
+        "vit_ray.commands.train:evaluate",
+        (
+            "name", *_WEIGHTS, "model", "data.eval", "data.train", "data.held_out_fraction",
+            "data.eval_augment", "evaluate", "workers", "tracking",
+        ),
+        "cifar10 init_from=runs/cifar10-vit",
+    ),
+    Command(
+        "sweep",
+        "Fine-tune over a grid of learning rates, choose on a dev split, retrain on all data.",
+        "vit_ray.commands.experiments:sweep",
+        ("sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
+        "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
+        "vit_ray.commands.dry_run:describe_sweep",
+    ),
+    Command(
+        "scaling_study",
+        "Pre-train and few-shot evaluate models by data sizes; finished cells are not repeated.",
+        "vit_ray.commands.experiments:study",
+        ("study", *_TRAINING, *_COUNTS),
+        "study_digits --dry-run",
+        "vit_ray.commands.study_tables:describe_study",
+    ),
+    Command(
+        "report",
+        "One HTML page of tables and figures of the recipe's run or experiment, from MLflow.",
+        "vit_ray.commands.report:report_page",
+        ("name", "output", "tracking"),
+        "digits",
+    ),
+    Command(
+        "plan",
+        "Memory per GPU for each ZeRO stage, communication, step and run time on plan.num_gpus "
+        "of plan.device; starts nothing.",
+        "vit_ray.commands.plan:print_plan",
+        ("plan", "model", "optim", "train", "workers", "data.train", "data.fraction", "convert"),
+        "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
+        "vit_ray.commands.plan:describe_plan",
+    ),
+    Command(
+        "export",
+        "Write the weights in init_from (a run, a checkpoint or a published file) to export.path "
+        "in export.layout: jax, timm, huggingface or vit_ray.",
+        "vit_ray.commands.export:export",
+        ("export", *_WEIGHTS, "model"),
+        "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
+    ),
+    Command(
+        "inspect_model",
+        "Draw the patch filters, position similarity, attention distance and attention rollout of "
+        "the weights in init_from over the images in inspect.images.",
+        "vit_ray.commands.inspect:inspect",
+        ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
+        "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
+    ),
+    Command(
+        "quickstart",
+        "Convert, pre-train, sweep and report on handwritten digits.",
+        "vit_ray.commands.quickstart:run_quickstart",
+        _TRAINING,
+        "digits",
+        "vit_ray.commands.dry_run:describe_training",
+    ),
+)  # fmt: skip
+COMMANDS = {command.name: command for command in _ALL}

@@ -1,0 +1,19 @@
+"""The list of shipped recipes."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+
+
+def print_recipes() -> None:
+    """Name, title, expected result and cost of every recipe that comes along."""
+    console = Console(highlight=False)
+    for name in recipe_names():
+        header = header_of(recipes_folder() / f"{name}.yaml")
+        console.print(f"[bold]{name}[/bold]  {header.title}", soft_wrap=True)
+        for what, text in (("expected", header.expected), ("cost", header.cost)):
+            if text:
+                console.print(f"    {what}: {text}", soft_wrap=True, markup=False)
+    console.print(f"\nThey lie in {recipes_folder()}; `base: NAME` in a recipe changes one.")

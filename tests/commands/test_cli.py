@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
 
 from vit_ray.commands import cli
 from vit_ray.commands.catalog import COMMANDS, Command
@@ -25,12 +27,8 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "mlflow", "pyarrow", "numpy", "deepspeed", "scipy", "cv2", "pandas"}
 
 
-def run_cli(*words: str, module: str = "vit_ray") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def run_cli(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.vit_ray, words, prog_name="vit-ray")
 
 
 raised: list[Exception] = []
@@ -84,20 +82,20 @@ def test_what_a_person_can_mend_is_told_in_one_line(
 )
 def test_overrides_stand_anywhere(words: tuple[str, ...]) -> None:
     done = run_cli("export", *words)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     told = yaml.safe_load(done.stdout)
     assert (told["optim"]["learning_rate"], told["seed"]) == (0.5, 3)
 
 
 def test_a_word_that_is_no_override_is_refused() -> None:
     done = run_cli("pretrain", "digits", "seed", "--dry-run")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "override 'seed': expected key=value" in done.stderr
 
 
 def test_no_words_show_the_usage_and_an_example() -> None:
     done = run_cli("pretrain")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "usage:   vit-ray pretrain RECIPE [key=value ...]" in done.stdout
     assert "example: vit-ray pretrain digits" in done.stdout
 
@@ -228,15 +226,9 @@ def test_every_shipped_recipe_is_listed_with_cost_and_result() -> None:
 
 def test_names_of_recipes_and_keys_are_completed() -> None:
     def completed(*words: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "vit_ray"],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-            env={
-                **os.environ, "PYTHONPATH": str(ROOT), "_VIT_RAY_COMPLETE": "bash_complete",
-                "COMP_WORDS": " ".join(("vit-ray", *words)), "COMP_CWORD": str(len(words)),
-            },
-        )  # fmt: skip
-        return [line.split(",")[1] for line in done.stdout.splitlines()]
+        *before, incomplete = words
+        shell = ShellComplete(cli.vit_ray, {}, "vit-ray", "_VIT_RAY_COMPLETE")
+        return [item.value for item in shell.get_completions(before, incomplete)]
 
     assert completed("pretr") == ["pretrain"]
     assert "digits_sweep" in completed("sweep", "digi")

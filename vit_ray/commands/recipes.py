@@ -16,4 +16,6 @@ def print_recipes() -> None:
         for what, text in (("expected", header.expected), ("cost", header.cost)):
             if text:
                 console.print(f"    {what}: {text}", soft_wrap=True, markup=False)
-    console.print(f"\nThey lie in {recipes_folder()}; `base: NAME` in a recipe changes one.")
+    console.print(
+        f"\nThey lie in {recipes_folder()}; `base: NAME` in a recipe changes one.", soft_wrap=True
+    )

@@ -49,7 +49,7 @@ class Recipe(Section):
     `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used."""
     init_from: str | None = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
-    folder of Hugging Face; local or `s3://`."""
+    folder of Hugging Face, local or `s3://`; or `hf://OWNER/NAME` of its hub, timm's too."""
     init_resize: Literal["bilinear", "bicubic"] = "bilinear"
     """How positions of `init_from` reach another resolution: as the paper's code, or as timm and
     transformers."""

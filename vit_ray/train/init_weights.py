@@ -15,11 +15,19 @@ from torch import nn
 from vit_ray.config.training import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
-from vit_ray.models.weights.files import FOLDER_CONFIG, FOLDER_WEIGHTS, Origin, origin_of
+from vit_ray.models.weights.files import (
+    FOLDER_CONFIG,
+    FOLDER_INDEX,
+    FOLDER_WEIGHTS,
+    Origin,
+    origin_of,
+    parts_of,
+)
 from vit_ray.models.weights.load_save import WeightFile, read_weights
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position
+from vit_ray.train.hub import SCHEME, download
 from vit_ray.train.run_checkpoints import find_weights
 
 _WEIGHT_FILES = (".npz", ".safetensors")
@@ -67,7 +75,7 @@ def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
 
     Args:
         path: a run folder, a checkpoint folder, a `.npz` or `.safetensors` file, or a folder that
-            Hugging Face transformers wrote; local or `s3://`.
+            Hugging Face transformers wrote, local or `s3://`; or `hf://OWNER/NAME` on its hub.
         averaged: take the averaged weights of a checkpoint; None = if it has any.
 
     Raises:
@@ -86,13 +94,23 @@ def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
 def find_weight_file(path: str) -> Location | None:
     """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
 
-    A path that ends like a weight file is one, whether or not it is there.
+    A path that ends like a weight file is one, whether or not it is there. A repository of the hub
+    is fetched into its cache.
+
+    Raises:
+        ValueError: as `download`, or there are no weights that can be read in the repository.
     """
-    location = locate(path)
+    location = locate(download(path) if path.startswith(SCHEME) else path)
     if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
         return location
-    inside = location.child(FOLDER_WEIGHTS)
-    return inside if inside.exists() else None
+    inside = (location.child(name) for name in (FOLDER_WEIGHTS, FOLDER_INDEX))
+    found = next((file for file in inside if file.exists()), None)
+    if found is None and path.startswith(SCHEME):
+        raise ValueError(
+            f"init_from={path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
+            "code and are not read"
+        )
+    return found
 
 
 def _read_file(location: Location) -> WeightFile:
@@ -101,9 +119,16 @@ def _read_file(location: Location) -> WeightFile:
     place = PurePosixPath(location.path)
     with tempfile.TemporaryDirectory() as folder:
         for name in {place.name, FOLDER_CONFIG}:
-            remote = Location(location.filesystem, str(place.with_name(name)))
-            _fetch(remote, Path(folder) / name)
+            _fetch_beside(location, name, Path(folder))
+        if place.name == FOLDER_INDEX:
+            for name in parts_of(Path(folder) / FOLDER_INDEX, location.uri):
+                _fetch_beside(location, name, Path(folder))
         return read_weights(Path(folder) / place.name, source=location.uri)
+
+
+def _fetch_beside(location: Location, name: str, folder: Path) -> None:
+    remote = Location(location.filesystem, str(PurePosixPath(location.path).with_name(name)))
+    _fetch(remote, folder / name)
 
 
 def _fetch(location: Location, copy: Path) -> None:

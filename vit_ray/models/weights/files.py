@@ -27,6 +27,8 @@ from vit_ray.models.weights.name_maps import Tensors
 
 # What a folder of Hugging Face transformers holds.
 FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
+# In place of the weights where these are split over files: which file holds which tensor.
+FOLDER_INDEX = "model.safetensors.index.json"
 
 _GRID_KEY, _HEADS_KEY, _POSITIONS_AT_KEY = (
     f"vit_ray.{name}" for name in ("grid", "num_heads", "positions_at")
@@ -62,16 +64,19 @@ def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
     """Tensors of a file, and what it tells of the model that they are of.
 
     Args:
-        path: the file, or a folder that Hugging Face transformers wrote.
+        path: the file, or a folder that Hugging Face transformers wrote, in one file or several.
         source: what errors call it.
 
     Raises:
         ValueError: if there is no such file, or it is broken, or of a format that could run code.
     """
     if path.is_dir():
-        path = path / FOLDER_WEIGHTS
+        is_split = not (path / FOLDER_WEIGHTS).exists() and (path / FOLDER_INDEX).exists()
+        path = path / (FOLDER_INDEX if is_split else FOLDER_WEIGHTS)
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file.")
+    if path.name == FOLDER_INDEX:
+        return _read_split(path, source)
     if path.suffix not in _READERS:
         raise ValueError(
             f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
@@ -81,6 +86,40 @@ def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
         return _READERS[path.suffix](path)
     except (*_BROKEN, SafetensorError, zipfile.BadZipFile) as error:
         raise ValueError(f"weights {source} cannot be read: {error}") from error
+
+
+def _read_split(index: Path, source: str) -> tuple[Tensors, Origin]:
+    """Every part that an index names; none may be missing, nor a tensor in it."""
+    tensors: Tensors = {}
+    for name, promised in parts_of(index, source).items():
+        found, _ = read_tensors(index.with_name(name), f"{source}, part {name},")
+        missing = sorted(set(promised) - set(found))
+        if missing:
+            raise ValueError(
+                f"weights {source} are not whole: {name} lacks {', '.join(missing)}; fetch it again"
+            )
+        tensors.update(found)
+    heads = _heads_beside(index)
+    return tensors, Origin(num_heads=int(heads) if heads else None)
+
+
+def parts_of(index: Path, source: str) -> dict[str, list[str]]:
+    """Files that an index of Hugging Face names, each beside it, and the tensors of each.
+
+    Raises:
+        ValueError: it is no such index, or names files elsewhere.
+    """
+    try:
+        files = json.loads(index.read_text())["weight_map"].items()
+        parts: dict[str, list[str]] = {}
+        for tensor, file in files:
+            parts.setdefault(file, []).append(tensor)
+    except (*_BROKEN, KeyError, AttributeError) as error:
+        raise ValueError(f"weights {source}: {FOLDER_INDEX} is damaged: {error!r}") from None
+    strange = sorted(name for name in parts if Path(name).name != name)
+    if strange:
+        raise ValueError(f"weights {source}: {FOLDER_INDEX} names files elsewhere: {strange}")
+    return parts
 
 
 def _read_npz(path: Path) -> tuple[Tensors, Origin]:
@@ -114,7 +153,7 @@ def _read_safetensors(path: Path) -> tuple[Tensors, Origin]:
 def _heads_beside(path: Path) -> int | None:
     """Heads that transformers would build the model of its folder with."""
     config = path.with_name(FOLDER_CONFIG)
-    if path.name != FOLDER_WEIGHTS or not config.is_file():
+    if path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX) or not config.is_file():
         return None
     told = json.loads(config.read_text())
     return told.get("num_attention_heads") if isinstance(told, dict) else None

@@ -2,21 +2,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.installed-runtime
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: env quickstart test test-faults check clean
 
 env: $(STAMP)
 
-# The stamp is the environment's: it is made anew only when what it was made from changes.
-$(STAMP): pyproject.toml constraints.txt
+# The stamps are the environment's: made anew only when what it was made from changes.
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"vit_ray needs Python 3.11 or 3.12, this is {v[0]}.{v[1]}; set PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP) --upgrade "pip>=24"
+	$(PIP) --constraint constraints.txt --editable .
 	@touch $@
 
-quickstart: env
+$(STAMP): $(RUNTIME)
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+quickstart: $(RUNTIME)
 	@$(BIN)/python jobs/quickstart.py jobs/recipes/digits.yaml
 
 check: env

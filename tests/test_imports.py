@@ -15,6 +15,7 @@ EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "__main__": {"commands"},
+    "api": BELOW | {"experiments", "launch"},
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
     "launch": BELOW,

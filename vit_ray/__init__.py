@@ -1,8 +1,55 @@
 """Vision Transformers at scale on Ray: stream, train, sweep, study and report."""
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit_ray.config import Recipe, load_recipe
+    from vit_ray.data import open_dataset
+    from vit_ray.evaluate.few_shot import few_shot_accuracy
+    from vit_ray.models import build_model, model_names
+    from vit_ray.models.flops import forward_macs, training_exaflops
+    from vit_ray.models.weights import load_weights, save_weights
+
+__all__ = [
+    "Recipe",
+    "build_model",
+    "few_shot_accuracy",
+    "forward_macs",
+    "load_recipe",
+    "load_weights",
+    "model_names",
+    "open_dataset",
+    "save_weights",
+    "training_exaflops",
+]
 
 # Said before mlflow is imported anywhere: nobody but one's own server is told of a training.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 __version__ = "0.1.0"
+
+# Imported when they are asked for: torch, Ray and MLflow take seconds.
+_ROOMS = {
+    "Recipe": "config",
+    "build_model": "models",
+    "few_shot_accuracy": "evaluate.few_shot",
+    "forward_macs": "models.flops",
+    "load_recipe": "config",
+    "load_weights": "models.weights",
+    "model_names": "models",
+    "open_dataset": "data",
+    "save_weights": "models.weights",
+    "training_exaflops": "models.flops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'vit_ray' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"vit_ray.{_ROOMS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

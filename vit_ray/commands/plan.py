@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vit_ray.config import Recipe
 from vit_ray.config.training import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source
-from vit_ray.launch.preflight import plan_run
+from vit_ray.launch.preflight import check_model, plan_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate, sum_precision
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
@@ -66,16 +66,6 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
         plan = plan_run(recipe)
         return _facts(recipe, plan.num_images, plan.manifest.num_classes, train)
     return _source_facts(recipe) or _told_facts(recipe)
-
-
-def check_model(recipe: Recipe) -> None:
-    """There is such a model; known before any data set is looked at.
-
-    Raises:
-        ValueError: as `build_model`.
-    """
-    model = recipe.model
-    forward_macs(model.name, 1, model.image_size, **model.options())
 
 
 def _source_facts(recipe: Recipe) -> TrainingFacts | None:

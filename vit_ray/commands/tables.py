@@ -60,16 +60,20 @@ def print_sweep(result: SweepResult | None) -> int:
         note = f"failed: {row.error}" if row.dev_top1 is None else note
         table.add_row(f"{row.learning_rate:g}", *shown, note)
     _show(table)
-    runs = "run" if len(result.test_top1) == 1 else "runs"
-    print(
-        f"test top-1, trained on all data: {result.mean:.2%} +- {result.deviation:.2%} "
-        f"({len(result.test_top1)} {runs})"
-    )
+    print(f"test top-1, trained on all data: {describe_spread(result)}")
     if averages:
         last = statistics.fmean(result.last_test_top1)
         print(f"that is of the averaged weights; of the last weights: {last:.2%}")
     print(f"MLflow page: {result.hint}")
     return 0
+
+
+def describe_spread(result: SweepResult) -> str:
+    """Mean and deviation of the test accuracy; one run has no deviation."""
+    runs = len(result.test_top1)
+    if runs == 1:
+        return f"{result.mean:.2%} (1 run; sweep.seeds tells how many)"
+    return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
 
 
 def print_metrics(metrics: dict[str, float]) -> int:

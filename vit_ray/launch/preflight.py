@@ -26,6 +26,7 @@ from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
+from vit_ray.models.flops import forward_macs
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.init_weights import find_weight_file
@@ -130,9 +131,11 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
     """Open the data sets and check the recipe's arithmetic; starts nothing.
 
     Raises:
-        ValueError: a data set is missing or broken, the batch does not divide, the run has no
-            length, the classes of two sets differ, or a class has fewer images than shots.
+        ValueError: there is no such model, a data set is missing or broken, the batch does not
+            divide, the run has no length, the classes of two sets differ, or a class has fewer
+            images than shots.
     """
+    check_model(recipe)
     path = recipe.data.train if needs_train or recipe.data.train else recipe.data.eval
     if path is None:
         key = "data.train" if needs_train else "data.eval"
@@ -151,6 +154,16 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
         check_batch(recipe, rows.count)
         total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
     return RunPlan(manifest, streams, total_steps)
+
+
+def check_model(recipe: Recipe) -> None:
+    """There is such a model; told before any data set is looked at.
+
+    Raises:
+        ValueError: as `build_model`.
+    """
+    model = recipe.model
+    forward_macs(model.name, 1, model.image_size, **model.options())
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

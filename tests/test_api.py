@@ -1,0 +1,64 @@
+"""The Python interface: its names, what importing it costs, and the example of its page."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vit_ray
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "python_api.md"
+
+
+def test_every_name_is_the_rooms_own() -> None:
+    for name in vit_ray.__all__:
+        room = importlib.import_module(f"vit_ray.{vit_ray._ROOMS[name]}")
+        assert getattr(vit_ray, name) is getattr(room, name)
+    assert set(vit_ray.__all__) == set(vit_ray._ROOMS)
+
+
+def test_what_is_offered_is_in_the_api_and_on_its_page() -> None:
+    api = importlib.import_module("vit_ray.api")
+    assert set(vit_ray.__all__) < set(api.__all__)
+    page = PAGE.read_text()
+    for name in api.__all__:
+        assert callable(getattr(api, name))
+        assert f"`{name}" in page, name
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = vit_ray.trian  # type: ignore[attr-defined]
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, vit_ray; vit_ray.load_recipe('digits');"
+        "print({'torch', 'ray', 'mlflow', 'pyarrow', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_example_of_the_page_runs(ray_head: object, digits: object, tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "data.train=data/digits/train" in example
+    example = example.replace("data/digits/train", digits.train)  # type: ignore[attr-defined]
+    example = example.replace("data/digits/test", digits.test)  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=500,
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": ray_head.address,  # type: ignore[attr-defined]
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^60 steps, top-1 0\.\d+$", done.stdout, re.MULTILINE), done.stdout
+    assert (tmp_path / "digits.npz").is_file()

@@ -29,6 +29,7 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 	$(BIN)/deptry vit_ray jobs --optional-dependencies-dev-groups dev
 	$(BIN)/deptry vit_ray jobs tests benchmarks
 

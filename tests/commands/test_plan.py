@@ -131,13 +131,40 @@ def test_counts_are_told_in_pairs() -> None:
         recipe_of("plan.num_classes=null")
 
 
-def test_a_folder_that_is_not_there_is_an_error_unless_the_counts_are_told(
-    tmp_path: Path,
-) -> None:
-    recipe = recipe_of(f"data.train={tmp_path}/nothing")
-    assert told_facts(recipe).num_images == 303_000_000
-    with pytest.raises(ValueError, match="nothing"):
-        data_facts(recipe)
+def test_a_data_set_that_is_not_there_yet_is_as_the_recipe_tells(tmp_path: Path) -> None:
+    missing = f"data.train={tmp_path}/nothing"
+    for facts in (told_facts, data_facts):
+        assert facts(recipe_of(missing)).num_images == 303_000_000
+        with pytest.raises(ValueError, match=r"nothing' is no data set.*plan\.num_images"):
+            facts(recipe_of(missing, "plan.num_images=null", "plan.num_classes=null"))
+
+
+def test_what_is_there_but_is_no_data_set_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "half").mkdir()
+    with pytest.raises(ValueError, match="has no manifest"):
+        data_facts(recipe_of(f"data.train={tmp_path}/half"))
+
+
+def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
+    for name, count in (("cat", 300), ("dog", 200)):
+        (tmp_path / name).mkdir()
+        for index in range(count):
+            (tmp_path / name / f"{index}.jpg").touch()
+    convert = f"convert={{source: {tmp_path}, destination: {tmp_path}/data}}"
+    small = ["train.global_batch_size=64", "optim.warmup_steps=0", "optim.epochs=2"]
+    recipe = recipe_of(convert, f"data.train={tmp_path}/data", "data.held_out_fraction=0.1", *small)
+    facts = data_facts(recipe)
+    assert (facts.num_images, facts.num_classes) == (450, 2)
+    assert facts.total_steps == round(450 * 2 / 64)
+    assert facts.source.startswith("counted in ")
+    elsewhere = recipe_of(convert, f"data.train={tmp_path}/other", *small)
+    assert data_facts(elsewhere).num_images == 303_000_000
+
+
+def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:
+    for facts in (told_facts, data_facts):
+        with pytest.raises(ValueError, match="model name 'ViT-X/16' is unknown"):
+            facts(recipe_of("model.name=ViT-X/16", "plan.num_images=null", "plan.num_classes=null"))
 
 
 def test_the_job_prints_the_plan_and_starts_nothing() -> None:

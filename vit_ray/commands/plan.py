@@ -55,7 +55,7 @@ def told_facts(recipe: Recipe) -> TrainingFacts:
 
 
 def data_facts(recipe: Recipe) -> TrainingFacts:
-    """From the data set in `data.train`; where it is not yet, from its source, or as given in `plan`.
+    """From the data set in `data.train`; before it is there, from its source, or from `plan`.
 
     Raises:
         ValueError: there is no such model; the data set is broken, or nothing tells the counts.

@@ -1,0 +1,61 @@
+"""Makes the reference pages of the site from the command table, the schema and recipe headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from vit_ray.commands.catalog import COMMANDS
+from vit_ray.config.help import SectionHelp, describe_sections
+from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """mkdocs' hook: adds the generated pages."""
+    for name, make in PAGES.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=make()))
+    return files
+
+
+def commands_page() -> str:
+    """What each command does, an example, and the sections that it reads."""
+    parts = ["# Commands\n\nInstalled as `vit-ray NAME`; in a checkout also `jobs/NAME.py`.\n"]
+    for command in COMMANDS.values():
+        reads = ", ".join(f"[`{key}`](recipe.md)" for key in command.reads)
+        parts.append(
+            f"## {command.name}\n\n{command.what}\n\n"
+            f"```\nvit-ray {command.name} {command.example}\n```\n\nReads {reads}.\n"
+        )
+    return "\n".join(parts)
+
+
+def recipe_page() -> str:
+    """Every key with its default, allowed values and meaning."""
+    return "# Recipe keys\n\n" + "\n".join(_section(section) for section in describe_sections())
+
+
+def recipes_page() -> str:
+    """The shipped recipes with expected result and cost, from their headers."""
+    lines = ["# Recipes\n", "| name | what | expected | cost |", "|---|---|---|---|"]
+    for name in recipe_names():
+        header = header_of(recipes_folder() / f"{name}.yaml")
+        cells = (f"`{name}`", header.title, header.expected, header.cost)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: SectionHelp) -> str:
+    lines = [f"## {section.name or 'The recipe itself'}\n", f"{section.meaning}\n"]
+    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    for key in section.keys:
+        cells = (f"`{key.name}`", f"`{key.value}`", f"`{key.allowed}`", key.meaning)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PAGES = {"commands": commands_page, "recipe": recipe_page, "recipes": recipes_page}

@@ -2,8 +2,9 @@
 
 import pytest
 
-from vit_ray.launch.progress import describe, time_left
-from vit_ray.tracking.run_actor import RunStatus
+from vit_ray.launch import progress
+from vit_ray.launch.progress import Pace, describe, time_left
+from vit_ray.tracking.run_actor import RunStatus, Stage
 
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
@@ -38,3 +39,42 @@ def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
     step: int, start_step: int, elapsed_s: float, left: str
 ) -> None:
     assert time_left(step, start_step, 1000, elapsed_s) == left
+
+
+def test_a_sweep_tells_its_trial_and_the_best_so_far() -> None:
+    stage = Stage("trial", 3)
+    assert describe(RunStatus(stage=str(stage))) == "trial 1 of 3"
+    stage.end_one("learning rate 0.01", 0.9)
+    stage.end_one("learning rate 0.03", None)
+    assert str(stage) == "trial 3 of 3, best 90.00% (learning rate 0.01)"
+    stage.end_one("learning rate 0.1", 0.95)
+    assert str(stage) == "trial 3 of 3, best 95.00% (learning rate 0.1)"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the display reads, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_time_left_of_a_sweep_counts_the_starts_of_its_trials_and_falls(
+    clock: list[float],
+) -> None:
+    # Four trials of 100 steps: each takes 30 s to start and 10 s to train.
+    pace, left = Pace(400), []
+    for trial in range(4):
+        for step in (0, 100):
+            clock[0] = 100.0 + trial * 40 + (30 if step == 0 else 40)
+            left.append(pace.left(RunStatus(step=trial * 100 + step, stage="trial")))
+    assert left[0] == "--:--"
+    assert left[1::2] == ["0:02:00", "0:01:20", "0:00:40", "0:00:00"]
+
+
+def test_the_time_left_of_one_run_leaves_out_how_long_it_took_to_start(clock: list[float]) -> None:
+    pace = Pace(100)
+    clock[0] += 60
+    pace.left(RunStatus(step=10))
+    clock[0] += 10
+    assert pace.left(RunStatus(step=20)) == "0:01:20"

@@ -35,6 +35,8 @@ from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 from vit_ray.tracking.run_actor import start_recorder
 
+_STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
+
 
 @dataclass(frozen=True)
 class SweepRow:
@@ -208,6 +210,7 @@ def _run_all(
 
     def trial(config: dict[str, Any]) -> None:
         recipe = recipes[config["index"]]
+        label = f"learning rate {recipe.optim.learning_rate:g}"
         if reason := ray.get(parent.recorder.stop_reason.remote()):
             tune.report({"error": reason})  # its turn came when the sweep was to stop
             return
@@ -215,10 +218,13 @@ def _run_all(
             result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
         except (ValueError, RuntimeError) as error:
             # One rate that fails must not end the sweep; its row shows the error.
+            parent.recorder.child_ended.remote(label, None)
             tune.report({"error": str(error)})
         else:
+            parent.recorder.child_ended.remote(label, result.metrics.get("eval/top1"))
             tune.report({"result": vars(result), "error": ""})
 
+    parent.recorder.begin_stage.remote(_STAGES[kind], len(recipes))
     # Trials only wait for their workers; what those take is reserved by Ray Train.
     light = tune.with_resources(trial, {"CPU": 0.01})
     tuner = tune.Tuner(

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.tracking.run_actor import RunStatus
 
@@ -65,9 +65,31 @@ _IN_A_LINE = (
 
 
 def describe(standing: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
-    """The figures that are known, in one text."""
+    """Which run under this one it is at, and the figures that are known, in one text."""
     known = standing.metrics
-    return ", ".join(text.format(known[key]) for key, text in figures if key in known)
+    texts = [text.format(known[key]) for key, text in figures if key in known]
+    return ", ".join([standing.stage, *texts] if standing.stage else texts)
+
+
+class Pace:
+    """The time left of a run by its own pace.
+
+    Of one run, by the steps since the first that was seen, which leaves out how long starting took.
+    Of a run with others under it, by all the time since the display began: each of them starts.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total, self._began_s = total_steps, time.monotonic()
+        self._first: tuple[int, float] | None = None
+
+    def left(self, standing: RunStatus) -> str:
+        """Hours, minutes and seconds."""
+        now_s = time.monotonic()
+        if self._first is None and (standing.step or standing.stage):
+            is_parent = bool(standing.stage)
+            self._first = (standing.step, self._began_s if is_parent else now_s)
+        step, since_s = self._first or (standing.step, now_s)
+        return time_left(standing.step, step, self._total, now_s - since_s)
 
 
 def _poll(recorder: Any) -> RunStatus | None:
@@ -85,19 +107,20 @@ def _show_bar(
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("ETA"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[eta]}"),
         TextColumn("{task.fields[figures]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=total, figures="starting")
-        seen = 0
+        task = bar.add_task(name, total=total, figures="starting", eta="--:--")
+        seen, pace = 0, Pace(total)
         while True:
             is_last = ended.wait(POLL_S)
             standing = _poll(recorder)
             if standing is not None:
                 seen = _print_events(standing, seen, console, name)
                 figures = describe(standing, _IN_THE_BAR) or "starting"
-                bar.update(task, completed=min(standing.step, total), figures=figures)
+                done, eta = min(standing.step, total), pace.left(standing)
+                bar.update(task, completed=done, figures=figures, eta=eta)
             if is_last:
                 return
 
@@ -105,17 +128,15 @@ def _show_bar(
 def _show_lines(
     recorder: Any, name: str, total: int, ended: threading.Event, console: Console
 ) -> None:
-    seen, last_line_s, start_s, start_step = 0, 0.0, time.monotonic(), None
+    seen, last_line_s, pace = 0, 0.0, Pace(total)
     while True:
         is_last = ended.wait(POLL_S)
         standing = _poll(recorder)
         if standing is not None:
             seen = _print_events(standing, seen, console, name)
-            if start_step is None and standing.step:
-                start_step, start_s = standing.step, time.monotonic()
+            eta = pace.left(standing)
             if standing.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
                 last_line_s = time.monotonic()
-                eta = time_left(standing.step, start_step or 0, total, last_line_s - start_s)
                 line = f"{name}: step {standing.step}/{total}, ETA {eta}, {describe(standing)}"
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
         if is_last:

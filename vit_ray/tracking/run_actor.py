@@ -36,12 +36,35 @@ class Event:
 
 
 @dataclass
+class Stage:
+    """Runs of one kind under this one, such as the trials of a sweep, as the display counts them."""
+
+    what: str
+    count: int
+    ended: int = 0
+    best: tuple[float, str] | None = None
+    """The best score of those that ended, and whose it is."""
+
+    def end_one(self, label: str, score: float | None) -> None:
+        """One of them has ended; without a score if it failed."""
+        self.ended += 1
+        if score is not None and (self.best is None or score > self.best[0]):
+            self.best = (score, label)
+
+    def __str__(self) -> str:
+        text = f"{self.what} {min(self.ended + 1, self.count)} of {self.count}"
+        return text if self.best is None else f"{text}, best {self.best[0]:.2%} ({self.best[1]})"
+
+
+@dataclass
 class RunStatus:
     """Where the run is, as the display shows it."""
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    stage: str = ""
+    """Which of the runs under this one it is at; empty for a run without any."""
 
 
 class Recorder:
@@ -62,6 +85,7 @@ class Recorder:
         self._started_s = time.time()
         self._child_steps: dict[str, int] = {}
         self._children: list[Any] = []
+        self._stage: Stage | None = None
         self._tracker = Tracker.start(
             config,
             run_name,
@@ -117,6 +141,15 @@ class Recorder:
         self._child_steps[name] = step
         self._standing.step = sum(self._child_steps.values())
 
+    def begin_stage(self, what: str, count: int) -> None:
+        """So many runs of a kind come next."""
+        self._stage = Stage(what, count)
+
+    def child_ended(self, label: str, score: float | None) -> None:
+        """One of the stage's runs has ended, with a score if it has one."""
+        if self._stage is not None:
+            self._stage.end_one(label, score)
+
     def adopt(self, child: Any) -> None:
         """The recorder of a run under this one, which is to stop when this one is."""
         self._children.append(child)
@@ -157,7 +190,8 @@ class Recorder:
         """For the display, and at the end for the result."""
         # A copy: other calls go on writing while it is being sent.
         now = self._standing
-        return RunStatus(now.step, dict(now.metrics), list(now.events))
+        stage = "" if self._stage is None else str(self._stage)
+        return RunStatus(now.step, dict(now.metrics), list(now.events), stage)
 
     def tag(self, key: str, value: str) -> None:
         """A tag of the run."""

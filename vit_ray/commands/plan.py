@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vit_ray.config import Recipe
 from vit_ray.config.training import accumulation_steps
-from vit_ray.data.prepare.source_count import count_source
+from vit_ray.data.prepare.source_count import count_source, is_source
 from vit_ray.launch.preflight import check_model, plan_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate, sum_precision
@@ -73,9 +73,9 @@ def _source_facts(recipe: Recipe) -> TrainingFacts | None:
     convert = recipe.convert
     if convert is None or convert.destination != recipe.data.train:
         return None
-    if not locate(convert.source).exists():
+    if not is_source(convert.source):
         return None
-    count = count_source(convert.source, convert.format)
+    count = count_source(convert.source, convert.format, convert.split)
     num_classes = len(convert.classes or ()) or count.num_classes
     where = f"counted in {convert.source}, which is not converted yet"
     return _facts(recipe, _share(recipe, count.num_images), num_classes, where)

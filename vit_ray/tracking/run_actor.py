@@ -37,7 +37,7 @@ class Event:
 
 @dataclass
 class Stage:
-    """Runs of one kind under this one, such as the trials of a sweep, as the display counts them."""
+    """Runs of one kind under this one, such as trials of a sweep, as the display counts them."""
 
     what: str
     count: int

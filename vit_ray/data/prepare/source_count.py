@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 
-from vit_ray.data.prepare.sources import (
+from vit_ray.data.prepare.sources.entries import DamagedUnitError, SourceUnit
+from vit_ray.data.prepare.sources.layouts import (
     Format,
-    SourceUnit,
     class_names_in_file,
     index_unit,
     list_units,
 )
+from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.storage import locate
 
 
@@ -24,21 +26,29 @@ class SourceCount:
     num_classes: int
 
 
-def count_source(source: str, format: Format = "auto") -> SourceCount:
+def is_source(source: str) -> bool:
+    """Whether anything is there; a pattern is taken to be."""
+    return is_pattern(source) or locate(source).exists()
+
+
+def count_source(source: str, format: Format = "auto", split: str | None = None) -> SourceCount:
     """Count by listing files and reading indices; images are not opened.
+
+    An archive that is damaged counts up to the damage.
 
     Raises:
         ValueError: the source is missing or empty, or does not tell its classes.
     """
-    units = list_units(source, format)
+    units = list_units(source, format, split)
     if units[0].format == "huggingface":
         return _count_parquet(source, units)
     count, labels = 0, set[str]()
     for unit in units:
-        for entry in index_unit(unit, locate(unit.path)):
-            if entry.problem is None:
-                count += 1
-                labels.update(entry.labels)
+        with contextlib.suppress(DamagedUnitError):
+            for entry in index_unit(unit, locate(unit.path)):
+                if entry.problem is None:
+                    count += 1
+                    labels.update(map(str, entry.labels))
     return SourceCount(count, len(labels))
 
 

@@ -114,9 +114,9 @@ def parts_of(index: Path, source: str) -> dict[str, list[str]]:
         parts: dict[str, list[str]] = {}
         for tensor, file in files:
             parts.setdefault(file, []).append(tensor)
+        strange = sorted(name for name in parts if Path(name).name != name)
     except (*_BROKEN, KeyError, AttributeError) as error:
         raise ValueError(f"weights {source}: {FOLDER_INDEX} is damaged: {error!r}") from None
-    strange = sorted(name for name in parts if Path(name).name != name)
     if strange:
         raise ValueError(f"weights {source}: {FOLDER_INDEX} names files elsewhere: {strange}")
     return parts

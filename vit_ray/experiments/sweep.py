@@ -221,7 +221,7 @@ def _run_all(
             parent.recorder.child_ended.remote(label, None)
             tune.report({"error": str(error)})
         else:
-            parent.recorder.child_ended.remote(label, result.metrics.get("eval/top1"))
+            parent.recorder.child_ended.remote(label, result.metrics.get(deciding_metric(recipe)))
             tune.report({"result": vars(result), "error": ""})
 
     parent.recorder.begin_stage.remote(_STAGES[kind], len(recipes))

@@ -1,15 +1,17 @@
 """The manifest: one small parquet file that says what a data set holds, and that it is whole.
 
-It has a row per row group (file, index in the file, rows, bytes, dropped rows); the file names and
-sizes, class names and totals are JSON in its metadata. A start reads this one file and no footers.
-A subset or a de-duplicated set is a manifest alone, whose files lie in another folder.
+It has a row per row group (file, index in the file, rows, bytes, dropped rows, checksum); the file
+names, sizes and checksums of footers, class names and totals are JSON in its metadata, with a
+checksum of the manifest itself. A start reads this one file and no footers. A subset or a
+de-duplicated set is a manifest alone, whose files lie in another folder.
 """
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -25,16 +27,30 @@ from vit_ray.data.format.schema import (
 )
 from vit_ray.storage import Location, locate
 
-_METADATA_KEY = b"vit_ray"
+_LOG: Final = logging.getLogger(__name__)
+
+_METADATA_KEY: Final = b"vit_ray"
+_CHECKSUM: Final = b'"manifest_sha256": "'
+"""Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
+_NO_DIGEST: Final = b"0" * 64
+
+NOT_CHECKED: Final = (
+    "it has no checksums of row groups, as a version before this one converted it: a change in the "
+    "bytes of an image is found, one in labels, keys and sizes is not; convert again to find those"
+)
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One parquet file of a data set; `path` is relative to the manifest's `root`."""
+    """One parquet file of a data set; `path` is relative to the manifest's `root`.
+
+    `footer_crc32` is that of everything behind the last row group, None in old manifests.
+    """
 
     path: str
     rows: int
     bytes: int
+    footer_crc32: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +69,7 @@ class Manifest:
         rows: int32 per row group, the rows that count.
         bytes: int64 per row group, compressed size in the file.
         dropped: for a row group index, the rows of it that are left out, sorted.
+        crc32: uint32 per row group, of its bytes in the file; None in old manifests.
     """
 
     path: str
@@ -68,6 +85,7 @@ class Manifest:
     rows: NDArray[np.int32]
     bytes: NDArray[np.int64]
     dropped: dict[int, NDArray[np.int32]]
+    crc32: NDArray[np.uint32] | None = None
 
     @property
     def num_classes(self) -> int:
@@ -106,7 +124,12 @@ def open_dataset(path: str) -> Manifest:
     file = folder.child(MANIFEST_FILE)
     if not file.exists():
         raise ValueError(_why_missing(path, folder))
-    return _parse(path, file.read())
+    manifest = _parse(path, file.read())
+    if manifest.num_images == 0:
+        raise ValueError(
+            f"data set {path!r} is empty: its manifest lists 0 images; convert it again."
+        )
+    return manifest
 
 
 def _why_missing(path: str, folder: Location) -> str:
@@ -127,45 +150,84 @@ def _why_missing(path: str, folder: Location) -> str:
 
 def _parse(path: str, content: bytes) -> Manifest:
     try:
-        table = pq.read_table(pa.BufferReader(content))
-        header: dict[str, Any] = json.loads(table.schema.metadata[_METADATA_KEY])
-    except (pa.ArrowException, KeyError, TypeError) as error:
+        file = pq.ParquetFile(pa.BufferReader(content))
+        header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
+        version = int(header["format_version"])
+        if version <= FORMAT_VERSION:
+            return _from_table(path, file.read(), header, content, _check_digest(content))
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
-            f"convert the data set again."
+            f"restore it from a copy, or convert the data set again."
         ) from error
-    _check_version(path, header["format_version"])
-    if table.num_rows == 0 or header["num_images"] == 0:
-        raise ValueError(
-            f"data set {path!r} is empty: its manifest lists 0 images; convert it again."
-        )
-    return _from_table(path, table, header, hashlib.sha256(content).hexdigest())
+    raise ValueError(
+        f"{path}/{MANIFEST_FILE} has format version {version}; this code reads up to "
+        f"{FORMAT_VERSION}; upgrade vit_ray."
+    )
 
 
-def _check_version(path: str, version: int) -> None:
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path}/{MANIFEST_FILE} has format version {version}; this code reads up to "
-            f"{FORMAT_VERSION}; upgrade vit_ray."
-        )
+def _check_digest(content: bytes) -> bool:
+    """Whether the manifest holds its own checksum.
+
+    Raises:
+        ValueError: it does, and the content is another.
+    """
+    start = content.find(_CHECKSUM) + len(_CHECKSUM)
+    if start < len(_CHECKSUM):
+        return False
+    stop = start + len(_NO_DIGEST)
+    digest = hashlib.sha256(content[:start])
+    digest.update(_NO_DIGEST)
+    digest.update(content[stop:])
+    if digest.hexdigest().encode() != content[start:stop]:
+        raise ValueError("its checksum differs")
+    return True
 
 
-def _from_table(path: str, table: pa.Table, header: dict[str, Any], digest: str) -> Manifest:
+def _from_table(
+    path: str, table: pa.Table, header: dict[str, Any], content: bytes, is_sealed: bool
+) -> Manifest:
+    columns = RowGroupColumns(
+        table["file_index"].to_numpy(),
+        table["row_group"].to_numpy(),
+        table["rows"].to_numpy(),
+        table["bytes"].to_numpy(),
+        _dropped(table["dropped"]),
+        _crc32(table),
+    )
+    # The oldest manifests have no fingerprint of their own.
+    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    if "fingerprint" in header:
+        fingerprint = _fingerprint(header, columns)
+    version = header["format_version"]
+    is_checked = is_sealed if version > 1 else version == 1
+    if not is_checked or fingerprint != header.get("fingerprint", fingerprint):
+        raise ValueError("its fingerprint differs from its content")
+    if columns.crc32 is None:
+        _warn_once(path)
     return Manifest(
         path=path,
         root=header["root"] or path,
         num_images=header["num_images"],
         classes=header["classes"],
         max_labels=header["max_labels"],
-        fingerprint=header.get("fingerprint") or digest[:16],
-        format_version=header["format_version"],
+        fingerprint=fingerprint,
+        format_version=version,
         files=[ShardFile(*entry) for entry in header["files"]],
-        file_index=table["file_index"].to_numpy(),
-        row_group=table["row_group"].to_numpy(),
-        rows=table["rows"].to_numpy(),
-        bytes=table["bytes"].to_numpy(),
-        dropped=_dropped(table["dropped"]),
+        **vars(columns),
     )
+
+
+@lru_cache(maxsize=64)
+def _warn_once(path: str) -> None:
+    _LOG.warning("data set %s: %s", path, NOT_CHECKED)
+
+
+def _crc32(table: pa.Table) -> NDArray[np.uint32] | None:
+    if "crc32" not in table.column_names or table["crc32"].null_count:
+        return None
+    checksums: NDArray[np.uint32] = table["crc32"].to_numpy()
+    return checksums
 
 
 def _dropped(column: pa.ChunkedArray) -> dict[int, NDArray[np.int32]]:
@@ -184,6 +246,26 @@ class RowGroupColumns:
     rows: NDArray[np.integer]
     bytes: NDArray[np.integer]
     dropped: dict[int, NDArray[np.int32]]
+    crc32: NDArray[np.integer] | None = None
+
+    @classmethod
+    def chosen(
+        cls,
+        whole: Manifest,
+        groups: NDArray[np.integer],
+        rows: NDArray[np.integer],
+        dropped: dict[int, NDArray[np.int32]],
+    ) -> "RowGroupColumns":
+        """Some row groups of a data set, with fewer rows that count."""
+        crc32 = None if whole.crc32 is None else whole.crc32[groups]
+        return cls(
+            whole.file_index[groups],
+            whole.row_group[groups],
+            rows,
+            whole.bytes[groups],
+            dropped,
+            crc32,
+        )
 
 
 def write_manifest(
@@ -209,31 +291,50 @@ def write_manifest(
         "max_labels": max_labels,
         "root": root,
         "origin": origin,
-        "files": [[f.path, f.rows, f.bytes] for f in files],
+        "files": [[f.path, f.rows, f.bytes, f.footer_crc32] for f in files],
     }
     header["fingerprint"] = _fingerprint(header, columns)
-    sink = pa.BufferOutputStream()
-    schema = ROW_GROUP_SCHEMA.with_metadata({_METADATA_KEY: json.dumps(header).encode()})
-    pq.write_table(_to_table(columns, schema), sink, compression="zstd")
-    folder.child(MANIFEST_FILE).write(sink.getvalue().to_pybytes())
+    folder.child(MANIFEST_FILE).write(_encoded(header, columns))
     return str(header["fingerprint"])
 
 
+def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
+    """The file's content. The checksum stands in the parquet metadata, which is not compressed."""
+    sealed = header | {"manifest_sha256": _NO_DIGEST.decode()}
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
+        writer.write_table(_to_table(columns))
+        writer.add_key_value_metadata({_METADATA_KEY: json.dumps(sealed).encode()})
+    content = bytes(sink.getvalue())
+    before, after = content.split(_CHECKSUM + _NO_DIGEST)
+    return before + _CHECKSUM + hashlib.sha256(content).hexdigest().encode() + after
+
+
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
-    described = {k: v for k, v in header.items() if k not in ("root", "format_version")}
+    """Digest of all but where the data set lies, and what the file says of itself."""
+    described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for column in (columns.file_index, columns.row_group, columns.rows, columns.bytes):
         digest.update(np.ascontiguousarray(column, dtype=np.int64).tobytes())
+    if columns.crc32 is not None:
+        digest.update(np.ascontiguousarray(columns.crc32, dtype=np.int64).tobytes())
     for group, rows in sorted(columns.dropped.items()):
         digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _to_table(columns: RowGroupColumns, schema: pa.Schema) -> pa.Table:
-    dropped = pa.nulls(len(columns.rows), pa.list_(pa.int32()))
+_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "manifest_sha256")
+
+
+def _to_table(columns: RowGroupColumns) -> pa.Table:
+    count = len(columns.rows)
+    dropped = pa.nulls(count, pa.list_(pa.int32()))
     if columns.dropped:
-        lists = [columns.dropped.get(i) for i in range(len(columns.rows))]
+        lists = [columns.dropped.get(i) for i in range(count)]
         dropped = pa.array(lists, type=pa.list_(pa.int32()))
-    arrays = [columns.file_index, columns.row_group, columns.rows, columns.bytes, dropped]
-    cast = [pa.array(a, type=f.type) for a, f in zip(arrays, schema, strict=True)]
-    return pa.Table.from_arrays(cast, schema=schema)
+    crc32 = pa.nulls(count, pa.uint32()) if columns.crc32 is None else columns.crc32
+    arrays = [
+        columns.file_index, columns.row_group, columns.rows, columns.bytes, dropped, crc32,
+    ]  # fmt: skip
+    cast = [pa.array(a, type=f.type) for a, f in zip(arrays, ROW_GROUP_SCHEMA, strict=True)]
+    return pa.Table.from_arrays(cast, schema=ROW_GROUP_SCHEMA)

@@ -1,23 +1,34 @@
-"""Row groups of a data set as encoded images, checked against the manifest."""
+"""Row groups of a data set as encoded images, every byte of them checked against the manifest.
+
+A row group is read in one piece, from the end of the one before it to its own, and compared with
+its checksum; the footer likewise when a file is opened. Where a row group differs, its images are
+told apart by their own checksums, so that one damaged image costs no other.
+"""
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.manifest import Manifest, ShardFile
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
 from vit_ray.retry import is_denied, is_transient, with_retries
 from vit_ray.storage import Location
 
+Result = TypeVar("Result")
+
 _COLUMNS: Final = ["image", "labels", "key", "crc32"]
 _OPEN_FILES: Final = 16
+_MAGIC: Final = b"PAR1"
+_TAIL_BYTES: Final = 1 << 16
+"""Read at once from the end of a file: the footers of most shards, in one request."""
 
 
 class ChangedImageError(ValueError):
@@ -26,12 +37,13 @@ class ChangedImageError(ValueError):
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """The rows of one stored row group."""
+    """The rows of one stored row group; `is_whole` where all of its bytes were compared."""
 
     images: pa.Array
     labels: pa.Array
     keys: pa.Array
     crc32: NDArray[np.uint32]
+    is_whole: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +57,7 @@ class EncodedRows:
             ChangedImageError: if they are not the bytes that were converted.
         """
         image: bytes = self.images[row].as_py()
-        if checksum(image) != self.crc32[row]:
+        if not self.is_whole and checksum(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
@@ -59,22 +71,148 @@ class EncodedRows:
         return str(self.keys[row].as_py())
 
 
+class _Content:
+    """A stretch of a file that pyarrow reads as if it were the file."""
+
+    closed = False
+
+    def __init__(self, start: int, content: pa.Buffer, file_bytes: int) -> None:
+        self._start, self._content, self._file_bytes = start, content, file_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._file_bytes)[whence]
+        return self._position
+
+    def read(self, count: int) -> pa.Buffer:
+        offset = self._position - self._start
+        if not 0 <= offset <= offset + count <= self._content.size:
+            raise pa.ArrowInvalid("a column lies outside of its row group")
+        self._position += count
+        return self._content.slice(offset, count)
+
+    def flush(self) -> None:
+        """Nothing is written."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ShardReader:
+    """One open shard: its footer, and row groups in one piece.
+
+    Raises:
+        ValueError: the file is shorter, longer or other than the manifest says.
+    """
+
+    def __init__(self, location: Location, entry: ShardFile) -> None:
+        self._location = location
+        self._source = location.filesystem.open_input_file(location.path)
+        self._bytes = self._source.size()
+        if self._bytes != entry.bytes:
+            raise ValueError(
+                f"shard {location.path!r} has {self._bytes} bytes and the manifest says "
+                f"{entry.bytes}: it was changed or cut short after conversion; run jobs/verify.py."
+            )
+        footer = self._footer()
+        if entry.footer_crc32 is not None and checksum(footer) != entry.footer_crc32:
+            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
+        self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+        self._footer_start = self._bytes - len(footer)
+        if not self.metadata.schema.to_arrow_schema().equals(SHARD_SCHEMA):
+            raise ValueError(
+                f"shard {location.path!r} has a foreign schema ({self.metadata.schema.names}); "
+                f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them."
+            )
+
+    def content(self, row_group: int) -> pa.Buffer:
+        """All bytes from the end of the row group before to the end of this one."""
+        if row_group >= self.metadata.num_row_groups:
+            raise pa.ArrowInvalid(f"it has no row group {row_group}")
+        start, stop = self._starts[row_group : row_group + 2]
+        if not 0 <= start < stop <= self._footer_start:
+            raise pa.ArrowInvalid(f"its footer gives row group {row_group} no place in the file")
+        self._source.seek(start)
+        content = self._source.read_buffer(stop - start)
+        if content.size < stop - start:
+            raise OSError(f"{self._location.path}: Connection reset within row group {row_group}")
+        return content
+
+    def columns(
+        self, row_group: int, names: list[str], content: pa.Buffer | None = None
+    ) -> dict[str, pa.Array]:
+        """Columns of a row group, each page compared with its checksum but those of images.
+
+        Args:
+            content: of the row group, where it was read already.
+        """
+        source = self._source
+        if content is not None:
+            window = _Content(self._starts[row_group], content, self._bytes)
+            source = pa.PythonFile(window, mode="r")
+        table = self._parquet(source, is_checked="image" not in names).read_row_group(
+            row_group, columns=names, use_threads=False
+        )
+        return {name: _one_chunk(table[name]) for name in names}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._source.close()
+
+    def _parquet(self, source: Any, *, is_checked: bool) -> pq.ParquetFile:
+        return pq.ParquetFile(source, metadata=self.metadata, page_checksum_verification=is_checked)
+
+    def _footer(self) -> bytes:
+        """Everything behind the last row group."""
+        tail = self._tail(min(_TAIL_BYTES, self._bytes))
+        if tail[-4:] != _MAGIC or len(tail) < 12:
+            raise pa.ArrowInvalid("it does not end as a parquet file does")
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if length > self._bytes:
+            raise pa.ArrowInvalid("its footer is longer than the file")
+        return tail[-length:] if length <= len(tail) else self._tail(length)
+
+    def _tail(self, length: int) -> bytes:
+        self._source.seek(self._bytes - length)
+        tail = bytes(self._source.read(length))
+        if len(tail) < length:
+            raise OSError(f"{self._location.path}: Connection reset in the middle of the footer")
+        return tail
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the bytes of each row group start, and the footer; the first has the magic."""
+        groups = [self.metadata.row_group(i) for i in range(self.metadata.num_row_groups)]
+        firsts = [group.column(0).data_page_offset for group in groups]
+        return [0, *firsts[1:], self._footer_start]
+
+
 class RowGroupReader:
     """Reads row groups by their index in the manifest, keeping some files open."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._open: OrderedDict[int, ShardReader] = OrderedDict()
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
 
         Raises:
-            ValueError: if the shard is missing, truncated, or not what the manifest says.
+            ValueError: if the shard is missing, truncated, or not what the manifest says; if more
+                than the bytes of some images differ; or if a label is not one of the classes.
         """
-        columns = self._columns(group, _COLUMNS)
-        crc32 = columns["crc32"].to_numpy()
-        return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32)
+        rows = self._retried(group, lambda shard: self._read_whole(group, shard))
+        self._check_labels(group, rows)
+        return rows
 
     def first_labels(self, group: int) -> NDArray[np.int32]:
         """The first label of each image of a row group that counts, -1 where it has none.
@@ -84,62 +222,90 @@ class RowGroupReader:
         Raises:
             ValueError: as `read`.
         """
-        labels = self._columns(group, ["labels"])["labels"]
+        number = int(self._manifest.row_group[group])
+        labels = self._retried(group, lambda shard: shard.columns(number, ["labels"])["labels"])
+        self._check_count(group, len(labels))
+        if len(_foreign_labels(labels, self._manifest.num_classes)):
+            self.read(group)  # which says whose they are
         offsets = labels.offsets.to_numpy()
         first = np.full(len(labels), -1, np.int32)
         has_any = np.diff(offsets) > 0
         first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
-    def _columns(self, group: int, names: list[str]) -> dict[str, pa.Array]:
-        """Columns of a row group as it is stored."""
+    def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
+        number = int(self._manifest.row_group[group])
+        content = shard.content(number)
+        expected = None if self._manifest.crc32 is None else int(self._manifest.crc32[group])
+        if expected is not None and checksum(content) != expected:
+            # Once more: it may have been changed on its way.
+            content = shard.content(number)
+            if checksum(content) != expected:
+                return self._read_damaged(group, shard, content)
+        columns = shard.columns(number, _COLUMNS, content)
+        self._check_count(group, len(columns["key"]))
+        return _rows_of(columns, is_whole=expected is not None)
+
+    def _read_damaged(self, group: int, shard: ShardReader, content: pa.Buffer) -> EncodedRows:
+        """The rows, where nothing but images changed."""
+        number = int(self._manifest.row_group[group])
+        known = shard.columns(number, _COLUMNS[1:], content)
+        self._check_count(group, len(known["key"]))
+        rows = _rows_of({**known, **shard.columns(number, ["image"], content)}, is_whole=False)
+        found = [checksum(image.as_buffer()) for image in rows.images]
+        if len(found) != len(rows.crc32) or np.array_equal(found, rows.crc32):
+            raise pa.ArrowInvalid(
+                f"row group {number} differs from its checksum by more than the bytes of images"
+            )
+        return rows
+
+    def _check_count(self, group: int, found: int) -> None:
+        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
+        if found != expected:
+            raise ValueError(
+                f"shard {self._manifest.shard_location(group).path!r} has {found} rows in row "
+                f"group {int(self._manifest.row_group[group])} and the manifest says {expected}: "
+                f"it was changed after conversion; run jobs/verify.py."
+            )
+
+    def _check_labels(self, group: int, rows: EncodedRows) -> None:
+        manifest = self._manifest
+        foreign = _foreign_labels(rows.labels, manifest.num_classes)
+        if not len(foreign):
+            return
+        row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
+        raise ValueError(
+            f"shard {manifest.shard_location(group).path!r}, row {row} of row group "
+            f"{int(manifest.row_group[group])} ({rows.key(row)!r}) has the label "
+            f"{rows.labels.values[foreign[0]]}, "
+            f"and the data set has {manifest.num_classes} classes, 0 to "
+            f"{manifest.num_classes - 1}; convert again."
+        )
+
+    def _retried(self, group: int, read: Callable[[ShardReader], Result]) -> Result:
         location = self._manifest.shard_location(group)
         with _explained(location):
-            table = with_retries(
-                lambda: self._read_once(group, location, names), f"reading {location.path}"
+            return with_retries(
+                lambda: self._read_once(group, location, read), f"reading {location.path}"
             )
-        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
-        if table.num_rows != expected:
-            raise ValueError(
-                f"shard {location.path!r} has {table.num_rows} rows in row group "
-                f"{int(self._manifest.row_group[group])} and the manifest says {expected}: it was "
-                f"changed after conversion; run jobs/verify.py."
-            )
-        return {name: _one_chunk(table[name]) for name in names}
 
-    def _read_once(self, group: int, location: Location, names: list[str]) -> pa.Table:
+    def _read_once(
+        self, group: int, location: Location, read: Callable[[ShardReader], Result]
+    ) -> Result:
         index = int(self._manifest.file_index[group])
         try:
-            return self._file(index, location).read_row_group(
-                int(self._manifest.row_group[group]), columns=names, use_threads=False
-            )
+            return read(self._shard(index, location))
         except OSError:
             self._open.pop(index, None)
             raise
 
-    def _file(self, index: int, location: Location) -> pq.ParquetFile:
+    def _shard(self, index: int, location: Location) -> ShardReader:
         if index not in self._open:
-            self._open[index] = self._open_checked(index, location)
+            self._open[index] = ShardReader(location, self._manifest.files[index])
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(index)
         return self._open[index]
-
-    def _open_checked(self, index: int, location: Location) -> pq.ParquetFile:
-        source = location.filesystem.open_input_file(location.path)
-        expected = self._manifest.files[index].bytes
-        if source.size() != expected:
-            raise ValueError(
-                f"shard {location.path!r} has {source.size()} bytes and the manifest says "
-                f"{expected}: it was changed or cut short after conversion; run jobs/verify.py."
-            )
-        file = pq.ParquetFile(source, pre_buffer=not location.is_local)
-        if not file.schema_arrow.equals(SHARD_SCHEMA):
-            raise ValueError(
-                f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); "
-                f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them."
-            )
-        return file
 
 
 @contextlib.contextmanager
@@ -167,6 +333,17 @@ def _unreadable(location: Location, error: Exception) -> str:
     if is_denied(error):
         advice = "check the credentials in the environment, and the rights that they give"
     return f"shard {location.path!r} cannot be read ({error}); {advice}."
+
+
+def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
+    """Where, among the labels of all rows, those stand that are no class."""
+    values = labels.values.to_numpy()
+    return np.flatnonzero((values < 0) | (values >= num_classes))
+
+
+def _rows_of(columns: dict[str, pa.Array], *, is_whole: bool) -> EncodedRows:
+    crc32 = columns["crc32"].to_numpy()
+    return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32, is_whole)
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

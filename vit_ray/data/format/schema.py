@@ -1,7 +1,8 @@
 """The parquet layout of a data set: column names, types and file names.
 
 A shard holds one row per image: the encoded bytes as they came, the labels, a key that names the
-image in its source, its size in pixels, and a checksum, because parquet readers do not check pages.
+image in its source, its size in pixels, and a checksum, by which one damaged image is told from its
+neighbours; that of its row group is in the manifest.
 """
 
 import zlib
@@ -9,8 +10,8 @@ from typing import Final
 
 import pyarrow as pa
 
-FORMAT_VERSION: Final = 1
-"""Written to every manifest; a reader refuses a higher one."""
+FORMAT_VERSION: Final = 2
+"""Written to every manifest; a reader refuses a higher one. 2 has checksums of every byte."""
 
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
@@ -41,6 +42,7 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("rows", pa.int32(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
         pa.field("dropped", pa.list_(pa.int32())),
+        pa.field("crc32", pa.uint32()),
     ]
 )
 
@@ -54,6 +56,6 @@ def shard_name(index: int, num_shards: int) -> str:
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
 
 
-def checksum(image: bytes) -> int:
-    """CRC-32 of the encoded bytes of one image, as the `crc32` column holds it."""
-    return zlib.crc32(image)
+def checksum(content: bytes | pa.Buffer, before: int = 0) -> int:
+    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
+    return zlib.crc32(content, before)

@@ -29,6 +29,43 @@ class ShardFacts:
     rows: list[int]
     row_group_bytes: list[int]
     bytes: int
+    row_group_crc32: list[int]
+    footer_crc32: int
+
+
+class _ChecksummedOutput:
+    """Passes what is written on, and takes the checksum of each part of it."""
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._crc32 = 0
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._crc32 = checksum(content, self._crc32)
+        self._position += len(content)
+        self._stream.write(content)
+        return len(content)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self.closed = True
+        self._stream.close()
+
+    def end_part(self) -> int:
+        """Checksum of what was written since the part before."""
+        crc32, self._crc32 = self._crc32, 0
+        return crc32
 
 
 class ShardWriter:
@@ -44,14 +81,16 @@ class ShardWriter:
         self._rows_per_row_group = rows_per_row_group
         self._pending: list[EncodedImage] = []
         self._rows: list[int] = []
+        self._crc32: list[int] = []
+        self._footer_crc32 = 0
 
     def __enter__(self) -> "ShardWriter":
         target = self._output.__enter__()
         self._target = target
+        self._stream = _ChecksummedOutput(target.filesystem.open_output_stream(target.path))
         self._writer = pq.ParquetWriter(
-            target.path,
+            self._stream,
             SHARD_SCHEMA,
-            filesystem=target.filesystem,
             compression="none",
             use_dictionary=False,
             write_statistics=False,
@@ -69,6 +108,8 @@ class ShardWriter:
         if error_type is None and self._pending:
             self._flush()
         self._writer.close()
+        self._footer_crc32 = self._stream.end_part()
+        self._stream.close()
         self._output.__exit__(error_type, error, trace)
 
     def facts(self) -> ShardFacts:
@@ -76,7 +117,7 @@ class ShardWriter:
         with self._destination.filesystem.open_input_file(self._destination.path) as source:
             metadata = pq.ParquetFile(source).metadata
             sizes = [_stored_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
-            return ShardFacts(self._rows, sizes, source.size())
+            return ShardFacts(self._rows, sizes, source.size(), self._crc32, self._footer_crc32)
 
     def _flush(self) -> None:
         columns = [
@@ -90,6 +131,7 @@ class ShardWriter:
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, SHARD_SCHEMA, strict=True)]
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=SHARD_SCHEMA))
         self._rows.append(len(self._pending))
+        self._crc32.append(self._stream.end_part())
         self._pending = []
 
 

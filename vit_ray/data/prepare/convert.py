@@ -295,6 +295,8 @@ class _ShardResult:
     max_labels: int
     label_counts: dict[str, int]
     rejected: list[tuple[str, str]]
+    row_group_crc32: list[int]
+    footer_crc32: int
 
 
 def _make_shards(plan: _Plan, folder: Location, num_cpus: float) -> None:
@@ -349,8 +351,9 @@ class _ShardMaker:
                     counts[str(label)] = counts.get(str(label), 0) + 1
         facts = writer.facts()
         return _ShardResult(
-            shard, facts.rows, facts.row_group_bytes, facts.bytes, max_labels, counts, rejected
-        )
+            shard, facts.rows, facts.row_group_bytes, facts.bytes, max_labels, counts, rejected,
+            facts.row_group_crc32, facts.footer_crc32,
+        )  # fmt: skip
 
 
 _REJECTED_SHOWN: Final = 1000
@@ -465,8 +468,12 @@ def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) 
         rows=np.concatenate([r.rows for r in written]),
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         dropped={},
+        crc32=np.concatenate([r.row_group_crc32 for r in written]),
     )
-    files = [ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes) for r in written]
+    files = [
+        ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes, r.footer_crc32)
+        for r in written
+    ]
     return write_manifest(
         folder,
         columns,

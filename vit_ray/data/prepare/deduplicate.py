@@ -332,9 +332,7 @@ def _without(whole: Manifest, rows: list[dict[str, Any]]) -> RowGroupColumns:
         for place, group in enumerate(kept)
         if int(group) in dropped
     }
-    return RowGroupColumns(
-        whole.file_index[kept], whole.row_group[kept], counts[kept], whole.bytes[kept], lists
-    )
+    return RowGroupColumns.chosen(whole, kept, counts[kept], lists)
 
 
 def _write_list(destination: str, duplicates: list[Duplicate]) -> None:

@@ -100,9 +100,7 @@ def _columns(whole: Manifest, groups: NDArray[np.int64], surplus: int) -> RowGro
         for place, group in enumerate(chosen)
         if int(group) in whole.dropped
     }
-    columns = RowGroupColumns(
-        whole.file_index[chosen], whole.row_group[chosen], rows, whole.bytes[chosen], dropped
-    )
+    columns = RowGroupColumns.chosen(whole, chosen, rows, dropped)
     if surplus == 0:
         return columns
     place = int(np.searchsorted(chosen, partial))

@@ -1,0 +1,212 @@
+"""Every bit of a data set: flipped, it is found by verify, and before a row is used."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from vit_ray.data import open_dataset
+from vit_ray.data.format import row_groups
+from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
+from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import check_file
+from vit_ray.storage import locate
+
+Row = tuple[bytes, list[int], str]
+CLASSES = ["cat", "dog", "emu"]
+SHARD = "part-00000-of-00001.parquet"
+
+
+def write_rows(folder: Path, labels: list[tuple[int, ...]], image_bytes: int = 40) -> Manifest:
+    """One shard of row groups of 3, with random bytes for images."""
+    random = np.random.default_rng(5)
+    location = locate(str(folder))
+    with ShardWriter(location.child(SHARD), rows_per_row_group=3) as writer:
+        for i, one in enumerate(labels):
+            writer.add(EncodedImage(random.bytes(image_bytes), one, f"key {i}", 10, 20))
+    facts = writer.facts()
+    groups = len(facts.rows)
+    columns = RowGroupColumns(
+        np.zeros(groups), np.arange(groups), np.array(facts.rows),
+        np.array(facts.row_group_bytes), {}, np.array(facts.row_group_crc32),
+    )  # fmt: skip
+    file = ShardFile(SHARD, sum(facts.rows), facts.bytes, facts.footer_crc32)
+    write_manifest(location, columns, files=[file], classes=CLASSES, max_labels=2, origin={})
+    return open_dataset(str(folder))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Manifest:
+    """Two row groups of three rows."""
+    return write_rows(tmp_path / "small", [(0,), (1, 2), (2,), (1,), (0,), (2, 0)])
+
+
+def flips(file: Path, bits_per_byte: int) -> Iterator[str]:
+    """Flips bits of a file one at a time, and names the flip; the file is whole again after it."""
+    whole = file.read_bytes()
+    random = np.random.default_rng(7)
+    for byte in range(len(whole)):
+        for bit in random.choice(8, bits_per_byte, replace=False):
+            changed = bytearray(whole)
+            changed[byte] ^= 1 << bit
+            file.write_bytes(changed)
+            yield f"bit {bit} of byte {byte} of {len(whole)} in {file.name}"
+    file.write_bytes(whole)
+
+
+def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
+    """Rows that a stream would use, by their number, and whether anything was refused."""
+    reader = RowGroupReader(manifest)
+    rows: dict[int, Row] = {}
+    is_refused = False
+    for group in range(manifest.num_row_groups):
+        try:
+            encoded = reader.read(group)
+        except ValueError:
+            is_refused = True
+            continue
+        for row in range(len(encoded.keys)):
+            number = int(manifest.first_samples[group]) + row
+            try:
+                image = encoded.image(row)
+            except ChangedImageError:
+                is_refused = True
+                continue
+            rows[number] = (image, encoded.labels_of(row), encoded.key(row))
+    return rows, is_refused
+
+
+def test_no_flipped_bit_of_a_shard_is_used(small: Manifest) -> None:
+    whole, is_refused = used_rows(small)
+    assert (len(whole), is_refused) == (6, False)
+    for flip in flips(Path(small.root) / SHARD, bits_per_byte=1):
+        rows, is_refused = used_rows(small)
+        assert is_refused, flip
+        assert rows.items() <= whole.items(), flip
+
+
+def test_verify_finds_every_flipped_bit_of_a_shard(small: Manifest) -> None:
+    assert check_file(small, 0, 0.0).problems == []
+    for flip in flips(Path(small.root) / SHARD, bits_per_byte=1):
+        assert check_file(small, 0, 0.0).problems, flip
+
+
+def test_a_manifest_with_a_flipped_bit_is_not_opened(small: Manifest) -> None:
+    for flip in flips(Path(small.root) / MANIFEST_FILE, bits_per_byte=2):
+        with pytest.raises(ValueError, match=r"damaged|upgrade"):
+            pytest.fail(f"{flip}: opened, {open_dataset(small.root).fingerprint}")
+
+
+def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:
+    whole, _ = used_rows(small)
+    shard = Path(small.root) / SHARD
+    content = bytearray(shard.read_bytes())
+    content[bytes(content).index(whole[4][0]) + 9] ^= 4
+    shard.write_bytes(content)
+    assert used_rows(small)[0].keys() == whole.keys() - {4}
+    (problem,) = check_file(small, 0, 0.0).problems
+    assert (problem.key, problem.row_group, "checksum" in problem.what) == ("key 4", 1, True)
+
+
+def test_a_flip_on_the_way_is_read_again(small: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look at each row group is a wrong one; the second finds it as it is."""
+    seen: set[int] = set()
+
+    def wrong_at_first(content: bytes) -> int:
+        first = len(content) not in seen
+        seen.add(len(content))
+        return -1 if first else true_checksum(content)
+
+    true_checksum = row_groups.checksum
+    reader = RowGroupReader(small)
+    reader.read(0)
+    monkeypatch.setattr(row_groups, "checksum", wrong_at_first)
+    assert reader.read(1).is_whole
+
+
+def rewritten(manifest: Manifest, **header: object) -> None:
+    """Write the manifest again with pyarrow alone, some of its header changed."""
+    file = Path(manifest.path) / MANIFEST_FILE
+    table = pq.read_table(file)
+    before = json.loads(pq.ParquetFile(file).metadata.metadata[b"vit_ray"])
+    metadata = {"vit_ray": json.dumps(before | header)}
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+
+
+def test_other_classes_or_row_groups_under_the_same_fingerprint_are_refused(
+    small: Manifest,
+) -> None:
+    rewritten(small, classes=CLASSES[::-1])
+    with pytest.raises(ValueError, match="is damaged"):
+        open_dataset(small.path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "wrong"), [((3,), "3"), ((-1,), "-1"), ((0, 2_000_000_000), "2000000000")]
+)
+def test_a_label_out_of_range_names_shard_row_and_key(
+    tmp_path: Path, labels: tuple[int, ...], wrong: str
+) -> None:
+    manifest = write_rows(tmp_path, [(0,), (1,), (2,), (), labels, (1,)])
+    named = rf"{SHARD}', row 1 of row group 1 \('key 4'\) has the label {wrong}, .* 3 classes"
+    with pytest.raises(ValueError, match=named):
+        RowGroupReader(manifest).read(1)
+    with pytest.raises(ValueError, match=named):
+        RowGroupReader(manifest).first_labels(1)
+    (problem,) = check_file(manifest, 0, 0.0).problems
+    assert "key 4" in problem.what
+
+
+def as_version_1(manifest: Manifest) -> None:
+    """Write the manifest as the version before did: no checksums but the images' own."""
+    file = Path(manifest.path) / MANIFEST_FILE
+    table = pq.read_table(file).drop_columns("crc32")
+    header = json.loads(pq.ParquetFile(file).metadata.metadata[b"vit_ray"])
+    header["files"] = [entry[:3] for entry in header["files"]]
+    kept = ("num_images", "classes", "max_labels", "origin", "files")
+    digest = hashlib.sha256(json.dumps({k: header[k] for k in kept}, sort_keys=True).encode())
+    for name in ("file_index", "row_group", "rows", "bytes"):
+        digest.update(table[name].to_numpy().astype(np.int64).tobytes())
+    old = {key: header[key] for key in (*kept, "root")}
+    old |= {"format_version": 1, "fingerprint": digest.hexdigest()[:16]}
+    pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(old)}), file)
+
+
+def test_a_data_set_of_the_version_before_is_read_and_what_is_not_checked_is_said(
+    small: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = used_rows(small)
+    as_version_1(small)
+    old = open_dataset(small.path)
+    assert (old.format_version, old.crc32) == (1, None)
+    assert "no checksums of row groups" in caplog.text
+    assert used_rows(old) == (whole, False)
+    part = subset(small.path, str(Path(small.path).parent / "part"), count=4)
+    assert part.crc32 is None
+    assert len(used_rows(part)[0]) == 6
+
+
+def test_an_old_manifest_with_other_classes_than_its_fingerprint_is_refused(
+    small: Manifest,
+) -> None:
+    as_version_1(small)
+    rewritten(small, classes=CLASSES[::-1])
+    with pytest.raises(ValueError, match="fingerprint differs"):
+        open_dataset(small.path)
+
+
+def test_a_subset_keeps_the_checksums(small: Manifest, tmp_path: Path) -> None:
+    part = subset(small.path, str(tmp_path / "part"), count=4)
+    shard = Path(small.root) / SHARD
+    content = bytearray(shard.read_bytes())
+    content[content.index(b"key 1")] ^= 1
+    content[content.index(b"key 4")] ^= 1
+    shard.write_bytes(content)
+    assert used_rows(part) == ({}, True)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal
@@ -24,6 +24,13 @@ from vit_ray.data.order.selection import RowSelection, split_rows
 from vit_ray.data.stream.ray_datasets import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.data_order import (
+    Order,
+    order_of,
+    recorded_order,
+    shuffle_window,
+    with_order,
+)
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.models.flops import forward_macs
@@ -51,6 +58,8 @@ MOST_LABELS_READ: Final = 2_000_000
 class RunPlan:
     """What a recipe comes to on its data: streams, classes and steps."""
 
+    recipe: Recipe
+    """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
     """`train`, and those of `eval`, `few_shot_train`, `few_shot_test` that the recipe has."""
@@ -110,8 +119,11 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
             check_weights(recipe)
             begin_without_checkpoint(run_folder, damage.append)
         else:
-            check_same_run(recipe, resume_from, plan.manifest.fingerprint)
-        yield PreparedRun(recipe, kind, plan, resume_from, tuple(damage), lock_number)
+            begun = recorded_order(resume_from.position.recipe)
+            if begun != order_of(plan.recipe):
+                plan = plan_run(recipe, begun=begun)
+            check_same_run(plan.recipe, resume_from, plan.manifest.fingerprint)
+        yield PreparedRun(plan.recipe, kind, plan, resume_from, tuple(damage), lock_number)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
@@ -124,11 +136,14 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     plan = plan_run(recipe, needs_train=False)
     check_weights(recipe)
-    return PreparedRun(recipe, "evaluate", plan)
+    return PreparedRun(plan.recipe, "evaluate", plan)
 
 
-def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
+def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = None) -> RunPlan:
     """Open the data sets and check the recipe's arithmetic; starts nothing.
+
+    Args:
+        begun: the order in which a run that is continued has read its data so far.
 
     Raises:
         ValueError: there is no such model, a data set is missing or broken, the batch does not
@@ -141,19 +156,28 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True) -> RunPlan:
         key = "data.train" if needs_train else "data.eval"
         raise ValueError(f"{key} is not set; give the folder of a converted data set")
     manifest = open_dataset(path)
-    rows = RowSelection.all(manifest, recipe.seed)
-    held_out: RowSelection | None = None
-    if recipe.data.held_out_fraction > 0:
-        rows, held_out = split_rows(manifest, recipe.data.held_out_fraction, recipe.seed)
-    if recipe.data.fraction < 1:
-        rows = rows.take(recipe.data.fraction)
-    streams = {"train": _spec(recipe, manifest, recipe.data.augment, rows)}
+    recipe = with_order(recipe, manifest, begun)
+    rows, held_out = _selected_rows(recipe, manifest)
+    streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}
     _add_evaluation(streams, recipe, manifest, held_out)
     total_steps = 0
     if needs_train:
         check_batch(recipe, rows.count)
         total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
-    return RunPlan(manifest, streams, total_steps)
+    return RunPlan(recipe, manifest, streams, total_steps)
+
+
+def _selected_rows(recipe: Recipe, manifest: Manifest) -> tuple[RowSelection, RowSelection | None]:
+    """Rows to train on, and those held out if there are any."""
+    config = recipe.data
+    assert config.select_by != "auto"
+    rows = RowSelection.all(manifest, recipe.seed, config.select_by)
+    held_out: RowSelection | None = None
+    if config.held_out_fraction > 0:
+        rows, held_out = split_rows(
+            manifest, config.held_out_fraction, recipe.seed, config.select_by
+        )
+    return (rows.take(config.fraction) if config.fraction < 1 else rows), held_out
 
 
 def check_model(recipe: Recipe) -> None:
@@ -281,6 +305,7 @@ def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> 
         ValueError: naming each difference.
     """
     position = checkpoint.position
+    begun, order = recorded_order(position.recipe), order_of(recipe)
     before = Recipe.model_validate_json(json.dumps(position.recipe))
     changed = [
         f"{key} was {old!r} and is {new!r}"
@@ -297,6 +322,7 @@ def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> 
                 before.data.held_out_fraction,
                 recipe.data.held_out_fraction,
             ),
+            *((f"data.{key}", begun[key], order[key]) for key in begun),
             ("data.augment", before.data.augment, recipe.data.augment),
             ("the data set's fingerprint", position.data_fingerprint, fingerprint),
         )
@@ -385,6 +411,14 @@ def _spec(
         decode=recipe.data.decode,
         object_store_mib=recipe.data.object_store_mib,
     )
+
+
+def _training_spec(recipe: Recipe, manifest: Manifest, rows: RowSelection | None) -> StreamSpec:
+    spec = _spec(recipe, manifest, recipe.data.augment, rows)
+    window = shuffle_window(recipe)
+    if window is None:
+        return spec
+    return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 
 def _default_resize(recipe: Recipe) -> int:

@@ -1,10 +1,19 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.order.partition import Partition, full_block_rows, plan_segments, read_tasks
+from vit_ray.data.order.partition import BlockShape, Partition, plan_segments, read_tasks
+from vit_ray.data.order.shuffle import ShuffleWindow
 
 worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
+shapes = st.builds(
+    BlockShape,
+    block_rows=st.integers(1, 64),
+    task_rows=st.integers(1, 300),
+    window_passes=st.integers(1, 40),
+    start_pass=st.integers(0, 100),
+)
 
 
 @given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
@@ -22,12 +31,12 @@ def test_every_world_reads_the_same_global_batches(
 
 
 @settings(max_examples=200)
-@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+@given(worlds, st.integers(1, 200), shapes)
 def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
-    partition: Partition, passes: int, block_rows: int, task_rows: int
+    partition: Partition, passes: int, shape: BlockShape
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
-    tasks = read_tasks(partition, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
+    tasks = read_tasks(partition, 0, rows_per_rank, shape)
     blocks = [block for task in tasks for block in task.blocks()]
     assert len(blocks) % partition.world_size == 0
     received: list[list[int]] = [[] for _ in range(partition.world_size)]
@@ -38,19 +47,19 @@ def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
     assert received == [list(range(rows_per_rank))] * partition.world_size
 
 
-@given(worlds, st.integers(1, 200), st.integers(1, 64), st.integers(1, 300))
+@given(worlds, st.integers(1, 200), shapes)
 def test_a_task_of_several_blocks_has_only_full_ones(
-    partition: Partition, passes: int, block_rows: int, task_rows: int
+    partition: Partition, passes: int, shape: BlockShape
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
-    tasks = read_tasks(partition, 0, rows_per_rank, block_rows=block_rows, task_rows=task_rows)
-    largest = full_block_rows(partition, block_rows)
+    tasks = read_tasks(partition, 0, rows_per_rank, shape)
+    largest = shape.full_passes(partition) * partition.batch_size_per_rank
     for task in tasks:
         assert len(list(task.blocks())) == 1 or task.block_rows == largest
 
 
 def test_the_first_blocks_are_small_and_double() -> None:
-    tasks = read_tasks(Partition(2, 16), 0, 4096, block_rows=128, task_rows=1024)
+    tasks = read_tasks(Partition(2, 16), 0, 4096, BlockShape(128, 1024))
     assert [task.block_rows for task in tasks[:8]] == [16, 16, 32, 32, 64, 64, 128, 128]
 
 
@@ -79,5 +88,24 @@ def test_a_run_over_all_of_jft_is_planned_in_short_legs() -> None:
         partition, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192
     )
     assert len(bounds) < 600
-    tasks = read_tasks(partition, *bounds[1], block_rows=128, task_rows=1024)
+    tasks = read_tasks(partition, *bounds[1], BlockShape(128, 1024))
     assert len(tasks) < 16_384
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(1, 1.1), (2, 1.1), (8, 1.2), (64, 1.5)])
+@pytest.mark.parametrize("batch", [64, 128, 512, 1024])
+@pytest.mark.parametrize("start_pass", [0, 5])
+def test_tasks_read_the_row_groups_of_a_window_about_once(
+    world_size: int, most: float, batch: int, start_pass: int
+) -> None:
+    """Rows of row groups read for each row made, the row groups of 64 not even with the windows."""
+    window = ShuffleWindow(batch, 2048 // batch)
+    partition = Partition(world_size, batch // world_size)
+    shape = BlockShape(128, window.num_rows, window.num_batches, start_pass)
+    passes = 64 * window.num_batches
+    read = 0
+    for task in read_tasks(partition, 0, passes * partition.batch_size_per_rank, shape):
+        blocks = [partition.offsets(*block) for block in task.blocks()]
+        positions = start_pass * batch + np.concatenate(blocks)
+        read += 64 * len(np.unique((window.undealt(positions, 10**9) + 23) // 64))
+    assert read < most * passes * batch

@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.selection import KeyedPermutation, RowSelection, split_rows
+from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, split_rows
+
+GOLDEN_ROWS = [1, 2, 13, 16, 22, 23, 27, 30, 32, 35]
+GOLDEN_GROUPS = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 
 @given(st.integers(1, 3000), st.integers(0, 10))
@@ -28,37 +31,46 @@ def test_dev_splits_have_the_published_sizes(total: int, fraction: float, held: 
     assert (kept.count, held_out.count) == (total - held, held)
 
 
-def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest) -> None:
-    kept, held_out = split_rows(dataset, 0.1, seed=5)
+@pytest.mark.parametrize("unit", ["row", "row_group"])
+def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest, unit: Unit) -> None:
+    kept, held_out = split_rows(dataset, 0.1, seed=5, unit=unit)
     samples = np.arange(dataset.num_images)
-    assert held_out.mask(samples).sum() == 30
-    np.testing.assert_array_equal(kept.mask(samples), ~held_out.mask(samples))
+    assert held_out.mask(dataset, samples).sum() == 30
+    np.testing.assert_array_equal(kept.mask(dataset, samples), ~held_out.mask(dataset, samples))
     assert kept.rows_per_group(dataset).sum() == 270
 
 
+@pytest.mark.parametrize("unit", ["row", "row_group"])
 def test_rows_are_counted_in_every_row_group(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch, unit: Unit
 ) -> None:
     """In chunks that end within row groups, side by side."""
     monkeypatch.setattr("vit_ray.data.order.selection._ROWS_AT_A_TIME", 37)
-    part = RowSelection.all(dataset, seed=9).take(0.3)
-    is_chosen = part.mask(np.arange(300))
+    part = RowSelection.all(dataset, seed=9, unit=unit).take(0.3)
+    is_chosen = part.mask(dataset, np.arange(300))
     starts = dataset.first_samples[:-1]
     np.testing.assert_array_equal(part.rows_per_group(dataset), np.add.reduceat(is_chosen, starts))
 
 
-def test_smaller_parts_are_inside_larger_ones() -> None:
-    whole = RowSelection.all(manifest_of(1000))
-    samples = np.arange(1000)
-    small, large = whole.take(0.1).mask(samples), whole.take(0.5).mask(samples)
+@pytest.mark.parametrize("unit", ["row", "row_group"])
+def test_smaller_parts_are_inside_larger_ones(unit: Unit) -> None:
+    manifest = manifest_of(1000)
+    whole = RowSelection.all(manifest, unit=unit)
+    small, large = (whole.take(f).mask(manifest, np.arange(1000)) for f in (0.1, 0.5))
     assert small.sum() == 100
     assert not (small & ~large).any()
 
 
-def test_counts_per_group_equal_the_mask() -> None:
+@pytest.mark.parametrize("unit", ["row", "row_group"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_counts_per_group_equal_the_mask(unit: Unit, part: int) -> None:
     manifest = manifest_of(100)
-    selection = split_rows(manifest, 0.3)[1]
-    mask = selection.mask(np.arange(100))
+    selection = split_rows(manifest, 0.3, unit=unit)[part]
+    mask = selection.mask(manifest, np.arange(100))
+    groups = [selection.rows_of_group(manifest, group) for group in range(13)]
+    np.testing.assert_array_equal(
+        np.concatenate([8 * i + rows for i, rows in enumerate(groups)]), np.flatnonzero(mask)
+    )
     expected = [
         mask[a:b].sum() for a, b in zip(range(0, 100, 8), [*range(8, 100, 8), 100], strict=True)
     ]
@@ -77,6 +89,31 @@ def test_an_empty_part_is_refused(fraction: float) -> None:
 def test_a_selection_of_another_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="was made for 100 images"):
         RowSelection.all(manifest_of(100)).rows_per_group(manifest_of(90))
+
+
+@pytest.mark.parametrize("fraction", [0.03, 0.1, 0.5])
+def test_a_share_of_the_images_is_in_a_share_of_the_row_groups(fraction: float) -> None:
+    manifest = manifest_of(80_000)
+    part = RowSelection.all(manifest, seed=4).take(fraction)
+    counts = part.rows_per_group(manifest)
+    assert counts.sum() == round(80_000 * fraction)
+    assert np.count_nonzero(counts) == -(-round(80_000 * fraction) // 8)
+    assert 0.4 < np.flatnonzero(counts).mean() / len(counts) < 0.6
+
+
+def test_all_rows_are_counted_without_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vit_ray.data.order.selection._RANKS", {})
+    manifest = manifest_of(100)
+    whole = RowSelection.all(manifest, unit="row")
+    assert whole.rows_per_group(manifest).tolist() == manifest.rows.tolist()
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("row", GOLDEN_ROWS), ("row_group", GOLDEN_GROUPS)])
+def test_a_selection_never_changes_between_versions(unit: Unit, expected: list[int]) -> None:
+    """Runs resume by it; these numbers may not change."""
+    manifest = manifest_of(40, group=4)
+    part = RowSelection.all(manifest, seed=2, unit=unit).take(0.25)
+    assert np.flatnonzero(part.mask(manifest, np.arange(40))).tolist() == expected
 
 
 def manifest_of(total: int, group: int = 8) -> Manifest:

@@ -49,7 +49,7 @@ def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_pa
 
 def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
     part = subset(dataset.path, str(tmp_path / "part"), count=50)
-    rows = Plan(part, seed=1, rows=None).rows_at(0, 50)
+    rows = Plan(part, seed=1, rows=None).rows_at(np.arange(50))
     assert sorted(rows.samples.tolist()) == list(range(50))
     np.testing.assert_array_equal(part.first_samples[rows.groups] + rows.rows, rows.samples)
 

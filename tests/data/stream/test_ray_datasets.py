@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import split_rows
-from vit_ray.data.order.shuffle import Order
+from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream.ray_datasets import (
     StreamSpec,
     evaluation_stream,
@@ -29,7 +29,10 @@ Batches = list[dict[str, NDArray[Any]]]
 @pytest.fixture
 def spec(dataset: Manifest) -> StreamSpec:
     crop = Augmentation("inception_crop", size=16)
-    return StreamSpec(dataset, crop, seed=11, num_cpus=0.5, block_rows=24, task_rows=96)
+    window = ShuffleWindow(BATCH, 3)
+    return StreamSpec(
+        dataset, crop, seed=11, window=window, num_cpus=0.5, block_rows=24, task_rows=96
+    )
 
 
 def take(iterator: Any, batch_size: int) -> Batches:
@@ -75,7 +78,7 @@ def test_any_number_of_ranks_gets_the_same_global_batches(
 
 
 def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
-    order = Order(spec.manifest.rows, spec.seed)
+    order = Order(spec.manifest.rows, spec.seed, window=spec.window)
     for step, batch in enumerate(global_batches(spec, 2, 0, 15 * BATCH)):
         expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
         np.testing.assert_array_equal(batch["sample"], expected)
@@ -192,7 +195,8 @@ def test_the_train_config_builds_for_the_workers_there_are(spec: StreamSpec) -> 
     remote_take = ray.remote(num_cpus=0)(take)
     parts = ray.get([remote_take.remote(shard["train"], BATCH // 3) for shard in shards])
     samples = np.concatenate([batch["sample"] for rank in parts for batch in rank])
-    expected = Order(spec.manifest.rows, spec.seed).samples_at(0, 4 * BATCH)
+    order = Order(spec.manifest.rows, spec.seed, window=spec.window)
+    expected = order.samples_at(0, 4 * BATCH)
     np.testing.assert_array_equal(np.sort(samples), np.sort(expected))
     evaluated = ray.get([remote_take.remote(shard["eval"], 10) for shard in shards])
     assert [len(batches) for batches in evaluated] == [10, 10, 10]

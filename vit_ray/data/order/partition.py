@@ -55,9 +55,31 @@ class BlockTask:
                 yield rank, first, first + self.block_rows
 
 
-def full_block_rows(partition: Partition, block_rows: int) -> int:
-    """Rows of a full block: whole micro-batches, about `block_rows`."""
-    return max(1, block_rows // partition.batch_size_per_rank) * partition.batch_size_per_rank
+@dataclass(frozen=True)
+class BlockShape:
+    """How rows are cut into blocks and tasks.
+
+    Tasks take whole shuffle windows where they can, since a window's row groups are read by every
+    task that has a part of it.
+
+    Attributes:
+        block_rows: rows of a block, about; whole micro-batches are taken.
+        task_rows: rows of a task, about.
+        window_passes: passes of all ranks that make a shuffle window; 1 where there is none.
+        start_pass: passes of the run before the first one here.
+    """
+
+    block_rows: int
+    task_rows: int
+    window_passes: int = 1
+    start_pass: int = 0
+
+    def full_passes(self, partition: Partition) -> int:
+        """Passes of a full block: whole windows, or an even part of one."""
+        most = max(1, self.block_rows // partition.batch_size_per_rank)
+        if self.window_passes <= most:
+            return most // self.window_passes * self.window_passes
+        return max(n for n in range(1, most + 1) if self.window_passes % n == 0)
 
 
 def plan_segments(
@@ -78,42 +100,57 @@ def plan_segments(
     return bounds
 
 
-def read_tasks(
-    partition: Partition, first: int, last: int, *, block_rows: int, task_rows: int
-) -> list[BlockTask]:
+def read_tasks(partition: Partition, first: int, last: int, shape: BlockShape) -> list[BlockTask]:
     """Cut rows [first, last) of all ranks into tasks.
 
-    Blocks start at one micro-batch and double up to `block_rows`, so that the first batch does not
+    Blocks start at one micro-batch and double up to a full one, so that the first batch does not
     wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
     blocks make more than one block.
     """
-    full = full_block_rows(partition, block_rows)
+    micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
+    even = min(full, shape.window_passes)
     tasks: list[BlockTask] = []
-    size = partition.batch_size_per_rank
-    while first < last:
-        size = min(size, full)
-        if size == full and last - first >= full:
-            rounds = (last - first) // full
-            tasks += _full_tasks(partition.world_size, first, full, rounds, task_rows)
-            first += rounds * full
+    done, passes, doubled = first // micro, last // micro, 1
+    while done < passes:
+        past = (shape.start_pass + done) % even
+        if doubled >= full and not past and passes - done >= full:
+            rounds = (passes - done) // full
+            tasks += _full_tasks(partition, done, full, rounds, shape)
+            done += rounds * full
             continue
-        size = min(size, last - first)
-        tasks += [BlockTask(first, size, 1, rank, rank + 1) for rank in range(partition.world_size)]
-        first, size = first + size, size * 2
+        size = min(doubled, full, passes - done)
+        if past:
+            size = min(size, even - past)
+        elif size > even:
+            size -= size % even
+        tasks += [
+            BlockTask(done * micro, size * micro, 1, rank, rank + 1)
+            for rank in range(partition.world_size)
+        ]
+        done, doubled = done + size, doubled * 2
     return tasks
 
 
 def _full_tasks(
-    world_size: int, first: int, block_rows: int, rounds: int, task_rows: int
+    partition: Partition, done: int, full: int, rounds: int, shape: BlockShape
 ) -> Iterator[BlockTask]:
-    blocks_per_task = max(1, task_rows // block_rows)
+    """Tasks of full blocks from an even pass on."""
+    micro, world_size = partition.batch_size_per_rank, partition.world_size
+    block_rows = full * micro
+    window_rounds = max(1, shape.window_passes // full)
+    blocks_per_task = max(1, shape.task_rows // block_rows, (window_rounds > 1) * world_size)
     if blocks_per_task < world_size:
         for turn in range(rounds):
             for rank in range(0, world_size, blocks_per_task):
                 rank_stop = min(rank + blocks_per_task, world_size)
-                yield BlockTask(first + turn * block_rows, block_rows, 1, rank, rank_stop)
+                first = done * micro + turn * block_rows
+                yield BlockTask(first, block_rows, 1, rank, rank_stop)
         return
     rounds_per_task = blocks_per_task // world_size
-    for turn in range(0, rounds, rounds_per_task):
-        count = min(rounds_per_task, rounds - turn)
-        yield BlockTask(first + turn * block_rows, block_rows, count, 0, world_size)
+    rounds_per_task = max(1, rounds_per_task // window_rounds) * window_rounds
+    past = (shape.start_pass + done) % shape.window_passes // full
+    turn = 0
+    while turn < rounds:
+        count = min(rounds_per_task - (turn + past) % window_rounds, rounds - turn)
+        yield BlockTask(done * micro + turn * block_rows, block_rows, count, 0, world_size)
+        turn += count

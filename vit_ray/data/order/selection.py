@@ -1,15 +1,17 @@
 """Which rows of a data set a run reads: exact, nested fractions chosen by a keyed permutation.
 
-A selection is four integers, whatever the size of the data set: a row belongs to it when the rank
-that a keyed permutation gives to its sample number lies in a range.
+A selection is four integers, whatever the size of the data set: a row belongs to it when its rank
+lies in a range. Rows were shuffled at conversion, so ranks go through whole row groups, in an order
+that is keyed, and a small share reads a small part of the bytes. Runs that began with ranks given
+to single rows keep them.
 """
 
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,10 @@ _FEISTEL_ROUNDS: Final = 4
 _ROWS_AT_A_TIME: Final = 1 << 19
 _THREADS: Final = 16
 _SPLIT: Final = 4
+_SPLIT_GROUPS: Final = 8
+
+Unit = Literal["row_group", "row"]
+"""What a selection is made of; see `data.select_by`."""
 
 
 class KeyedPermutation:
@@ -75,22 +81,28 @@ class KeyedPermutation:
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows whose rank under the permutation of `seed` is in [first, last)."""
+    """The rows whose rank under `seed` is in [first, last)."""
 
     seed: int
     first: int
     last: int
     num_images: int
+    unit: Unit = "row_group"
 
     @classmethod
-    def all(cls, manifest: Manifest, seed: int = 0) -> "RowSelection":
+    def all(cls, manifest: Manifest, seed: int = 0, unit: Unit = "row_group") -> "RowSelection":
         """Every row of a data set."""
-        return cls(seed, 0, manifest.num_images, manifest.num_images)
+        return cls(seed, 0, manifest.num_images, manifest.num_images, unit)
 
     @property
     def count(self) -> int:
         """Number of selected rows."""
         return self.last - self.first
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no row is left out."""
+        return self.count == self.num_images
 
     def take(self, fraction: float) -> "RowSelection":
         """The first share of this selection; a smaller share is inside a larger one.
@@ -104,12 +116,17 @@ class RowSelection:
                 f"fraction={fraction} of {self.count} images is {count}; "
                 f"use a fraction from {1 / self.count:.3g} to 1."
             )
-        return RowSelection(self.seed, self.first, self.first + count, self.num_images)
+        return replace(self, last=self.first + count)
 
-    def mask(self, samples: Int64Array) -> NDArray[np.bool_]:
+    def mask(self, manifest: Manifest, samples: Int64Array) -> NDArray[np.bool_]:
         """Whether each sample number is selected."""
-        ranks = KeyedPermutation(self.num_images, _SPLIT, self.seed).ranks(samples)
+        ranks = _RANKS[self.unit](self.seed, manifest, samples)
         return (ranks >= self.first) & (ranks < self.last)
+
+    def rows_of_group(self, manifest: Manifest, group: int) -> Int64Array:
+        """The rows of a row group that are selected, ascending."""
+        samples = np.arange(*manifest.first_samples[group : group + 2], dtype=np.int64)
+        return np.flatnonzero(self.mask(manifest, samples)).astype(np.int64)
 
     def rows_per_group(self, manifest: Manifest) -> Int64Array:
         """How many rows of each row group are selected: int64 (row groups,)."""
@@ -118,16 +135,49 @@ class RowSelection:
                 f"rows: the selection was made for {self.num_images} images and the data set "
                 f"{manifest.path!r} has {manifest.num_images}; make it again with split_rows."
             )
-        return _count_selected(self, manifest).copy()
+        if self.is_all:
+            return manifest.rows.astype(np.int64)
+        if self.unit == "row":
+            return _count_selected(self, manifest).copy()
+        begins = _first_ranks(self.seed, manifest)
+        ends = begins + manifest.rows
+        counts = np.minimum(ends, self.last) - np.maximum(begins, self.first)
+        return np.maximum(counts, 0)
 
     def _count_between(
         self, manifest: Manifest, start: int, stop: int
     ) -> tuple[int, NDArray[np.intp]]:
         """The first row group that holds rows [start, stop), and counts from there on."""
-        chosen = start + np.flatnonzero(self.mask(np.arange(start, stop, dtype=np.int64)))
+        samples = np.arange(start, stop, dtype=np.int64)
+        chosen = start + np.flatnonzero(self.mask(manifest, samples))
         firsts = manifest.first_samples
         first = int(np.searchsorted(firsts, start, side="right")) - 1
         return first, np.bincount(np.searchsorted(firsts, chosen, side="right") - 1 - first)
+
+
+@lru_cache(maxsize=4)
+def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:
+    """Rank of the first row of each row group, the row groups in an order of their own."""
+    order = np.argsort(
+        keys_of(key_of(_SPLIT_GROUPS, seed), np.arange(manifest.num_row_groups)), kind="stable"
+    )
+    ends = np.cumsum(manifest.rows[order], dtype=np.int64)
+    firsts = np.empty_like(ends)
+    firsts[order] = ends - manifest.rows[order]
+    return firsts
+
+
+def _ranks_by_row_group(seed: int, manifest: Manifest, samples: Int64Array) -> Int64Array:
+    groups = np.searchsorted(manifest.first_samples, samples, side="right") - 1
+    ranks: Int64Array = _first_ranks(seed, manifest)[groups]
+    return ranks + samples - manifest.first_samples[groups]
+
+
+def _ranks_by_row(seed: int, manifest: Manifest, samples: Int64Array) -> Int64Array:
+    return KeyedPermutation(manifest.num_images, _SPLIT, seed).ranks(samples)
+
+
+_RANKS: Final = {"row_group": _ranks_by_row_group, "row": _ranks_by_row}
 
 
 @lru_cache(maxsize=8)
@@ -144,9 +194,9 @@ def _count_selected(selection: RowSelection, manifest: Manifest) -> Int64Array:
 
 
 def split_rows(
-    manifest: Manifest, fraction: float, seed: int = 0
+    manifest: Manifest, fraction: float, seed: int = 0, unit: Unit = "row_group"
 ) -> tuple[RowSelection, RowSelection]:
-    """Split a data set row by row, the same way every time.
+    """Split a data set, the same way every time.
 
     Args:
         fraction: share of the images that is held out, rounded to whole images.
@@ -165,7 +215,8 @@ def split_rows(
             f"fraction={fraction} of {total} images holds out {held_out}; "
             f"use a fraction from {1 / total:.3g} to {1 - 1 / total:.3g}."
         )
-    return RowSelection(seed, held_out, total, total), RowSelection(seed, 0, held_out, total)
+    whole = RowSelection.all(manifest, seed, unit)
+    return replace(whole, first=held_out), replace(whole, last=held_out)
 
 
 def _chunks(total: int) -> Iterator[tuple[int, int]]:

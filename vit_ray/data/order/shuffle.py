@@ -2,7 +2,10 @@
 
 Positions count from 0 over all epochs joined end to end, so position `p` lies in epoch
 `p // num_images`. In each epoch the row groups are permuted, and the rows inside each row group.
-Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that length.
+The rows of a window of some global batches are then dealt out to these in turn, so that a row
+group meets another batch with each of its rows, and a reader of a whole window still reads each row
+group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
+length.
 """
 
 from dataclasses import dataclass
@@ -20,13 +23,52 @@ _ROWS = 2
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive positions that fall in one row group of one epoch, in the order of the run."""
+class ShuffleWindow:
+    """Consecutive global batches, counted from the start of the run, that share their rows."""
 
-    epoch: int
-    group: int
+    batch_size: int
+    num_batches: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all batches of a window."""
+        return self.batch_size * self.num_batches
+
+    def undealt(self, positions: Int64Array, num_images: int) -> Int64Array:
+        """Where the row that is dealt to each position stood before: int64, same shape.
+
+        A window in which an epoch ends is dealt in two parts, so that no epoch gets rows of
+        another. In each part, the first rows go to the first slot of each batch in turn, the next
+        to the second; a batch that the part has a piece of has only the slots of that piece.
+        """
+        epoch_starts = positions // num_images * num_images
+        window_starts = positions // self.num_rows * self.num_rows
+        start = np.maximum(epoch_starts, window_starts)
+        last = np.minimum(epoch_starts + num_images, window_starts + self.num_rows) - 1
+        batch, slot = np.divmod(positions, self.batch_size)
+        first_batch, first_slot = np.divmod(start, self.batch_size)
+        last_batch, last_slot = np.divmod(last, self.batch_size)
+        whole_batches = last_batch - first_batch - 1
+        earlier_slots = (
+            whole_batches * slot
+            + np.maximum(slot - first_slot, 0)
+            + np.minimum(slot, last_slot + 1)
+        )
+        same_slot = np.where(batch > first_batch, batch - first_batch - 1 + (slot >= first_slot), 0)
+        dealt = start + earlier_slots + same_slot
+        return np.where(whole_batches < 0, positions, dealt)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where some positions of the run stand, an entry each.
+
+    `rows` count inside the row group.
+    """
+
+    epochs: Int64Array
+    groups: Int64Array
     rows: Int64Array
-    samples: Int64Array
 
 
 @dataclass(frozen=True)
@@ -42,65 +84,58 @@ class Order:
         manifest_rows: rows per row group, in the order of the manifest.
         seed: another seed is another order.
         is_shuffled: False keeps the order of the manifest, for evaluation.
+        window: None keeps the row groups one after the other.
 
     Raises:
         ValueError: if there are no rows.
     """
 
     def __init__(
-        self, manifest_rows: NDArray[np.integer], seed: int, is_shuffled: bool = True
+        self,
+        manifest_rows: NDArray[np.integer],
+        seed: int,
+        is_shuffled: bool = True,
+        window: ShuffleWindow | None = None,
     ) -> None:
         self.rows = np.ascontiguousarray(manifest_rows, dtype=np.int64)
         self.first_samples = np.concatenate([[0], np.cumsum(self.rows)])
         self.num_images = int(self.first_samples[-1])
         self.seed = seed
         self.is_shuffled = is_shuffled
+        self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images.")
         self._plan = lru_cache(maxsize=2)(self._plan_epoch)
+        self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Order, (self.rows, self.seed, self.is_shuffled))
-
-    def epoch_of(self, position: int) -> int:
-        """The 0-based epoch in which a position lies."""
-        return position // self.num_images
+        return (Order, (self.rows, self.seed, self.is_shuffled, self.window))
 
     def samples_at(self, start: int, stop: int) -> Int64Array:
         """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
-        pieces = self.pieces(start, stop)
-        if not pieces:
-            return np.empty(0, np.int64)
-        return np.concatenate([piece.samples for piece in pieces])
+        places = self.places(np.arange(start, stop, dtype=np.int64))
+        return self.first_samples[places.groups] + places.rows
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """The row groups, and the rows in each, that positions [start, stop) read, in order."""
-        pieces: list[Piece] = []
-        while start < stop:
-            epoch = self.epoch_of(start)
-            epoch_start = epoch * self.num_images
-            epoch_stop = min(stop, epoch_start + self.num_images)
-            pieces += self._pieces_in_epoch(epoch, start - epoch_start, epoch_stop - epoch_start)
-            start = epoch_stop
-        return pieces
+    def places(self, positions: Int64Array) -> Places:
+        """What stands at some positions."""
+        if self.window is not None:
+            positions = self.window.undealt(positions, self.num_images)
+        epochs, offsets = np.divmod(positions, self.num_images)
+        groups, rows = np.empty_like(offsets), np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            plan = self._plan(int(epoch))
+            turns = np.searchsorted(plan.ends, offsets[of_epoch], side="right")
+            groups[of_epoch] = plan.groups[turns]
+            rows[of_epoch] = offsets[of_epoch] - plan.ends[turns] + self.rows[plan.groups[turns]]
+        if self.is_shuffled:
+            for alike in _runs_alike(epochs, groups):
+                permuted = self._rows_of(int(epochs[alike[0]]), int(groups[alike[0]]))
+                rows[alike] = permuted[rows[alike]]
+        return Places(epochs, groups, rows)
 
-    def _pieces_in_epoch(self, epoch: int, start: int, stop: int) -> list[Piece]:
-        plan = self._plan(epoch)
-        first = int(np.searchsorted(plan.ends, start, side="right"))
-        last = int(np.searchsorted(plan.ends, stop, side="left"))
-        pieces = []
-        for place in range(first, last + 1):
-            group = int(plan.groups[place])
-            begin = int(plan.ends[place]) - int(self.rows[group])
-            rows = self._rows_of(epoch, group)[max(0, start - begin) : stop - begin]
-            if len(rows):
-                pieces.append(Piece(epoch, group, rows, rows + self.first_samples[group]))
-        return pieces
-
-    def _rows_of(self, epoch: int, group: int) -> Int64Array:
+    def _permute_rows(self, epoch: int, group: int) -> Int64Array:
         rows = np.arange(self.rows[group], dtype=np.int64)
-        if not self.is_shuffled:
-            return rows
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
         return np.argsort(keys, kind="stable").astype(np.int64)
 
@@ -110,3 +145,12 @@ class Order:
             keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
             groups = np.argsort(keys, kind="stable").astype(np.int64)
         return _EpochPlan(groups, np.cumsum(self.rows[groups]))
+
+
+def _runs_alike(epochs: Int64Array, groups: Int64Array) -> list[NDArray[np.intp]]:
+    """The indices of the positions of each row group of each epoch."""
+    if not len(groups):
+        return []
+    order = np.lexsort((groups, epochs))
+    is_new = (np.diff(groups[order]) != 0) | (np.diff(epochs[order]) != 0)
+    return np.split(order, np.flatnonzero(is_new) + 1)

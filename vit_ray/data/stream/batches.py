@@ -17,9 +17,10 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crops import Augmentation, training_crop
-from vit_ray.data.order.partition import Partition
+from vit_ray.data.order.partition import BlockShape, Partition
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import RowSelection
+from vit_ray.data.order.shuffle import ShuffleWindow
 from vit_ray.data.stream.encoded import EncodedColumns
 
 Batch = dict[str, NDArray[Any]]
@@ -34,6 +35,7 @@ class StreamSpec:
     Attributes:
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
+        window: in which training rows are dealt out to global batches; None for none.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
@@ -50,6 +52,7 @@ class StreamSpec:
     augmentation: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
     rows: RowSelection | None = None
+    window: ShuffleWindow | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
     concurrency: int | None = None
@@ -76,6 +79,21 @@ class StreamJob:
     counts: NDArray[np.integer]
 
     @property
+    def window(self) -> ShuffleWindow | None:
+        """In which rows are dealt out to batches."""
+        return self.spec.window if self.is_training else None
+
+    @property
+    def shape(self) -> BlockShape:
+        """How the stream is cut into blocks and tasks."""
+        rows_per_pass = self.partition.rows_per_pass
+        window = self.window.num_rows if self.window else rows_per_pass
+        passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
+        return BlockShape(
+            self.spec.block_rows, self.spec.task_rows, passes, self.start // rows_per_pass
+        )
+
+    @property
     def is_encoded(self) -> bool:
         """Whether images travel as they are stored."""
         return self.is_training and self.spec.decode == "device"
@@ -88,7 +106,7 @@ class BatchReader:
         spec = job.spec
         self._job = job
         self._plan = Plan(
-            spec.manifest, spec.seed, spec.rows, is_shuffled=job.is_training, counts=job.counts
+            spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window
         )
         self._read = _HeldRowGroups(RowGroupReader(spec.manifest).read, spec.held_mib << 20)
 
@@ -101,10 +119,7 @@ class BatchReader:
     def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
         if not self._job.is_training:
             positions = positions[positions < self._plan.num_images]
-        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-        runs = [run for run in np.split(positions, breaks) if len(run)]
-        parts = [self._plan.rows_at(int(run[0]), int(run[-1]) + 1) for run in runs]
-        return Rows.joined(parts)
+        return self._plan.rows_at(positions)
 
 
 class _HeldRowGroups:

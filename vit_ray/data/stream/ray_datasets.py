@@ -21,7 +21,6 @@ from ray.data.datasource import Datasource, ReadTask
 from vit_ray.data.order.partition import (
     BlockTask,
     Partition,
-    full_block_rows,
     plan_segments,
     read_tasks,
 )
@@ -147,7 +146,7 @@ def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
 def _block_bytes(job: StreamJob) -> int:
     """Size of a full block; of encoded images, on average."""
     spec = job.spec
-    rows = full_block_rows(job.partition, spec.block_rows)
+    rows = job.shape.full_passes(job.partition) * job.partition.batch_size_per_rank
     if job.is_encoded:
         return int(rows * spec.manifest.bytes.sum() / spec.manifest.num_images)
     return rows * math.prod(spec.augmentation.shape)
@@ -185,8 +184,7 @@ class _BlockSource(Datasource):
 
     def __init__(self, job: StreamJob, bounds: list[tuple[int, int]]) -> None:
         self._partition = job.partition
-        self._block_rows = job.spec.block_rows
-        self._task_rows = job.spec.task_rows
+        self._shape = job.shape
         self._job_ref = ray.put(job)
         self._bounds = bounds
 
@@ -202,9 +200,7 @@ class _BlockSource(Datasource):
         """Tasks of the segment that this execution stands for; of the first without a context."""
         segment = 0 if data_context is None else execution_index(data_context)
         first, last = self._bounds[segment % len(self._bounds)]
-        tasks = read_tasks(
-            self._partition, first, last, block_rows=self._block_rows, task_rows=self._task_rows
-        )
+        tasks = read_tasks(self._partition, first, last, self._shape)
         return [ReadTask(_Blocks(self._job_ref, task), _UNKNOWN) for task in tasks]
 
 

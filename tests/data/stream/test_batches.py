@@ -1,0 +1,54 @@
+"""What one reading task does, without Ray."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.conftest import Digits
+from vit_ray.data import open_dataset
+from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.order.partition import Partition, read_tasks
+from vit_ray.data.order.shuffle import Order, ShuffleWindow
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_task_reads_the_row_groups_of_its_window_once(
+    digits: Digits, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of 1,497 images in row groups of 32, in windows of eight batches of 64."""
+    reads: Counter[int] = Counter()
+    read = RowGroupReader.read
+
+    def counted(self: RowGroupReader, group: int) -> EncodedRows:
+        reads[group] += 1
+        return read(self, group)
+
+    monkeypatch.setattr(RowGroupReader, "read", counted)
+    manifest = open_dataset(digits.train)
+    spec = StreamSpec(
+        manifest, Augmentation(size=8), seed=3, window=ShuffleWindow(64, 8), task_rows=512
+    )
+    partition = Partition(world_size, 64 // world_size)
+    job = StreamJob(spec, partition, 0, is_training=True, counts=manifest.rows)
+    batches: list[list[np.ndarray]] = [[] for _ in range(46)]
+    for task in read_tasks(partition, 0, 46 * partition.batch_size_per_rank, job.shape):
+        reader = BatchReader(job)  # another process may make each task
+        for rank, first, last in task.blocks():
+            samples = reader.batch(rank, first, last)[0]["sample"]
+            step = first // partition.batch_size_per_rank
+            for part in np.split(samples, (last - first) // partition.batch_size_per_rank):
+                batches[step].append(part)
+                step += 1
+    order = Order(manifest.rows, seed=3, window=spec.window)
+    for step, parts in enumerate(batches):
+        expected = order.samples_at(step * 64, step * 64 + 64)
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
+    # The first window is made in small blocks of a task each, for an early first batch.
+    first_window = set(order.places(np.arange(512)).groups.tolist())
+    others = [reads[group] for group in range(47) if group not in first_window]
+    # Twice in two epochs, and once more where a window ends in a row group.
+    assert min(others) == 2
+    assert sum(others) < 2.4 * len(others)

@@ -1,0 +1,160 @@
+"""The order of a run's data is chosen once, and a run that goes on keeps its own; no Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vit_ray.config import Recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.launch.preflight import RunPlan, plan_run, prepared_training
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.progress import Progress
+
+NUM_GROUPS = 100
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A run over 6,400 images of 100 kB, which are not there."""
+    columns = RowGroupColumns(
+        np.zeros(NUM_GROUPS), np.arange(NUM_GROUPS), np.full(NUM_GROUPS, 64),
+        np.full(NUM_GROUPS, 6_400_000), {},
+    )  # fmt: skip
+    write_manifest(
+        locate(str(tmp_path / "data")), columns, files=[ShardFile("part", 6400, 640_000_000)],
+        classes=["cat", "dog"], max_labels=1, origin={},
+    )  # fmt: skip
+    return Recipe(
+        name="run",
+        output=str(tmp_path / "runs"),
+        data={"train": str(tmp_path / "data")},
+        train={"global_batch_size": 64, "micro_batch_size": 64},
+        optim={"steps": 1000},
+        model={"name": "ViT-Ti/16"},
+    )
+
+
+def save_checkpoint(recipe: Recipe, **data: Any) -> None:
+    """A checkpoint of a run whose recipe says of the order what `data` has, and no more."""
+    tree = recipe.model_dump(mode="json")
+    for key in ("shuffle_window", "select_by"):
+        del tree["data"][key]
+    tree["data"] |= data
+    fingerprint = open_dataset(str(recipe.data.train)).fingerprint
+    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
+    folder = locate(recipe.run_folder).child(folder_name(10))
+    write_snapshot(Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
+
+
+def prepared(recipe: Recipe) -> tuple[Recipe, RunPlan]:
+    with prepared_training(recipe, "pretrain") as run:
+        return run.recipe, run.plan
+
+
+def orders(recipe: Recipe) -> tuple[Any, Any]:
+    return recipe.data.shuffle_window, recipe.data.select_by
+
+
+def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) -> None:
+    found, plan = prepared(recipe)
+    assert orders(found) == (1024, "row_group")
+    spec = plan.streams["train"]
+    assert spec.window is not None
+    assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
+    assert spec.rows is None
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "batch", "window"),
+    [(512, 64, 2048), (64, 64, 256), (1, 64, 0), (512, 512, 2048), (512, 4096, 0), (512, 48, 1536)],
+)
+def test_the_window_follows_memory_and_batch(
+    recipe: Recipe, memory_mib: int, batch: int, window: int
+) -> None:
+    changed = recipe.with_changes(
+        data={"task_memory_mib": memory_mib},
+        train={"global_batch_size": batch, "micro_batch_size": batch},
+    )
+    plan = plan_run(changed)
+    assert plan.recipe.data.shuffle_window == window
+    assert (plan.streams["train"].window is None) == (window == 0)
+    assert plan.streams["train"].task_rows == max(1024, window)
+
+
+def test_a_run_of_before_goes_on_in_its_old_order(recipe: Recipe) -> None:
+    save_checkpoint(recipe)
+    found, plan = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
+    assert orders(found) == (0, "row")
+    assert plan.streams["train"].window is None
+
+
+def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe) -> None:
+    save_checkpoint(recipe, shuffle_window=512, select_by="row_group")
+    found, _ = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
+    assert orders(found) == (512, "row_group")
+
+
+def test_a_share_of_a_run_of_before_is_of_single_rows(recipe: Recipe) -> None:
+    part = recipe.with_changes(data={"fraction": 0.1})
+    _, new = prepared(part)
+    save_checkpoint(part)
+    _, old = prepared(part)
+    touched = [
+        np.count_nonzero(plan.streams["train"].rows.rows_per_group(plan.manifest))  # type: ignore[union-attr]
+        for plan in (new, old)
+    ]
+    assert touched[0] == 10
+    assert touched[1] > 90
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"shuffle_window": 1024}, "data.shuffle_window was 0 and is 1024"),
+        ({"select_by": "row_group"}, "data.select_by was 'row' and is 'row_group'"),
+    ],
+)
+def test_another_order_than_the_run_has_is_refused_by_name(
+    recipe: Recipe, asked: dict[str, Any], message: str
+) -> None:
+    save_checkpoint(recipe)
+    with pytest.raises(ValueError, match=message):
+        prepared(recipe.with_changes(data=asked))
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (100, "no whole number of train.global_batch_size=64; the nearest is 128, and 0 is none"),
+        (64 * 64, "take about 397 MiB of each reading task, and data.task_memory_mib=256"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_run(recipe.with_changes(data={"shuffle_window": window}))
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
+    plan = plan_run(recipe.with_changes(data={"shuffle_window": window}))
+    assert plan.streams["train"].window is None
+
+
+def test_weights_of_a_run_of_before_keep_what_it_held_out(recipe: Recipe) -> None:
+    """Of the same data; its held-out rows must not be trained on now, nor its others judged."""
+    held_out = {"held_out_fraction": 0.1}
+    save_checkpoint(recipe.with_changes(data=held_out))
+    next_run = recipe.with_changes(name="next", init_from=recipe.run_folder, data=held_out)
+    for plan in (plan_run(next_run), plan_run(next_run, needs_train=False)):
+        assert plan.recipe.data.select_by == "row"
+        rows = plan.streams["eval"].rows
+        assert rows is not None
+        assert rows.unit == "row"
+    assert plan_run(next_run.with_changes(seed=1)).recipe.data.select_by == "row"
+    fresh = next_run.with_changes(init_from=None)
+    assert plan_run(fresh).recipe.data.select_by == "row_group"

@@ -1,0 +1,110 @@
+"""In which order a run reads its data: chosen once, recorded in its checkpoints, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vit_ray.config import Recipe
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import open_checkpoint
+from vit_ray.train.run_checkpoints import newest_checkpoint
+
+Order = dict[str, Any]
+"""`data.shuffle_window` and `data.select_by`, neither of them `auto`."""
+
+_UNRECORDED: Final[Order] = {"shuffle_window": 0, "select_by": "row"}
+"""Of runs whose checkpoints say nothing of it."""
+
+_MOST_ROWS: Final = 2048
+"""Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+_MEMORY_SHARE: Final = 0.75
+"""Of a task's memory that a window takes on average by default; images differ in size."""
+
+
+def recorded_order(recipe: Mapping[str, Any]) -> Order:
+    """The order of a run, from the recipe that its checkpoint holds."""
+    data = recipe.get("data", {})
+    return {key: data.get(key, before) for key, before in _UNRECORDED.items()}
+
+
+def order_of(recipe: Recipe) -> Order:
+    """What a recipe says of the order."""
+    return {key: getattr(recipe.data, key) for key in _UNRECORDED}
+
+
+def with_order(recipe: Recipe, manifest: Manifest, begun: Order | None = None) -> Recipe:
+    """The recipe with `auto` made definite: as the run began, or else as is best.
+
+    A new run whose weights come from one on the same data keeps that one's choice of rows, so that
+    what was held out there is held out here.
+
+    Args:
+        begun: of the run that is continued; None for a new one.
+
+    Raises:
+        ValueError: the window is no whole number of batches, or too large for a task's memory.
+    """
+    order = order_of(recipe)
+    if order["shuffle_window"] == "auto":
+        order["shuffle_window"] = begun["shuffle_window"] if begun else _window(recipe, manifest)
+    if order["select_by"] == "auto":
+        before = begun or _order_of_weights(recipe, manifest)
+        order["select_by"] = before["select_by"] if before else "row_group"
+    _check_window(recipe, manifest, order["shuffle_window"])
+    return recipe.with_changes(data=order)
+
+
+def shuffle_window(recipe: Recipe) -> ShuffleWindow | None:
+    """The window of a recipe with a definite order."""
+    rows, batch = recipe.data.shuffle_window, recipe.train.global_batch_size
+    assert rows != "auto"
+    return ShuffleWindow(batch, rows // batch) if rows > batch else None
+
+
+def _window(recipe: Recipe, manifest: Manifest) -> int:
+    """Images of the largest window that costs next to nothing; 0 if that is a single batch."""
+    fits = _rows_that_fit(recipe, manifest, _MEMORY_SHARE)
+    batch, batches = recipe.train.global_batch_size, 1
+    while 2 * batches * batch <= min(_MOST_ROWS, fits):
+        batches *= 2
+    return batches * batch if batches > 1 else 0
+
+
+def _rows_that_fit(recipe: Recipe, manifest: Manifest, share: float) -> int:
+    """Rows of a window of which a task can keep all row groups; its ends cut two of them."""
+    image_bytes = float(manifest.bytes.sum()) / manifest.num_images
+    rows = share * (recipe.data.task_memory_mib << 20) / max(image_bytes, 1.0)
+    return int(rows) - int(manifest.rows.max())
+
+
+def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:
+    batch = recipe.train.global_batch_size
+    if rows % batch:
+        nearest = max(1, round(rows / batch)) * batch
+        raise ValueError(
+            f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
+            f"the nearest is {nearest}, and 0 is none"
+        )
+    if rows > max(batch, _rows_that_fit(recipe, manifest, 1.0)):
+        image_mib = float(manifest.bytes.sum()) / manifest.num_images / 2**20
+        needed = (rows + int(manifest.rows.max())) * image_mib
+        raise ValueError(
+            f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
+            f"and data.task_memory_mib={recipe.data.task_memory_mib}; lower the one or raise the "
+            "other"
+        )
+
+
+def _order_of_weights(recipe: Recipe, manifest: Manifest) -> Order | None:
+    """Of the run that `init_from` names, if it read the same data and rows are set apart."""
+    is_whole = recipe.data.held_out_fraction == 0 and recipe.data.fraction == 1
+    if recipe.init_from is None or is_whole:
+        return None
+    location = locate(recipe.init_from)
+    checkpoint = open_checkpoint(location) or newest_checkpoint(location)
+    if checkpoint is None or checkpoint.position.data_fingerprint != manifest.fingerprint:
+        return None
+    return recorded_order(checkpoint.position.recipe)

@@ -120,7 +120,7 @@ def set_aside(folder: Location, reason: str, tell: Tell) -> None:
     place = _free_name(folder)
     folder.move_to(place)
     tell(
-        f"{reason}. It was set aside as {place.path}; nothing in it was deleted. Repair it and "
+        f"{reason}. It was set aside as {place.uri}; nothing in it was deleted. Repair it and "
         "rename it back, or delete it to have its space"
     )
 

@@ -17,7 +17,7 @@ from tests.conftest import ROOT, Digits, Head
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import open_checkpoint
+from vit_ray.train.checkpoint import folder_name, open_checkpoint
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
 
 STEPS = 24
@@ -53,9 +53,13 @@ def small_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Re
     return recipe_from_dict(tree, name).with_changes(**sections)
 
 
-def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Weights of a run's newest checkpoint."""
-    checkpoint = newest_checkpoint(locate(recipe.output).child(recipe.name))
+def weights_of(recipe: Recipe, step: int | None = None) -> dict[str, torch.Tensor]:
+    """Weights of a run's checkpoint of that step, or of its newest."""
+    folder = locate(recipe.output).child(recipe.name)
+    if step is None:
+        checkpoint = newest_checkpoint(folder)
+    else:
+        checkpoint = open_checkpoint(folder.child(folder_name(step)))
     assert checkpoint is not None
     return checkpoint.weights()
 

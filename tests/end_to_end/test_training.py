@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -26,6 +28,11 @@ from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+# Steps after which another processor's rounding is still below 2e-6 of the loss: Adam starts here
+# from a head of zeros, at a high rate, and magnifies it to 8e-5 in 24 steps.
+GOLDEN_STEPS = 12
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,8 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(digits: Digits, folder: Path) -> tuple[Recipe, RunResult]:
     """A run of 24 steps without a stop."""
-    recipe = small_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
+    recipe = constant_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
     return recipe, train(recipe)
+
+
+def constant_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
+    """A recipe whose rate does not depend on the length, so that runs of several lengths agree."""
+    optim = {"schedule": "constant", **sections.pop("optim", {})}
+    return small_recipe(name, digits, folder, optim=optim, **sections)
 
 
 def test_it_learns_and_says_where_its_checkpoint_is(straight: tuple[Recipe, RunResult]) -> None:
@@ -69,14 +82,19 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(
 
 
 def test_its_loss_curve_is_the_golden_one(straight: tuple[Recipe, RunResult]) -> None:
-    """Kept from the day that it was first trained; a change of the order or the sums shows here."""
+    """A change of the order, the crops or the sums shows here. Where it is meant, renew the file:
+
+    RENEW_GOLDEN=1 python -m pytest tests/end_to_end/test_training.py -k golden
+    """
     recipe, result = straight
     assert result.run_id is not None
-    golden = json.loads(Path(__file__).with_name("golden_losses.json").read_text())
-    steps, losses = zip(*curve(recipe, result.run_id), strict=True)
+    points = [p for p in curve(recipe, result.run_id) if p[0] <= GOLDEN_STEPS]
+    steps, losses = zip(*points, strict=True)
+    if "RENEW_GOLDEN" in os.environ:
+        GOLDEN.write_text(json.dumps({"steps": steps, "losses": losses}, indent=1) + "\n")
+    golden = json.loads(GOLDEN.read_text())
     assert list(steps) == golden["steps"]
-    # Other processors take sums in other orders, which 24 steps magnify.
-    assert losses == pytest.approx(golden["losses"], rel=1e-4)
+    assert losses == pytest.approx(golden["losses"], rel=2e-5, abs=0)
 
 
 def test_the_trace_of_the_chosen_steps_is_kept_with_it(
@@ -115,47 +133,39 @@ def test_a_run_of_another_batch_is_not_continued(straight: tuple[Recipe, RunResu
         train(other)
 
 
-def test_a_longer_run_goes_on_where_the_shorter_ended(digits: Digits, folder: Path) -> None:
-    """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
-    steps = {"optim": {"steps": 8, "schedule": "constant"}}
-    first = small_recipe("two-parts", digits, folder, **steps)
-    train(first)
+@pytest.fixture(scope="module")
+def in_parts(digits: Digits, folder: Path) -> list[tuple[Recipe, RunResult]]:
+    """The straight run in three: 8 steps, 8 more, and the last 8 on 1 worker under ZeRO 3."""
+    first = constant_recipe("in-parts", digits, folder, optim={"steps": 8})
     second = first.with_changes(optim={"steps": 16})
-    result = train(second)
+    third = first.with_changes(
+        optim={"steps": STEPS}, workers={"num_workers": 1}, train={"zero_stage": 3}
+    )
+    return [(recipe, train(recipe)) for recipe in (first, second, third)]
+
+
+def test_a_longer_run_goes_on_where_the_shorter_ended(
+    straight: tuple[Recipe, RunResult], in_parts: list[tuple[Recipe, RunResult]]
+) -> None:
+    """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
+    recipe, result = in_parts[1]
     assert result.is_complete
     assert any("resumed: from step 8" in event for event in result.events)
-    whole = small_recipe("one-part", digits, folder, optim={"steps": 16, "schedule": "constant"})
-    train(whole)
-    assert same_weights(weights_of(second), weights_of(whole))
+    assert same_weights(weights_of(recipe, 16), weights_of(straight[0], 16))
     assert result.run_id is not None
-    assert len([r for r in runs_of(second) if r.info.run_name == "two-parts"]) == 1
-    assert [step for step, _ in curve(second, result.run_id)] == [1, 4, 8, 9, 12, 16]
+    assert len([r for r in runs_of(recipe) if r.info.run_name == "in-parts"]) == 1
+    steps = [step for step, _ in curve(recipe, result.run_id)]
+    assert steps == [1, 4, 8, 9, 12, 16, 17, 20, 24]
 
 
 def test_one_worker_under_another_stage_goes_on_with_the_same_batches(
-    straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
+    straight: tuple[Recipe, RunResult], in_parts: list[tuple[Recipe, RunResult]]
 ) -> None:
-    """2 workers under ZeRO 2, then 1 worker under ZeRO 3; no dropout, so losses can be compared."""
-    steps = {"model": {"dropout": 0.0}, "optim": {"steps": 8, "schedule": "constant"}}
-    first = small_recipe("resized", digits, folder, **steps)
-    train(first)
-    second = first.with_changes(
-        optim={"steps": 16}, workers={"num_workers": 1}, train={"zero_stage": 3}
-    )
-    resized = train(second)
-    whole = small_recipe(
-        "not-resized",
-        digits,
-        folder,
-        model={"dropout": 0.0},
-        optim={"steps": 16, "schedule": "constant"},
-    )
-    straight_through = train(whole)
-    assert resized.run_id is not None
-    assert straight_through.run_id is not None
-    one = dict(curve(second, resized.run_id))
-    other = dict(curve(whole, straight_through.run_id))
-    for step in (12, 16):
+    recipe, resized = in_parts[2]
+    assert any("resumed: from step 16" in event for event in resized.events)
+    one = dict(curve(recipe, resized.run_id or ""))
+    other = dict(curve(straight[0], straight[1].run_id or ""))
+    for step in (20, 24):
         assert one[step] == pytest.approx(other[step], rel=1e-4)
 
 
@@ -199,7 +209,7 @@ def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
 def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
     ray_cluster: Head, straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
 ) -> None:
-    recipe = small_recipe(
+    recipe = constant_recipe(
         "small-memory",
         digits,
         folder,
@@ -213,8 +223,8 @@ def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
     whole, (run,) = straight[1], [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
     one, other = (dict(curve(recipe, run_id or "")) for run_id in (run.info.run_id, whole.run_id))
     assert one.keys() == other.keys()
-    for step, loss in other.items():
-        assert one[step] == pytest.approx(loss, rel=1e-4)
+    for step in (step for step in other if step <= GOLDEN_STEPS):
+        assert one[step] == pytest.approx(other[step], rel=1e-4)
 
 
 def test_a_run_that_another_driver_works_on_is_refused(

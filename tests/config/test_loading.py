@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.models.small import FAMILIES, small_model
-from vit_ray.config import Recipe, load_recipe
+from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training import OptimConfig, accumulation_steps
 from vit_ray.config.validation import _ALIASES, dotted_keys
@@ -223,3 +223,10 @@ def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
 def test_the_same_tree_gives_the_same_recipe() -> None:
     recipe = recipe_from_dict({"name": "a", "optim": {"betas": [0.9, 0.95]}}, "test")
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
+    for value in (0, "", False):
+        assert require(value, "plan.num_gpus", "a number") is value
+    with pytest.raises(ValueError, match=r"^sweep is not set; give sweep\.learning_rates$"):
+        require(None, "sweep", "sweep.learning_rates")

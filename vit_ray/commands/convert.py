@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.commands import ConvertConfig
 from vit_ray.data.prepare.convert import ConvertReport, convert
 from vit_ray.launch.cluster import connect
@@ -31,12 +31,11 @@ def convert_of(recipe: Recipe) -> ConvertConfig:
     Raises:
         ValueError: it has none.
     """
-    if recipe.convert is None:
-        raise ValueError(
-            "convert is not set; give convert.source and convert.destination, such as "
-            "convert='{source: images/, destination: data/}'"
-        )
-    return recipe.convert
+    hint = (
+        "convert.source and convert.destination, such as "
+        "convert='{source: images/, destination: data/}'"
+    )
+    return require(recipe.convert, "convert", hint)
 
 
 def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:

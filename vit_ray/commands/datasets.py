@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.data.prepare.deduplicate import deduplicate
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.launch.cluster import connect
 
 _SHOWN = 20
-SectionType = TypeVar("SectionType")
 
 
 def run_verify(recipe: Recipe) -> int:
@@ -20,7 +17,7 @@ def run_verify(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
-    config = _section(recipe.verify, "verify", "verify.path")
+    config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
     connect(recipe)
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
@@ -41,7 +38,12 @@ def run_subset(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has no `subset` section, or the part cannot be taken.
     """
-    config = _section(recipe.subset, "subset", "subset.source and subset.destination")
+    config = require(
+        recipe.subset,
+        "subset",
+        "subset.source and subset.destination, such as "
+        "subset='{source: data/, destination: part/, fraction: 0.1}'",
+    )
     part = subset(
         config.source,
         config.destination,
@@ -59,7 +61,12 @@ def run_deduplicate(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has no `deduplicate` section, or a data set is missing.
     """
-    config = _section(recipe.deduplicate, "deduplicate", "deduplicate.source")
+    config = require(
+        recipe.deduplicate,
+        "deduplicate",
+        "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination, such as "
+        "deduplicate='{source: data/, evaluation_sets: [test/], destination: clean/}'",
+    )
     connect(recipe)
     report = deduplicate(
         config.source,
@@ -78,9 +85,3 @@ def run_deduplicate(recipe: Recipe) -> int:
             f"were compared by their bytes alone; copies of them in another form may be left"
         )
     return 0
-
-
-def _section(section: SectionType | None, name: str, keys: str) -> SectionType:
-    if section is None:
-        raise ValueError(f"{name} is not set; give {keys} in the recipe or as key=value.")
-    return section

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from torch import nn
 
 from vit_ray.commands.trained_model import load_trained_model
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.commands import ExportConfig
 from vit_ray.models.weights.files import check_suffix
 from vit_ray.models.weights.load_save import save_weights
@@ -68,9 +68,5 @@ def _check_head(report: LoadReport) -> None:
 
 
 def _export_of(recipe: Recipe) -> ExportConfig:
-    if recipe.export is None:
-        raise ValueError(
-            "export is not set; give export.path and export.layout, such as "
-            "export='{path: model.npz, layout: jax}'"
-        )
-    return recipe.export
+    hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
+    return require(recipe.export, "export", hint)

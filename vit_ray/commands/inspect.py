@@ -9,7 +9,7 @@ import numpy as np
 from pyarrow import fs
 
 from vit_ray.commands.trained_model import load_trained_model
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.commands import InspectConfig
 from vit_ray.data.images.crops import Augmentation, BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
@@ -116,8 +116,5 @@ def _keep(recipe: Recipe, folder: Path, files: list[Path]) -> None:
 
 
 def _inspect_of(recipe: Recipe) -> InspectConfig:
-    if recipe.inspect is None:
-        raise ValueError(
-            "inspect is not set; give inspect.images, such as inspect='{images: pictures/}'"
-        )
-    return recipe.inspect
+    hint = "inspect.images, such as inspect='{images: pictures/}'"
+    return require(recipe.inspect, "inspect", hint)

@@ -15,7 +15,7 @@ from vit_ray.launch.preflight import check_model, plan_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate, sum_precision
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
-from vit_ray.models.flops import forward_macs
+from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
 from vit_ray.train.memory_estimate import (
     count_parameters,
@@ -101,7 +101,7 @@ def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> Tr
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
-    exaflops = 6 * macs * steps * batch / 1e18
+    exaflops = count_exaflops(macs, steps * batch)
     return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
 
 

@@ -2,5 +2,6 @@
 
 from vit_ray.config.loading import load_recipe
 from vit_ray.config.schema import Recipe
+from vit_ray.config.validation import require
 
-__all__ = ["Recipe", "load_recipe"]
+__all__ = ["Recipe", "load_recipe", "require"]

@@ -11,6 +11,7 @@ import pydantic
 from pydantic import BaseModel
 
 Model = TypeVar("Model", bound=BaseModel)
+Value = TypeVar("Value")
 
 # What people type who come from other systems.
 _ALIASES = {
@@ -50,6 +51,22 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         causes = [p for p in found if p["type"] != "too_short"] or found
         problems = [_describe(schema, problem) for problem in causes]
         raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
+
+
+def require(value: Value | None, key: str, hint: str) -> Value:
+    """What a recipe gives for a key that the job at hand cannot do without.
+
+    Args:
+        value: as the recipe has it.
+        key: the dotted key of the section or value.
+        hint: what to give, with an example where it helps.
+
+    Raises:
+        ValueError: it is not set.
+    """
+    if value is None:
+        raise ValueError(f"{key} is not set; give {hint}")
+    return value
 
 
 def _describe(schema: type[BaseModel], problem: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from mlflow.entities import Run
 
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.commands import StudyModel
 from vit_ray.experiments.page import page_of
 from vit_ray.launch.cluster import connect
@@ -31,7 +31,7 @@ from vit_ray.launch.run import (
 )
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.models.flops import forward_macs
+from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
 from vit_ray.tracking.past_runs import finished_children, newest_run
 from vit_ray.tracking.run_actor import start_recorder
@@ -111,11 +111,8 @@ def study_cells(recipe: Recipe) -> list[Cell]:
     Raises:
         ValueError: the recipe has no study, or two cells would have one name.
     """
-    if recipe.study is None:
-        raise ValueError(
-            "study is not set; give study.models, a list of {label: ..., model: {name: ...}}"
-        )
-    study = recipe.study
+    hint = "study.models, a list of {label: ..., model: {name: ...}}"
+    study = require(recipe.study, "study", hint)
     cells = [
         Cell(model.label, fraction, epochs, _cell_recipe(recipe, model, fraction, epochs))
         for model in study.models
@@ -187,15 +184,12 @@ def _run_all(
 def cell_metrics(
     cell: Cell, plan: RunPlan, steps: int, images_per_s: float | None
 ) -> dict[str, float]:
-    """Compute and data of a cell: `study/...`, and `cost/core_days` where the speed is known.
-
-    exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18 (the paper's Table 6).
-    """
+    """Compute and data of a cell: `study/...`, and `cost/core_days` where the speed is known."""
     model = cell.recipe.model
     macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
     images_seen = steps * cell.recipe.train.global_batch_size
     metrics = {
-        "study/exaflops": 6 * macs * images_seen / 1e18,
+        "study/exaflops": count_exaflops(macs, images_seen),
         "study/forward_gmacs": macs / 1e9,
         "study/images_seen": float(images_seen),
         "study/train_images": float(plan.num_images),

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.training import AugmentConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import first_labels
@@ -152,10 +152,8 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = 
     """
     check_model(recipe)
     path = recipe.data.train if needs_train or recipe.data.train else recipe.data.eval
-    if path is None:
-        key = "data.train" if needs_train else "data.eval"
-        raise ValueError(f"{key} is not set; give the folder of a converted data set")
-    manifest = open_dataset(path)
+    key = "data.train" if needs_train else "data.eval"
+    manifest = open_dataset(require(path, key, "the folder of a converted data set"))
     recipe = with_order(recipe, manifest, begun)
     rows, held_out = _selected_rows(recipe, manifest)
     streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}

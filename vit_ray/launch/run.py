@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import ray
 
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
@@ -102,8 +102,7 @@ def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult
     Raises:
         ValueError: no weights are given, or as `train`.
     """
-    if recipe.init_from is None:
-        raise ValueError("init_from is not set; give the run, checkpoint or file to fine-tune")
+    require(recipe.init_from, "init_from", "the run, checkpoint or file to fine-tune")
     return train(recipe, kind="finetune", tags=tags)
 
 
@@ -113,8 +112,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     Raises:
         ValueError: no weights or no data set are given, or they do not fit.
     """
-    if recipe.init_from is None:
-        raise ValueError("init_from is not set; give the run, checkpoint or file to evaluate")
+    require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
     return _run(prepare_evaluation(recipe)).metrics
 
 

@@ -5,7 +5,7 @@ costs twice the forward, recomputation and the optimiser are not counted. A conv
 its kernel only where it lies on the image, as XLA's cost analysis does. Norms, activations,
 softmax and pooling are not counted.
 
-`forward_macs` and `training_exaflops` are the paper's count, for costs: the last block of a ViT is
+`forward_macs` and `count_exaflops` are the paper's count, for costs: the last block of a ViT is
 counted whole. `training_macs` is what a step computes, for MFU and HFU: where the class token is
 all that the head sees, the last block works out that token alone; and the images need no gradient.
 """
@@ -155,7 +155,7 @@ def training_exaflops(
     image_size: ImageSize = 224,
     **options: Any,
 ) -> float:
-    """10^18 operations of pre-training: 6 x forward multiply-adds x images x epochs.
+    """10^18 operations of pre-training, as `count_exaflops`.
 
     The tanh representation layer of pre-training is counted where a model can have one, unless
     `representation` is given.
@@ -164,7 +164,19 @@ def training_exaflops(
     if not isinstance(spec, PlainResNet | PlainAxialResNet):
         options = {"representation": True, **options}
     macs = forward_macs(name, num_classes, image_size, **options)
-    return 6 * macs * num_images * epochs / 1e18
+    return count_exaflops(macs, num_images * epochs)
+
+
+def count_exaflops(macs: int, images_seen: float) -> float:
+    """10^18 operations of training: 6 x multiply-adds x images (Table 6 of the paper).
+
+    Two operations for a multiply-add; the backward pass costs twice the forward.
+
+    Args:
+        macs: of one image through the model, as `forward_macs` counts them.
+        images_seen: over the whole run, repeats counted.
+    """
+    return 6 * macs * images_seen / 1e18
 
 
 def block_macs(size: EncoderSize, num_tokens: int, num_queries: int | None = None) -> int:

@@ -4,8 +4,14 @@ A `Fragment` is a run of consecutive elements of one parameter, with the fp32 ma
 the optimizer state of those elements as views into the engine's own memory. Checkpoints,
 averaging and weight exchange work on fragments, and so on any stage and any number of workers.
 
-The layouts are DeepSpeed's, read from the attributes that its own `tensor_fragment` and stage 3
-code maintain (0.19.8); the tests pair every stage with every other.
+DeepSpeed's public `safe_get_*` and `safe_set_*` functions are not used (0.19.8). Those of whole
+parameters all-reduce a zero-filled fp32 copy of each parameter, where a fragment costs nothing;
+under ZeRO 3 the setters read past the end of a parameter that the ranks do not divide. Those of
+local partitions exist for ZeRO 3 alone, return copies instead of views where the optimizer is
+offloaded, and count padding as values. None knows ZeRO 0, and none tells where a partition starts.
+So the addresses are read from the attributes that those functions read themselves, each in the
+function of its stage below; `tests/train/test_deepspeed_internals.py` names what is gone or
+renamed in another version, and the tests of the engine pair every stage with every other.
 """
 
 from __future__ import annotations
@@ -87,6 +93,7 @@ def set_weights(fragments: list[Fragment], weights: dict[str, Tensor]) -> None:
 
 
 def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
+    # DeepSpeed 0.19.8: without ZeRO parameters have no `_hp_mapping`, so `safe_get_*` give None.
     masters = _fp32_copies(engine.optimizer)
     for parameter, name in names.items():
         owner = masters.get(parameter, parameter)
@@ -105,6 +112,8 @@ def _fp32_copies(optimizer: Any) -> dict[Tensor, Tensor]:
 
 def _stage12_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
     optimizer = engine.optimizer
+    # DeepSpeed 0.19.8: the optimizer state is kept under the flat group, which no function gives;
+    # the two optimizers (fp32 and bf16 sums) name it differently.
     flat_groups = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if flat_groups is None:
         flat_groups = optimizer.fp32_groups_flat_partition
@@ -122,6 +131,7 @@ def _stage12_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[
 def _stage3_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
     optimizer = engine.optimizer
     rank = engine.global_rank
+    # DeepSpeed 0.19.8: `safe_get_local_fp32_param` reads these too, and keeps the offset to itself.
     for parameter, name in names.items():
         group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
         owner = optimizer.fp32_partitioned_groups_flat[group]
@@ -181,6 +191,8 @@ def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) ->
     if engine.zero_optimization_stage() == 3:
         # A forward pass leaves parameters gathered, and the next would not see the change.
         engine.empty_partition_cache()
+        # DeepSpeed 0.19.8: `safe_set_*` write masters alone, and `zero.GatheredParameters` sends
+        # whole parameters from one rank; what a rank owns is its own `ds_tensor`.
         for parameter, name in names.items():
             shard = parameter.ds_tensor.data  # type: ignore[attr-defined]
             base = engine.global_rank * shard.numel()

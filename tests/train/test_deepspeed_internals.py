@@ -1,0 +1,77 @@
+"""What `fragments.py` and `engine.py` read of DeepSpeed is there: run first on a new DeepSpeed."""
+
+import dataclasses
+import importlib
+import inspect
+from importlib.metadata import version
+
+import pytest
+
+VERSION = "0.19"
+
+# Module, class, and what is set on its instances.
+ATTRIBUTES = [
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "single_partition_of_fp32_groups"),
+    ("runtime.bf16_optimizer", "BF16_Optimizer", "fp32_groups_flat_partition"),
+    ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "fp16_groups"),
+    ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "fp32_groups"),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat"),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "grad_position"),
+    ("runtime.engine", "DeepSpeedEngine", "global_rank"),
+    ("runtime.engine", "DeepSpeedEngine", "global_steps"),
+    ("runtime.engine", "DeepSpeedEngine", "skipped_steps"),
+]
+METHODS = [
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "get_param_id", ("self", "param")),
+    ("runtime.engine", "DeepSpeedEngine", "empty_partition_cache", ("self",)),
+    ("runtime.engine", "DeepSpeedEngine", "zero_optimization_stage", ("self",)),
+    ("runtime.engine", "DeepSpeedEngine", "was_step_applied", ("self",)),
+    ("runtime.engine", "DeepSpeedEngine", "get_global_grad_norm", ("self",)),
+    ("runtime.engine", "DeepSpeedEngine", "is_gradient_accumulation_boundary", ("self",)),
+    ("runtime.engine", "DeepSpeedEngine", "destroy", ("self",)),
+]
+FIELDS = [
+    ("fragment_address", {"numel", "start"}),
+    ("tensor_fragment", {"lp_fragment_address", "hp_fragment_address", "param_group_index"}),
+]
+# What is set on parameters of the module, and where.
+ON_PARAMETERS = [
+    ("utils.mixed_precision_linkage", "lp_param._hp_mapping ="),
+    ("runtime.zero.partition_parameters", "param.ds_numel ="),
+    ("runtime.zero.partition_parameters", "param.ds_tensor ="),
+]
+
+
+def test_deepspeed_is_of_the_version_that_this_was_written_for() -> None:
+    assert version("deepspeed").rpartition(".")[0] == VERSION
+
+
+@pytest.mark.parametrize(("module", "owner", "attribute"), ATTRIBUTES)
+def test_an_attribute_is_set(module: str, owner: str, attribute: str) -> None:
+    source = inspect.getsource(getattr(importlib.import_module(f"deepspeed.{module}"), owner))
+    assert f"self.{attribute} =" in source
+
+
+@pytest.mark.parametrize(("module", "owner", "method", "parameters"), METHODS)
+def test_a_method_takes_what_it_is_given(
+    module: str, owner: str, method: str, parameters: tuple[str, ...]
+) -> None:
+    found = getattr(importlib.import_module(f"deepspeed.{module}"), owner)
+    assert tuple(inspect.signature(getattr(found, method)).parameters) == parameters
+
+
+@pytest.mark.parametrize(("name", "fields"), FIELDS)
+def test_an_address_has_its_fields(name: str, fields: set[str]) -> None:
+    found = getattr(importlib.import_module("deepspeed.utils.tensor_fragment"), name)
+    assert fields <= {field.name for field in dataclasses.fields(found)}
+
+
+@pytest.mark.parametrize(("module", "line"), ON_PARAMETERS)
+def test_an_attribute_is_set_on_parameters(module: str, line: str) -> None:
+    assert line in inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
+
+
+def test_an_operator_is_left_out_by_its_name() -> None:
+    """`engine.py` marks it as incompatible, or DeepSpeed would compile it at start."""
+    operators = importlib.import_module("deepspeed.ops").__compatible_ops__
+    assert "deepspeed_shm_comm" in operators

@@ -1,6 +1,7 @@
 """The house's import directions, read from the code itself."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_private_names_of_ray_come_by_one_door(path: Path) -> None:
 def test_nothing_imports_torchvision_or_timm() -> None:
     for path in [*MODULES, *(ROOT / "jobs").glob("*.py")]:
         assert not {"torchvision", "timm"} & {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_the_table_of_rooms_names_each_of_them() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {name.rstrip("/") for name in re.findall(r"`(vit_ray/[\w/.]+)`", text)}
+    rooms = {path.parent.relative_to(ROOT) for path in PACKAGE.glob("*/__init__.py")}
+    rooms |= {path.parent.relative_to(ROOT) for path in PACKAGE.glob("data/*/__init__.py")}
+    folders = {str(room) for room in rooms} - {"vit_ray/data"}
+    assert folders <= named
+    assert all((ROOT / name).exists() for name in named), named
 
 
 def test_jobs_are_thin() -> None:

@@ -21,7 +21,7 @@ class ConvertConfig(Section):
     destination: str
     """Folder or `s3://` prefix of the new data set."""
     format: Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl"] = "auto"
-    """Layout of the source."""
+    """Format of the source."""
     rows_per_row_group: Positive = 64
     """Images per row group: the smallest unit that is read."""
     shard_mib: Positive = 256

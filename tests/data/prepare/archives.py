@@ -1,4 +1,4 @@
-"""Small sources of every layout, and what a conversion makes of them."""
+"""Small sources of every format, and what a conversion makes of them."""
 
 import io
 import json

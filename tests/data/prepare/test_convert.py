@@ -119,7 +119,7 @@ def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="no such folder"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
     (tmp_path / "flat").mkdir()
-    with pytest.raises(ValueError, match="holds nothing of the layout"):
+    with pytest.raises(ValueError, match="holds nothing of the format"):
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
 
 

@@ -14,7 +14,7 @@ from tests.data.pictures import jpeg
 from tests.data.prepare.archives import tar_of, write_hub_file
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import ConvertReport, convert
-from vit_ray.data.prepare.sources.layouts import index_unit, list_units
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 
 COUNT = 8

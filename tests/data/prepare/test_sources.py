@@ -30,7 +30,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(info, io.BytesIO(content))
 
 
-def test_tar_shards_in_webdataset_layout(serial: None, tmp_path: Path) -> None:
+def test_tar_shards_in_webdataset_format(serial: None, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for shard in range(2):
@@ -106,16 +106,16 @@ def test_a_foreign_parquet_source_is_refused(serial: None, tmp_path: Path) -> No
         convert(str(tmp_path / "x.parquet"), str(tmp_path / "set"))
 
 
-@pytest.mark.parametrize("layout", ["csv", "jsonl"])
-def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("format", ["csv", "jsonl"])
+def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, format: str) -> None:
     (tmp_path / "images").mkdir()
     for name, image in IMAGES.items():
         (tmp_path / "images" / f"{name}.jpg").write_bytes(image)
     labels = {name: "cat;dog" if i % 3 == 0 else "cat" for i, name in enumerate(IMAGES)}
     listed = [(f"images/{name}.jpg", labels[name]) for name in IMAGES]
     listed += [(str(tmp_path / "images" / "000.jpg"), "dog"), ("images/none.jpg", "cat")]
-    file = tmp_path / f"list.{layout}"
-    if layout == "csv":
+    file = tmp_path / f"list.{format}"
+    if format == "csv":
         rows = [f'"{path}","{label}"' for path, label in listed]
         file.write_text("\n".join(["path,labels", *rows]) + "\n", encoding="utf-8")
     else:

@@ -43,7 +43,7 @@ from vit_ray.data.prepare.shard_lists import (
 )
 from vit_ray.data.prepare.source_index import LabelsAre, SourceIndex, build_index, read_many
 from vit_ray.data.prepare.sources.entries import IndexEntry, printable
-from vit_ray.data.prepare.sources.layouts import Format, list_units
+from vit_ray.data.prepare.sources.formats import Format, list_units
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate

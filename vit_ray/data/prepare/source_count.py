@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow.parquet as pq
 
 from vit_ray.data.prepare.sources.entries import DamagedUnitError, SourceUnit
-from vit_ray.data.prepare.sources.layouts import (
+from vit_ray.data.prepare.sources.formats import (
     Format,
     class_names_in_file,
     index_unit,

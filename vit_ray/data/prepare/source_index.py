@@ -30,7 +30,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     storable,
 )
-from vit_ray.data.prepare.sources.layouts import class_names_in_file, index_unit
+from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
@@ -140,7 +140,7 @@ def build_index(
     if not sum(rows):
         raise ValueError(
             f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
-            f"that were looked at; check its layout."
+            f"that were looked at; check its format."
         )
     names, are_indices = class_names(facts, classes, labels_are)
     digest = hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from tests.data.pictures import jpeg
 from tests.data.prepare.archives import converted, labels_of, rejections
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.sources import lists
-from vit_ray.data.prepare.sources.layouts import index_unit, list_units
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 
 IMAGES = {f"{i:03d}.jpg": jpeg(i, 40 + i, 60) for i in range(40)}

@@ -1,1 +1,1 @@
-"""Layouts in which people keep images, each turned into the same index."""
+"""Formats in which people keep images, each turned into the same index."""

@@ -1,4 +1,4 @@
-"""Which files a source has: layouts, splits, globs and brace ranges."""
+"""Which files a source has: formats, splits, globs and brace ranges."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import converted, labels_of, tar_of, write_hub_file
 from vit_ray.data.prepare.sources import patterns
-from vit_ray.data.prepare.sources.layouts import detect_format, list_units
+from vit_ray.data.prepare.sources.formats import detect_format, list_units
 from vit_ray.data.prepare.sources.patterns import expand_braces
 from vit_ray.data.prepare.sources.splits import split_of
 
@@ -149,22 +149,22 @@ def test_a_range_has_a_limit() -> None:
         expand_braces("{0..9999}{0..9999}")
 
 
-def test_several_layouts_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
+def test_several_formats_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
     tars(tmp_path, ["0.tar"])
     (tmp_path / "list.csv").write_text("path,label\n")
-    with pytest.raises(ValueError, match=r"layouts csv, webdataset; say which by convert.format"):
+    with pytest.raises(ValueError, match=r"formats csv, webdataset; say which by convert.format"):
         list_units(str(tmp_path))
     assert [unit.format for unit in list_units(str(tmp_path), "webdataset")] == ["webdataset"]
 
 
 @pytest.mark.parametrize("name", ["set.tar.gz", "set.zip", "image.jpg"])
-def test_a_file_of_no_layout_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_of_no_format_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"unpack it first|no known layout"):
+    with pytest.raises(ValueError, match=r"unpack it first|no known format"):
         list_units(str(tmp_path / name))
 
 
-def test_the_layout_is_told_by_what_lies_there(tmp_path: Path) -> None:
+def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "classes" / "cat").mkdir(parents=True)
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()

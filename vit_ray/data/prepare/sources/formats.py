@@ -1,4 +1,4 @@
-"""Which layout a source has, and the units that it is cut into."""
+"""Which format a source has, and the units that it is cut into."""
 
 from collections.abc import Callable, Iterable, Iterator
 from os.path import commonpath
@@ -29,17 +29,17 @@ _INDEXERS: Final[dict[str, Callable[[SourceUnit, Location], Iterable[IndexEntry]
 
 
 def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """The images of one unit. `pack` is written only by layouts that need packing.
+    """The images of one unit. `pack` is written only by formats that need packing.
 
     Raises:
         DamagedUnitError: after the last image before the damage.
-        ValueError: the unit is not of its layout.
+        ValueError: the unit is not of its format.
     """
     yield from _INDEXERS[unit.format](unit, pack)
 
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
-    """Class names that a file of the Hugging Face layout declares; None where there are none."""
+    """Class names that a file of the Hugging Face format declares; None where there are none."""
     return hub.declared_classes(unit) if unit.format == "huggingface" else None
 
 
@@ -51,7 +51,7 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
         split: takes one of several; `all` takes all.
 
     Raises:
-        ValueError: if the source is missing or holds nothing of its layout, or a split must be
+        ValueError: if the source is missing or holds nothing of its format, or a split must be
             chosen.
     """
     if is_pattern(source):
@@ -62,25 +62,25 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
         raise ValueError(f"convert.source={source!r}: no such folder or file; check the path.")
     if kind != fs.FileType.Directory:
         return _units_of_matches(source, [Match(location.uri, False)], format, split)
-    layout = detect_format(source) if format == "auto" else format
-    if layout == "folder":
+    chosen = detect_format(source) if format == "auto" else format
+    if chosen == "folder":
         return _class_folders(source, location, split)
-    files = _files_of(location, layout)
+    files = _files_of(location, chosen)
     if not files:
         raise ValueError(
-            f"convert.source={source!r} holds nothing of the layout {layout!r}; "
-            f"expected {location.uri}/*.{_SUFFIX_OF[layout]}."
+            f"convert.source={source!r} holds nothing of the format {chosen!r}; "
+            f"expected {location.uri}/*.{_SUFFIX_OF[chosen]}."
         )
-    units = _units_of_files(source, files, location.uri, layout, split)
+    units = _units_of_files(source, files, location.uri, chosen, split)
     _check_one_configuration(source, units)
     return units
 
 
 def detect_format(source: str) -> str:
-    """Name of the layout of a source, by what lies there.
+    """Name of the format of a source, by what lies there.
 
     Raises:
-        ValueError: if nothing is there, or files of several layouts.
+        ValueError: if nothing is there, or files of several formats.
     """
     location = locate(source)
     info = location.info()
@@ -97,7 +97,7 @@ def _format_of_file(path: str) -> str:
         raise ValueError(f"convert.source={path!r} is a packed archive; unpack it first.")
     if suffix not in _FORMAT_OF:
         raise ValueError(
-            f"convert.source={path!r} is a file of no known layout; give a folder of class "
+            f"convert.source={path!r} is a file of no known format; give a folder of class "
             f"folders, or files that end in {', '.join(sorted(_FORMAT_OF))}."
         )
     return _FORMAT_OF[suffix]
@@ -108,7 +108,7 @@ def _format_of_folder(folder: Location, source: str) -> str | None:
     found = sorted({_FORMAT_OF[s] for s in map(_suffix, names) if s in _FORMAT_OF})
     if len(found) > 1:
         raise ValueError(
-            f"convert.source={source!r} has files of the layouts {', '.join(found)}; "
+            f"convert.source={source!r} has files of the formats {', '.join(found)}; "
             f"say which by convert.format, or give a glob such as {source}/*.tar."
         )
     return found[0] if found else None
@@ -136,11 +136,11 @@ def _suffix(name: str) -> str:
     return "" if is_hidden(name) else name.rsplit(".", 1)[-1].lower()
 
 
-def _files_of(folder: Location, layout: str) -> list[str]:
+def _files_of(folder: Location, format: str) -> list[str]:
     """Addresses of its files; those of tar and parquet may lie in folders."""
-    is_deep = layout in ("webdataset", "huggingface")
+    is_deep = format in ("webdataset", "huggingface")
     names = [relative(i.path, folder.path) for i in folder.list_files(recursive=is_deep)]
-    wanted = "." + _SUFFIX_OF[layout]
+    wanted = "." + _SUFFIX_OF[format]
     return [
         folder.child(name).uri
         for name in names
@@ -163,7 +163,7 @@ def _units_of_matches(
     found = sorted({_format_of_file(path) for path in files}) if format == "auto" else [format]
     if len(found) > 1 or found == ["folder"]:
         raise ValueError(
-            f"convert.source={source!r} stands for files of the layouts {', '.join(found)}; "
+            f"convert.source={source!r} stands for files of the formats {', '.join(found)}; "
             f"match one of {', '.join(_SUFFIX_OF)}, or class folders."
         )
     return _units_of_files(source, files, _folder_of(files), found[0], split)
@@ -178,16 +178,16 @@ def _folder_of(paths: list[str]) -> str:
 
 
 def _units_of_files(
-    source: str, files: list[str], folder: str, layout: str, split: str | None
+    source: str, files: list[str], folder: str, format: str, split: str | None
 ) -> list[SourceUnit]:
     splits: dict[str | None, list[SourceUnit]] = {}
     for path in files:
         # What the user named in full, such as the folder, tells nothing of one file from another.
         splits.setdefault(split_of(relative(path, folder)), []).append(
-            SourceUnit(layout, path, folder)
+            SourceUnit(format, path, folder)
         )
     units = sorted(choose_split(splits, split, source), key=lambda unit: unit.path)
-    if layout not in ("csv", "jsonl"):
+    if format not in ("csv", "jsonl"):
         return units
     return [part for unit in units for part in lists.cut_list(unit)]
 
@@ -226,7 +226,7 @@ def _units_of_root(source: str, root: Location, folder: Location) -> list[Source
     names = [name for name in root.list_folders() if not is_hidden(name)]
     if not names:
         raise ValueError(
-            f"convert.source={source!r} holds nothing of the layout 'folder'; "
+            f"convert.source={source!r} holds nothing of the format 'folder'; "
             f"expected {root.uri}/CLASS/IMAGE."
         )
     units = [SourceUnit("folder", root.child(name).uri, folder.uri) for name in names]

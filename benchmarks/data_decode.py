@@ -22,7 +22,7 @@ from PIL import Image
 
 from vit_ray.data.images.crops import (
     Augmentation,
-    CropPlan,
+    CropBox,
     _pixels_for_crop,
     decode,
     training_crop,
@@ -38,18 +38,18 @@ def psnr(a: Any, b: Any) -> float:
     return float(10 * np.log10(255**2 / max(error, 1e-9)))
 
 
-def reference(pixels: Any, plan: CropPlan) -> Any:
-    box = (plan.left, plan.top, plan.left + plan.width, plan.top + plan.height)
-    crop = Image.fromarray(pixels).resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+def reference(pixels: Any, box: CropBox) -> Any:
+    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
+    crop = Image.fromarray(pixels).resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=edges)
     array = np.asarray(crop)
-    return array[:, ::-1] if plan.is_flipped else array
+    return array[:, ::-1] if box.is_flipped else array
 
 
-def plan_of(image: bytes, augmentation: Augmentation, key: tuple[int, int, int]) -> CropPlan:
-    """The crop in full-size pixels: what the stream would plan for this key."""
-    pixels, plan = _pixels_for_crop(image, augmentation, key)
+def box_of(image: bytes, augmentation: Augmentation, key: tuple[int, int, int]) -> CropBox:
+    """The crop in full-size pixels: what the stream would cut for this key."""
+    pixels, box = _pixels_for_crop(image, augmentation, key)
     width = Image.open(io.BytesIO(image)).width
-    return plan.rescaled(2.0 ** round(np.log2(width / pixels.shape[1])))
+    return box.rescaled(2.0 ** round(np.log2(width / pixels.shape[1])))
 
 
 def quality(
@@ -60,21 +60,21 @@ def quality(
         full = decode(image)
         for epoch in range(DRAWS):
             key = (0, epoch, i)
-            plan = plan_of(image, augmentation, key)
-            shrink = max(plan.height, plan.width) / SIZE
+            box = box_of(image, augmentation, key)
+            shrink = max(box.height, box.width) / SIZE
             bucket = next(b for b in SHRINKS if b[0] <= shrink < b[1])
-            target = reference(full, plan)
+            target = reference(full, box)
             ours = training_crop(image, augmentation, key)
-            found[bucket].append((psnr(ours, target), psnr(plain(full, plan), target)))
+            found[bucket].append((psnr(ours, target), psnr(plain(full, box), target)))
     return found
 
 
-def plain(pixels: Any, plan: CropPlan) -> Any:
+def plain(pixels: Any, box: CropBox) -> Any:
     """OpenCV's bilinear without antialiasing, as loaders built on OpenCV do it."""
-    top, left = int(plan.top), int(plan.left)
-    crop = pixels[top : top + round(plan.height), left : left + round(plan.width)]
+    top, left = int(box.top), int(box.left)
+    crop = pixels[top : top + round(box.height), left : left + round(box.width)]
     resized = cv2.resize(crop, (SIZE, SIZE))
-    return resized[:, ::-1] if plan.is_flipped else resized
+    return resized[:, ::-1] if box.is_flipped else resized
 
 
 def microseconds(make: Callable[[bytes, int], Any], images: list[bytes]) -> float:
@@ -92,18 +92,18 @@ def ways(augmentation: Augmentation) -> dict[str, Callable[[bytes, int], Any]]:
 
     def by_opencv(image: bytes, i: int) -> Any:
         pixels = cv2.cvtColor(cv2.imdecode(np.frombuffer(image, np.uint8), 1), cv2.COLOR_BGR2RGB)
-        return plain(pixels, plan_of_cached(image, i))
+        return plain(pixels, cached_box(image, i))
 
     def by_pillow(image: bytes, i: int) -> Any:
         return reference(np.asarray(Image.open(io.BytesIO(image)).convert("RGB")),
-                         plan_of_cached(image, i))  # fmt: skip
+                         cached_box(image, i))  # fmt: skip
 
-    plans: dict[int, CropPlan] = {}
+    boxes: dict[int, CropBox] = {}
 
-    def plan_of_cached(image: bytes, i: int) -> CropPlan:
-        if i not in plans:
-            plans[i] = plan_of(image, augmentation, (0, 0, i))
-        return plans[i]
+    def cached_box(image: bytes, i: int) -> CropBox:
+        if i not in boxes:
+            boxes[i] = box_of(image, augmentation, (0, 0, i))
+        return boxes[i]
 
     return {
         "vit_ray training_crop": lambda image, i: training_crop(

@@ -177,7 +177,7 @@ def read_epoch(folder: Path, batch: int, world_size: int, window_rows: int) -> t
     window = ShuffleWindow(batch, window_rows // batch) if window_rows > batch else None
     spec = StreamSpec(
         manifest, Augmentation(size=224), window=window, task_rows=max(1024, window_rows),
-        held_mib=512,
+        cache_mib=512,
     )  # fmt: skip
     partition = Partition(world_size, batch // world_size)
     job = StreamJob(spec, partition, 0, is_training=True, counts=manifest.rows)

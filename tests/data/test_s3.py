@@ -24,7 +24,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.partition import Partition
-from vit_ray.data.prepare.sources.layouts import index_unit, list_units
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.retry import RetryPolicy, with_retries
 from vit_ray.storage import locate

@@ -121,7 +121,7 @@ def test_the_shipped_study_is_three_sizes_by_two_shares_of_the_digits():
     assert recipe.evaluate.few_shot_train is not None
 
 
-def _spooled_metrics(folder, cell):
+def _logged_metrics(folder, cell):
     log_path = folder / "runs" / cell / "metrics.jsonl"
     lines = log_path.read_text().splitlines() if log_path.exists() else []
     return [line for line in lines if '"kind": "metrics"' in line]
@@ -142,7 +142,7 @@ def _kill_in_second_cell(folder, tree, address):
             start_new_session=True,
         )
         for _ in range(1200):
-            if len(_spooled_metrics(folder, "grid-two-data1-epochs4")) >= 25:
+            if len(_logged_metrics(folder, "grid-two-data1-epochs4")) >= 25:
                 break
             assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
             time.sleep(0.1)

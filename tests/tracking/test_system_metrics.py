@@ -1,4 +1,4 @@
-"""What a node tells of itself, against psutil and a table that nvidia-smi printed."""
+"""What a node reports of its load, against psutil and a table that nvidia-smi printed."""
 
 import logging
 import time

@@ -31,9 +31,9 @@ def test_the_next_is_read_while_one_is_used() -> None:
             event.set()
             yield batch(number)
 
-    feed = prefetch(batches(), doubled)
+    prefetched = prefetch(batches(), doubled)
     assert was_read[0].wait(30)  # before anything was asked for
-    next(feed)
+    next(prefetched)
     assert was_read[1].wait(30)
 
 
@@ -42,10 +42,10 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
         yield batch(0)
         raise ValueError("too many bad images")
 
-    feed = prefetch(batches(), doubled)
-    assert int(next(feed)["sample"][0]) == 0
+    prefetched = prefetch(batches(), doubled)
+    assert int(next(prefetched)["sample"][0]) == 0
     with pytest.raises(ValueError, match="too many bad images"):
-        next(feed)
+        next(prefetched)
 
 
 def test_without_a_gpu_nothing_is_copied() -> None:

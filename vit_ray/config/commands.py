@@ -11,7 +11,7 @@ from vit_ray.config.training import ModelConfig
 
 
 class ConvertConfig(Section):
-    """From images as they lie to a sharded parquet data set."""
+    """From files of images to a sharded parquet data set."""
 
     source: str
     """Folder of class folders, tar shards, parquet, CSV or JSONL, a file, a glob, or braces such as
@@ -147,7 +147,7 @@ class InspectConfig(Section):
 
 
 class PlanConfig(Section):
-    """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` reckon with."""
+    """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` estimate for."""
 
     device: str = "H200"
     """GPU: part of the name that its driver reports, such as H200, H100, A100."""

@@ -405,7 +405,7 @@ def _spec(
         max_bad_fraction=recipe.data.max_bad_fraction,
         num_cpus=recipe.data.cpus_per_task,
         concurrency=recipe.data.max_tasks,
-        held_mib=recipe.data.task_memory_mib,
+        cache_mib=recipe.data.task_memory_mib,
         decode=recipe.data.decode,
         object_store_mib=recipe.data.object_store_mib,
     )

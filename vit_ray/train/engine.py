@@ -26,8 +26,8 @@ from vit_ray.train.fragments import (
     Fragment,
     create_state,
     exchange_weights,
-    held_fragments,
     innermost,
+    local_fragments,
     optimizer_state,
     owned_fragments,
     set_weights,
@@ -86,10 +86,10 @@ class DeepSpeedEngine:
         self.dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer_state(self._engine).clear()
-        self._held = held_fragments(self._engine, self._names)
-        set_weights(self._held, exact)
-        self._owned = owned_fragments(self._held, self.rank, self.world_size, self.stage)
-        create_state(self._engine, self._held, self._state_keys)
+        self._local = local_fragments(self._engine, self._names)
+        set_weights(self._local, exact)
+        self._owned = owned_fragments(self._local, self.rank, self.world_size, self.stage)
+        create_state(self._engine, self._local, self._state_keys)
         self.average = PolyakAverage(self._owned, train.averaging) if train.averaging else None
 
     @property
@@ -177,9 +177,9 @@ class DeepSpeedEngine:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
         state = optimizer_state(self._engine)
-        kinds = {WEIGHT: [(f, f.weight) for f in self._held]}
+        kinds = {WEIGHT: [(f, f.weight) for f in self._local]}
         for key in self._state_keys:
-            kinds[key] = [(f, f.state(state, key)) for f in self._held]
+            kinds[key] = [(f, f.state(state, key)) for f in self._local]
         if self.average is not None and checkpoint.has_average():
             kinds[AVERAGE] = list(zip(self._owned, self.average.values, strict=True))
         checkpoint.fill(kinds)

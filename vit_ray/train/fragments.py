@@ -50,7 +50,7 @@ class Fragment:
         return Fragment(self.name, self.start + skip, weight, self.owner, self.offset + skip)
 
 
-def held_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
+def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
     """All state on this rank; every element of the model is held by at least one rank.
 
     Args:
@@ -65,18 +65,20 @@ def held_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment
     return list(_replicated_fragments(engine, names))
 
 
-def owned_fragments(held: list[Fragment], rank: int, world_size: int, stage: int) -> list[Fragment]:
+def owned_fragments(
+    local: list[Fragment], rank: int, world_size: int, stage: int
+) -> list[Fragment]:
     """The part of the state that this rank answers for; ranks own disjoint parts of everything.
 
     A rank owns its ZeRO shards as they are cut. What stage 0 replicates is cut into `world_size`
     equal runs, so that saving and averaging cost each rank only its share there too.
     """
     if stage > 0:
-        return held
-    total = sum(fragment.weight.numel() for fragment in held)
+        return local
+    total = sum(fragment.weight.numel() for fragment in local)
     first, last = total * rank // world_size, total * (rank + 1) // world_size
     owned, position = [], 0
-    for fragment in held:
+    for fragment in local:
         size = fragment.weight.numel()
         begin, end = max(first - position, 0), min(last - position, size)
         if begin < end:

@@ -64,7 +64,7 @@ def test_the_first_blocks_are_small_and_double() -> None:
 
 
 @given(worlds, st.integers(1, 500), st.integers(1, 300), st.integers(1, 9), st.integers(1, 99))
-def test_legs_follow_each_other_and_hold_whole_passes(
+def test_segments_follow_each_other_and_hold_whole_passes(
     partition: Partition, passes: int, task_rows: int, first_tasks: int, later_tasks: int
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
@@ -80,7 +80,7 @@ def test_legs_follow_each_other_and_hold_whole_passes(
     assert all(first % partition.batch_size_per_rank == 0 for first, _ in bounds)
 
 
-def test_a_run_over_all_of_jft_is_planned_in_short_legs() -> None:
+def test_a_run_over_all_of_jft_is_planned_in_short_segments() -> None:
     """14 epochs of 303 million images on 512 ranks."""
     partition = Partition(512, 8)
     rows_per_rank = 14 * 303_000_000 // partition.rows_per_pass * 8

@@ -16,7 +16,7 @@ from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.selection import split_rows
 from vit_ray.data.stream import bad_rows
 from vit_ray.data.stream.bad_rows import BadRowLimit
-from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _HeldRowGroups
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _RowGroupCache
 from vit_ray.data.stream.ray_datasets import training_stream
 
 
@@ -166,12 +166,12 @@ def test_row_groups_are_held_up_to_some_bytes_and_read_again_beyond(dataset: Man
         return reader.read(group)
 
     not_quite_three = sum(reader.read(group).nbytes for group in range(3)) - 1
-    held = _HeldRowGroups(read, not_quite_three)
+    cache = _RowGroupCache(read, not_quite_three)
     for group in (0, 1, 0, 1):
-        assert held(group).keys == reader.read(group).keys
+        assert cache(group).keys == reader.read(group).keys
     assert reads == [0, 1]
     for group in (2, 1, 0):
-        held(group)
+        cache(group)
     assert reads == [0, 1, 2, 0]
-    none = _HeldRowGroups(read, 0)
+    none = _RowGroupCache(read, 0)
     assert none(3) is none(3)

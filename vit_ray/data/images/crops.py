@@ -67,8 +67,8 @@ class Augmentation:
     max_aspect: float = 4 / 3
 
     def __post_init__(self) -> None:
-        if self.kind not in _PLANS:
-            raise ValueError(f"augmentation.kind={self.kind!r}; allowed are {sorted(_PLANS)}.")
+        if self.kind not in _BOXES:
+            raise ValueError(f"augmentation.kind={self.kind!r}; allowed are {sorted(_BOXES)}.")
         if min(self.height, self.width) < 1:
             raise ValueError(f"augmentation.size={self.size}; give at least 1 pixel a side.")
         if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):
@@ -104,7 +104,7 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
-class CropPlan:
+class CropBox:
     """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
 
     top: float
@@ -113,9 +113,9 @@ class CropPlan:
     width: float
     is_flipped: bool
 
-    def rescaled(self, factor: float) -> "CropPlan":
+    def rescaled(self, factor: float) -> "CropBox":
         """The same rectangle in an image whose sides are `factor` times the source's."""
-        return CropPlan(
+        return CropBox(
             self.top * factor,
             self.left * factor,
             self.height * factor,
@@ -169,8 +169,8 @@ def training_crop(
     """
     if out is None:
         out = np.empty(augmentation.shape, np.uint8)
-    pixels, plan = _pixels_for_crop(image, augmentation, rng_key)
-    return _cut(pixels, plan, out)
+    pixels, box = _pixels_for_crop(image, augmentation, rng_key)
+    return _cut(pixels, box, out)
 
 
 @dataclass(frozen=True)
@@ -192,26 +192,26 @@ def crop_of_jpeg(
     if header is None:
         return None
     random = KeyedUniform(*rng_key, _CROP)
-    plan = _PLANS[augmentation.kind](header.height, header.width, augmentation, random)
-    return DeviceCrop(plan.bounds(header.height, header.width), plan.is_flipped)
+    box = _BOXES[augmentation.kind](header.height, header.width, augmentation, random)
+    return DeviceCrop(box.bounds(header.height, header.width), box.is_flipped)
 
 
 def _pixels_for_crop(
     image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
-) -> tuple[UInt8Array, CropPlan]:
+) -> tuple[UInt8Array, CropBox]:
     """Pixels that hold the crop, as few and as coarse as will do, and its place in them."""
-    plan_crop = _PLANS[augmentation.kind]
+    choose_box = _BOXES[augmentation.kind]
     header = read_header(image)
     if header is not None:
         random = KeyedUniform(*rng_key, _CROP)
-        plan = plan_crop(header.height, header.width, augmentation, random)
-        scale = _coarsest_scale(plan, augmentation)
-        pixels = decode_jpeg(image, header, scale, math.ceil(plan.top + plan.height) + scale)
+        box = choose_box(header.height, header.width, augmentation, random)
+        scale = _coarsest_scale(box, augmentation)
+        pixels = decode_jpeg(image, header, scale, math.ceil(box.top + box.height) + scale)
         if pixels is not None:
-            return pixels, plan.rescaled(1 / scale)
+            return pixels, box.rescaled(1 / scale)
     pixels = _decode_other(image)
     height, width = pixels.shape[:2]
-    return pixels, plan_crop(height, width, augmentation, KeyedUniform(*rng_key, _CROP))
+    return pixels, choose_box(height, width, augmentation, KeyedUniform(*rng_key, _CROP))
 
 
 def _decode_other(image: bytes) -> UInt8Array:
@@ -234,7 +234,7 @@ def _from_16_bits(grey: NDArray[np.integer]) -> UInt8Array:
 
 def _inception_crop(
     height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropPlan:
+) -> CropBox:
     for _ in range(_CROP_ATTEMPTS):
         area = height * width * random.between(augmentation.min_area, augmentation.max_area)
         low, high = math.log(augmentation.min_aspect), math.log(augmentation.max_aspect)
@@ -244,60 +244,60 @@ def _inception_crop(
         if 0 < crop_width <= width and 0 < crop_height <= height:
             top = random.below(height - crop_height + 1)
             left = random.below(width - crop_width + 1)
-            return CropPlan(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
+            return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
     return _largest_central(height, width, augmentation, random)
 
 
 def _largest_central(
     height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropPlan:
+) -> CropBox:
     aspect = min(max(width / height, augmentation.min_aspect), augmentation.max_aspect)
     crop_width = min(width, max(1, round(height * aspect)))
     crop_height = min(height, max(1, round(width / aspect)))
     top, left = (height - crop_height) // 2, (width - crop_width) // 2
-    return CropPlan(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
+    return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
 
 
 def _resize_crop(
     height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropPlan:
+) -> CropBox:
     per_row, per_column = height / augmentation.resize, width / augmentation.resize
     top = random.below(augmentation.resize - augmentation.height + 1) * per_row
     left = random.below(augmentation.resize - augmentation.width + 1) * per_column
     is_flipped = _is_flipped(augmentation, random)
-    return CropPlan(
+    return CropBox(
         top, left, augmentation.height * per_row, augmentation.width * per_column, is_flipped
     )
 
 
 def _center_crop(
     height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropPlan:
+) -> CropBox:
     per_pixel = min(height, width) / augmentation.resize
     crop_height = augmentation.height * per_pixel
     crop_width = augmentation.width * per_pixel
     top, left = (height - crop_height) / 2, (width - crop_width) / 2
-    return CropPlan(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
+    return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
 
 
-def _resize(height: int, width: int, augmentation: Augmentation, random: KeyedUniform) -> CropPlan:
-    return CropPlan(0, 0, height, width, _is_flipped(augmentation, random))
+def _resize(height: int, width: int, augmentation: Augmentation, random: KeyedUniform) -> CropBox:
+    return CropBox(0, 0, height, width, _is_flipped(augmentation, random))
 
 
 def _is_flipped(augmentation: Augmentation, random: KeyedUniform) -> bool:
     return augmentation.flip and random.draw() < 0.5
 
 
-def _coarsest_scale(plan: CropPlan, augmentation: Augmentation) -> int:
+def _coarsest_scale(box: CropBox, augmentation: Augmentation) -> int:
     """The largest of 8, 4, 2, 1 at which the crop still has all the pixels of the output."""
-    shrink = min(plan.height / augmentation.height, plan.width / augmentation.width)
+    shrink = min(box.height / augmentation.height, box.width / augmentation.width)
     return next(scale for scale in (8, 4, 2, 1) if scale <= max(shrink, 1))
 
 
-def _cut(pixels: UInt8Array, plan: CropPlan, out: UInt8Array) -> UInt8Array:
-    top, left, bottom, right = plan.bounds(*pixels.shape[:2])
+def _cut(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
+    top, left, bottom, right = box.bounds(*pixels.shape[:2])
     crop = pixels[top:bottom, left:right]
-    if plan.is_flipped:
+    if box.is_flipped:
         cv2.flip(_resized(crop, np.empty_like(out)), 1, dst=out)
     else:
         _resized(crop, out)
@@ -322,8 +322,8 @@ def _blur_for(shrink: float) -> float:
     return max(0.1, 0.45 * math.sqrt(max(0.0, shrink * shrink - 1)))
 
 
-_Planner = Callable[[int, int, Augmentation, KeyedUniform], CropPlan]
-_PLANS: Final[dict[str, _Planner]] = {
+_BoxChooser = Callable[[int, int, Augmentation, KeyedUniform], CropBox]
+_BOXES: Final[dict[str, _BoxChooser]] = {
     "inception_crop": _inception_crop,
     "resize_crop": _resize_crop,
     "center_crop": _center_crop,

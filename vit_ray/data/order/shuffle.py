@@ -72,7 +72,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class _EpochPlan:
+class _EpochGroups:
     groups: Int64Array
     ends: Int64Array
 
@@ -105,7 +105,7 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images.")
-        self._plan = lru_cache(maxsize=2)(self._plan_epoch)
+        self._plan = lru_cache(maxsize=2)(self._draw_epoch)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -139,12 +139,12 @@ class Order:
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
         return np.argsort(keys, kind="stable").astype(np.int64)
 
-    def _plan_epoch(self, epoch: int) -> _EpochPlan:
+    def _draw_epoch(self, epoch: int) -> _EpochGroups:
         groups = np.arange(len(self.rows), dtype=np.int64)
         if self.is_shuffled:
             keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
             groups = np.argsort(keys, kind="stable").astype(np.int64)
-        return _EpochPlan(groups, np.cumsum(self.rows[groups]))
+        return _EpochGroups(groups, np.cumsum(self.rows[groups]))
 
 
 def _runs_alike(epochs: Int64Array, groups: Int64Array) -> list[NDArray[np.intp]]:

@@ -41,7 +41,7 @@ class StreamSpec:
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
         block_rows: rows that travel together, about; a multiple of the micro-batch is used.
         task_rows: rows that one task makes, about.
-        held_mib: encoded images that a reading task keeps at hand; one row group at least.
+        cache_mib: encoded images that a reading task keeps at hand; one row group at least.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
         decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
@@ -58,7 +58,7 @@ class StreamSpec:
     concurrency: int | None = None
     block_rows: int = 128
     task_rows: int = 1024
-    held_mib: int = 256
+    cache_mib: int = 256
     object_store_mib: int | None = None
     decode: Literal["host", "device"] = "host"
 
@@ -108,7 +108,7 @@ class BatchReader:
         self._plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window
         )
-        self._read = _HeldRowGroups(RowGroupReader(spec.manifest).read, spec.held_mib << 20)
+        self._read = _RowGroupCache(RowGroupReader(spec.manifest).read, spec.cache_mib << 20)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
         """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
@@ -122,23 +122,23 @@ class BatchReader:
         return self._plan.rows_at(positions)
 
 
-class _HeldRowGroups:
+class _RowGroupCache:
     """The row groups that were read last: the blocks of a round share them."""
 
     def __init__(self, read: Callable[[int], EncodedRows], most_bytes: int) -> None:
         self._read = read
         self._most_bytes = most_bytes
-        self._held: OrderedDict[int, EncodedRows] = OrderedDict()
+        self._cached: OrderedDict[int, EncodedRows] = OrderedDict()
         self._bytes = 0
 
     def __call__(self, group: int) -> EncodedRows:
-        if group not in self._held:
-            self._held[group] = self._read(group)
-            self._bytes += self._held[group].nbytes
-            while self._bytes > self._most_bytes and len(self._held) > 1:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
-        self._held.move_to_end(group)
-        return self._held[group]
+        if group not in self._cached:
+            self._cached[group] = self._read(group)
+            self._bytes += self._cached[group].nbytes
+            while self._bytes > self._most_bytes and len(self._cached) > 1:
+                self._bytes -= self._cached.popitem(last=False)[1].nbytes
+        self._cached.move_to_end(group)
+        return self._cached[group]
 
 
 class _PixelColumns:

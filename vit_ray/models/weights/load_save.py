@@ -1,4 +1,4 @@
-"""Weights in and out: our own state dicts, and the published layouts of `layouts.py`.
+"""Weights in and out: our own state dicts, and the published layouts of `name_maps.py`.
 
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
@@ -32,7 +32,7 @@ from vit_ray.models.weights.state_dicts import (
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Tensors of a file in a published layout, as they lie in it."""
+    """Tensors of a file in a published layout, under its names."""
 
     source: str
     layout: str

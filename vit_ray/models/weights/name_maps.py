@@ -1,7 +1,7 @@
 """Names and shapes of tensors in published checkpoints, beside our own.
 
 A layout is a list of rules for a given model. Each rule says which published tensors make one of
-ours. The files disagree about spelling from version to version; `spellings.py` brings every
+ours. The files disagree about spelling from version to version; `aliases.py` brings every
 spelling to the one that the rules (and `save_weights`) use.
 
 Sources: google-research/vision_transformer (ViT, hybrids), big_vision (its ViT spelling),

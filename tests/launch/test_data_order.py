@@ -86,6 +86,15 @@ def test_the_window_follows_memory_and_batch(
     assert plan.streams["train"].task_rows == max(1024, window)
 
 
+@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128), (2000, 1024)])
+def test_the_window_follows_the_share_of_the_object_store(
+    recipe: Recipe, store_mib: int, window: int
+) -> None:
+    """Pixels of an image take 147 KiB."""
+    plan = plan_run(recipe.with_changes(data={"object_store_mib": store_mib}))
+    assert plan.recipe.data.shuffle_window == window
+
+
 def test_a_run_of_before_goes_on_in_its_old_order(recipe: Recipe) -> None:
     save_checkpoint(recipe)
     found, plan = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))

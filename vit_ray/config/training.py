@@ -130,8 +130,8 @@ class DataConfig(Section):
     shuffle_window: NotNegative | Literal["auto"] = "auto"
     """Training images, a multiple of the global batch, whose row groups are shared out among their
     batches, so that images of one row group meet others in each epoch; a reading task keeps the
-    window in its memory. 0 = whole row groups in turn. `auto` = up to 2,048 where the memory
-    allows it, which costs next to nothing, or as the run began."""
+    window in its memory. 0 = whole row groups in turn. `auto` = up to 2,048 where task_memory_mib
+    and object_store_mib allow it, which costs next to nothing, or as the run began."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: AugmentConfig = AugmentConfig(kind="center_crop", flip=False)

@@ -66,9 +66,11 @@ def shuffle_window(recipe: Recipe) -> ShuffleWindow | None:
 
 def _window(recipe: Recipe, manifest: Manifest) -> int:
     """Images of the largest window that costs next to nothing; 0 if that is a single batch."""
-    fits = _rows_that_fit(recipe, manifest, _MEMORY_SHARE)
+    most = min(
+        _MOST_ROWS, _rows_that_fit(recipe, manifest, _MEMORY_SHARE), _rows_that_may_wait(recipe)
+    )
     batch, batches = recipe.train.global_batch_size, 1
-    while 2 * batches * batch <= min(_MOST_ROWS, fits):
+    while 2 * batches * batch <= most:
         batches *= 2
     return batches * batch if batches > 1 else 0
 
@@ -78,6 +80,19 @@ def _rows_that_fit(recipe: Recipe, manifest: Manifest, share: float) -> int:
     image_bytes = float(manifest.bytes.sum()) / manifest.num_images
     rows = share * (recipe.data.task_memory_mib << 20) / max(image_bytes, 1.0)
     return int(rows) - int(manifest.rows.max())
+
+
+def _rows_that_may_wait(recipe: Recipe) -> int:
+    """Rows whose pixels take half of `data.object_store_mib`.
+
+    A window is made by one task, and blocks of the next task wait beside those of the one that is
+    in turn: with tasks of 64 blocks, 33 MiB more than the limit of 24 were in use (measured).
+    """
+    if recipe.data.object_store_mib is None:
+        return _MOST_ROWS
+    size = recipe.model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return (recipe.data.object_store_mib << 19) // (3 * height * width)
 
 
 def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:

@@ -203,6 +203,14 @@ class RowGroupReader:
         self._manifest = manifest
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
 
+    def check_footer(self, group: int) -> None:
+        """Open the shard of a row group.
+
+        Raises:
+            ValueError: it is missing, or its size or footer is not what the manifest says.
+        """
+        self._retried(group, lambda _: None)
+
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
 

@@ -105,6 +105,10 @@ def check_file(manifest: Manifest, file_index: int, decode_fraction: float) -> F
         what = f"the file has {size} bytes, expected {entry.bytes}"
         return FileCheck(0, 0, [Problem(entry.path, what)])
     reader = RowGroupReader(manifest)
+    try:
+        reader.check_footer(int(groups[0]))
+    except ValueError as error:
+        return FileCheck(0, 0, [Problem(entry.path, f"the footer cannot be read: {error}")])
     checks = [_check_group(manifest, reader, int(group), decode_fraction) for group in groups]
     return FileCheck(
         sum(check.images for check in checks),

@@ -210,16 +210,19 @@ def start_ray() -> None:
 
 def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     """This project's training stream for one trainer; batches come from all shards at once."""
+    import ray
+
     from vit_ray.data import open_dataset
     from vit_ray.data.images.crops import Augmentation
-    from vit_ray.data.stream.ray_datasets import StreamSpec, split_stream, training_stream
+    from vit_ray.data.stream.batches import StreamSpec
+    from vit_ray.data.stream.stream_server import RankStreams, start_stream_server
 
     start_ray()
     spec = StreamSpec(open_dataset(str(data / folder)), Augmentation("inception_crop", SIZE))
     stop = spec.num_images * 50 // BATCH * BATCH
-    dataset = training_stream(spec, world_size=1, batch_size_per_rank=BATCH, start=0, stop=stop)
-    (shard,) = split_stream(dataset, 1)
-    yield from (batch["image"] for batch in shard.iter_batches(batch_size=BATCH))
+    specs = ray.put({"train": spec})
+    streams = RankStreams(start_stream_server(1), specs, "benchmark", 0, 1)
+    yield from (batch["image"] for batch in streams.training_batches(BATCH, 0, stop))
 
 
 def bare_loop(data: Path, decoder: str) -> Iterator[Any]:

@@ -46,7 +46,7 @@ from vit_ray.config import load_recipe
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
-from vit_ray.tracking.run_actor import NAMESPACE
+from vit_ray.tracking.run_handle import NAMESPACE
 from vit_ray.train.checkpoint import folder_name
 
 ROOT = Path(__file__).parents[1]
@@ -89,11 +89,17 @@ class Run:
 
     def step(self) -> int:
         """Steps done; 0 while there is no recorder."""
-        try:
-            recorder = ray.get_actor(str(self._log_path), namespace=NAMESPACE)
-            return int(ray.get(recorder.standing.remote(), timeout=5).step)
-        except (ValueError, ray.exceptions.RayError):
-            return 0
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] != NAMESPACE:
+                continue
+            try:
+                host = ray.get_actor(actor["name"], namespace=NAMESPACE)
+                status = ray.get(host.status_of.remote(str(self._log_path)), timeout=5)
+            except (ValueError, ray.exceptions.RayError):
+                continue  # the driver before, which is ending
+            if status is not None:
+                return int(status.step)
+        return 0
 
     def wait_for(self, step: int) -> None:
         deadline = time.monotonic() + 300
@@ -164,14 +170,14 @@ def recovery(name: str, run: Run) -> str:
 
 def poison_one_batch() -> None:
     """Called by Ray in every process that it starts."""
-    from vit_ray.train import worker
+    from vit_ray.train import objective
 
-    plain, passes = worker.classification_loss, itertools.count(1)
+    plain, passes = objective.classification_loss, itertools.count(1)
 
     def loss(*arguments: Any) -> Any:
         return plain(*arguments) * (float("nan") if next(passes) == BAD_PASS else 1.0)
 
-    worker.classification_loss = loss
+    objective.classification_loss = loss
 
 
 def meet_a_bad_batch(run: Run) -> None:

@@ -42,7 +42,7 @@ def test_each_name_is_given_by_the_door_and_no_other() -> None:
 
 def test_the_door_imports_ray_train_only_where_it_is_asked_for() -> None:
     code = (
-        "import sys; from vit_ray.ray_internals import execution_index, preemption_notice; "
+        "import sys; from vit_ray.ray_internals import preemption_notice; "
         "sys.exit('ray.train' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

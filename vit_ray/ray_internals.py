@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ray.data import DataContext
-    from ray.data._internal.iterator.stream_split_iterator import (
-        StreamSplitDataIterator as StreamSplitDataIterator,
-    )
     from ray.experimental.internal_kv import _internal_kv_list as _internal_kv_list
     from ray.experimental.internal_kv import _internal_kv_put as _internal_kv_put
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback as DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback as PlacementGroupCleanerCallback,
+    )
     from ray.train.v2._internal.exceptions import (
         WorkerGroupStartupFailedError as WorkerGroupStartupFailedError,
     )
@@ -119,19 +119,12 @@ INTERNALS: Final = (
         {"": ()},
     ),
     Internal(
-        "ray.data._internal.iterator.stream_split_iterator", "StreamSplitDataIterator",
-        "One iterator over several executions of a stream; the public one ends with the first.",
-        "#33303",
-        {
-            "__init__": ("self", "coord_actor", "output_split_idx", "world_size"),
-            "_to_ref_bundle_iterator": ("self",),
-        },
-        attributes=("_coord_actor", "_output_split_idx"),
+        f"{_TRAIN}.callbacks.datasets", "DatasetsCallback",
+        "Left out: streams are served by a process of our own, and this would start another.", "",
     ),
     Internal(
-        "ray.data.context", "DataContext",
-        "Says to a data source which execution of the stream asks for its tasks.", "",
-        attributes=("_execution_idx",),
+        f"{_TRAIN}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback",
+        "Left out on a cluster that ends with its driver: the cleaner is a process.", "",
     ),
     Internal(
         "ray.experimental.internal_kv", "_internal_kv_put",
@@ -168,16 +161,6 @@ def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
     context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
     return context.preemption_context.preemption_info
-
-
-def execution_index(context: DataContext) -> int:
-    """How many executions of a stream have begun before the one that asks."""
-    return context._execution_idx
-
-
-def restart_executions(context: DataContext) -> None:
-    """Count executions from 0."""
-    context._execution_idx = 0
 
 
 def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:

@@ -1,19 +1,17 @@
 """Where data sets lie: a local folder or an `s3://` address, behind one pyarrow file system."""
 
 import contextlib
-import io
 import logging
 import os
 import shutil
 import uuid
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow
-from fsspec.implementations.local import LocalFileSystem
 from pyarrow import fs
 
 from vit_ray import s3
@@ -165,17 +163,6 @@ class Location:
         else:
             with_retries(lambda: s3.move(self.path, target.path), f"moving {self.path}")
 
-    def for_ray(self) -> fs.FileSystem:
-        """The file system through which Ray Train keeps its notes here.
-
-        On S3 by s3fs: pyarrow writes folder markers, which some servers refuse (rclone 1.75).
-        """
-        if self.is_local:
-            return fs.PyFileSystem(_RayNotes(LocalFileSystem()))
-        from s3fs import S3FileSystem
-
-        return fs.PyFileSystem(_RayNotes(S3FileSystem(**_s3fs_options())))
-
     @property
     def uri(self) -> str:
         """The address that `locate` turns back into this location."""
@@ -185,45 +172,6 @@ class Location:
     def is_local(self) -> bool:
         """Whether the path is on this machine's file system."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
-
-
-class _RayNotes(fs.FSSpecHandler):
-    """Storage for Ray Train's own list of checkpoints, which may fail without ending a run.
-
-    Ray Train writes it in the controller with each checkpoint, once, and ends the run if it cannot.
-    Nothing here reads the list: the checkpoints are found by looking at their folders.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        """fsspec's own tells file systems apart that were made in different threads."""
-        if not isinstance(other, _RayNotes):
-            return False
-        return (
-            type(self.fs) is type(other.fs) and self.fs.storage_options == other.fs.storage_options
-        )
-
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        return with_retries(partial(super().get_file_info, paths), f"looking at {paths}")
-
-    def open_output_stream(self, path: str, metadata: object) -> pyarrow.PythonFile:
-        return pyarrow.PythonFile(_Note(self.fs, path), mode="w")
-
-
-class _Note(io.BytesIO):
-    """A small file that is written when it is closed, or lost with a warning."""
-
-    def __init__(self, store: Any, path: str) -> None:
-        super().__init__()
-        self._store, self._path = store, path
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            self._store.pipe_file(self._path, self.getvalue())
-        except Exception as error:  # s3fs raises OSError and botocore's own
-            _LOG.warning("%s could not be written: %s", self._path, error)
-        super().close()
 
 
 class AtomicOutput:

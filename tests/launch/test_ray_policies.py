@@ -1,6 +1,7 @@
 """Which failures end a run, how large an elastic group may be, and that it is saved before."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from tests.train.fakes import make_job
 from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -28,7 +30,7 @@ from vit_ray.launch.ray_policies import (
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.checkpoint_files import DamagedCheckpointError
-from vit_ray.train.job import SmallerMicroBatchError
+from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 from vit_ray.train.progress import Progress
 
 
@@ -92,7 +94,7 @@ class Workers:
     def event(self, kind: str, text: str, step: int) -> None:
         self._events.append(f"{kind}: {text}")
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str | None) -> None:
         self._failure = reason
 
     def failure(self) -> str | None:
@@ -109,8 +111,15 @@ def workers(ray_cluster: object, tmp_path: Path) -> Iterator[Any]:
     ray.kill(actor)
 
 
+def training(workers: Any, folder: Path, max_failures: int = 5) -> Callable[[], TrainJob]:
+    """What a lane's group is training."""
+    job = make_job(folder, workers={"max_failures": max_failures})
+    job = replace(job, recorder=workers, run_folder=str(folder))
+    return lambda: job
+
+
 def test_a_running_group_is_saved_before_its_size_changes(workers: Any, tmp_path: Path) -> None:
-    callback = SaveBeforeResize(workers, str(tmp_path))
+    callback = SaveBeforeResize(training(workers, tmp_path))
     callback.after_controller_state_update(RunningState(), RunningState())
     assert newest_step(str(tmp_path)) == -1
     decision = ResizeDecision(num_workers=2, resources_per_worker={})
@@ -125,7 +134,7 @@ def failed(*errors: Exception) -> WorkerGroupError:
 def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
     workers: Any, tmp_path: Path
 ) -> None:
-    policy = ConsecutiveFailurePolicy(workers, 1, str(tmp_path))
+    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=1))
     crash = failed(RuntimeError("Connection closed by peer"), RuntimeError("bad card"))
     assert policy.make_decision(crash) is FailureDecision.RETRY
     for _ in range(3):  # weeks, with checkpoints between
@@ -144,7 +153,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
 def test_nodes_that_are_taken_back_and_workers_that_find_no_place_are_not_counted(
     workers: Any, tmp_path: Path
 ) -> None:
-    policy = ConsecutiveFailurePolicy(workers, 0, str(tmp_path))
+    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=0))
     taken = ray.exceptions.RayActorError(preempted=True)
     timeout = ControllerError(WorkerGroupStartupTimeoutError(2))
     for error in (failed(taken), failed(WorkerHealthCheckFailedError("gone", taken)), timeout):
@@ -161,16 +170,18 @@ def test_a_crash_while_a_group_starts_is_tried_again_and_counted(
         ray.exceptions.RayActorError(),
         ray.exceptions.RayTaskError("init", "trace", RuntimeError("connection closed")),
     ):
-        policy = ConsecutiveFailurePolicy(workers, 1, str(tmp_path))
+        ray.get(workers.fail.remote(None))
+        policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=1))
         assert policy.make_decision(ControllerError(failure)) is FailureDecision.RETRY
-        assert policy._is_one_too_many(ControllerError(failure))
+        assert policy.make_decision(ControllerError(failure)) is FailureDecision.RAISE
+    ray.get(workers.fail.remote(None))
     damaged = ControllerError(DamagedCheckpointError("every checkpoint is damaged"))
-    policy = ConsecutiveFailurePolicy(workers, -1, str(tmp_path))
+    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     assert policy.make_decision(damaged) is FailureDecision.RAISE
 
 
-def test_what_a_worker_calls_hopeless_is_not_tried_again(workers: Any, tmp_path: Path) -> None:
-    policy = ConsecutiveFailurePolicy(workers, -1, str(tmp_path))
+def test_what_a_worker_calls_unrecoverable_is_not_tried_again(workers: Any, tmp_path: Path) -> None:
+    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     crash = failed(RuntimeError("bad card"))
     assert policy.make_decision(crash) is FailureDecision.RETRY
     ray.get(workers.fail.remote("the data are bad"))

@@ -12,33 +12,31 @@ from mlflow import MlflowClient
 
 from vit_ray.config.training import TrackingConfig
 from vit_ray.tracking import run_actor
-from vit_ray.tracking.run_actor import Recorder, start_recorder
+from vit_ray.tracking.run_actor import Recorder
+from vit_ray.tracking.run_handle import start_recorder
+from vit_ray.tracking.run_status import RunOpening
 from vit_ray.train.run_link import RunActor
 
 
 def started(folder: Path, parent: Any = None) -> Any:
     config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
     log_path = folder / "run" / "metrics.jsonl"
-    return start_recorder(
-        config, "run", log_path, run_id=None, params={}, tags={}, resume_step=None, parent=parent
-    )
+    return start_recorder(RunOpening(config, "run", log_path, None, {}, {}, None, parent))
 
 
 def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
-    ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_actor, "RELEASE_S", 1.0)
-    first = started(tmp_path)
-    with pytest.raises(
-        RuntimeError, match=r"run 'run': the recorder of its last driver .* not ended"
-    ):
-        started(tmp_path)
-    ray.get(first.finish.remote("FINISHED"))
-    ray.kill(first)
-    monkeypatch.undo()
-    second = started(tmp_path)
-    assert ray.get(second.standing.remote()).step == 0
-    ray.kill(second)
+    monkeypatch.setattr(run_actor, "RELEASE_S", 0.2)
+    config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False)
+    opening = RunOpening(config, "run", tmp_path / "metrics.jsonl", None, {}, {}, None)
+    first = Recorder(opening)
+    with pytest.raises(RuntimeError, match=r"run 'run': the recorder of its last driver"):
+        Recorder(opening)
+    first.finish("FINISHED")
+    second = Recorder(opening)
+    assert second.standing().step == 0
+    second.finish("FINISHED")
 
 
 def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path: Path) -> None:
@@ -47,7 +45,7 @@ def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path
     ray.get(recorder.content.remote("trace.json.gz", content))
     assert ray.get(recorder.finish.remote("FINISHED"))
     run_id = ray.get(recorder.run_id.remote())
-    ray.kill(recorder)
+    recorder.release()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     path = client.download_artifacts(run_id, "profile/trace.json.gz", str(tmp_path))
     assert Path(path).read_bytes() == content
@@ -63,8 +61,8 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(
     late = started(tmp_path / "late", parent)
     for child in (early, late):
         _wait_until_told(child)
-        ray.kill(child)
-    ray.kill(parent)
+        child.release()
+    parent.release()
 
 
 def _wait_until_told(child: Any) -> None:

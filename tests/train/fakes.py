@@ -37,12 +37,8 @@ class FakeActor(RunActor):
         self.beats: list[tuple[int, int]] = []
         self.files: dict[str, bytes] = {}
         self.failure: str | None = None
-        self.start_step: int | None = None
         self.stop: str | None = None
         self.saves = 0
-
-    def start_point(self) -> tuple[int | None, str | None]:
-        return self.start_step, self.failure
 
     def poll(self, rank: int, step: int) -> tuple[str | None, int]:
         self.beats.append((rank, step))
@@ -176,8 +172,8 @@ def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
         }
 
 
-def write_now(name: str, metrics: dict[str, float], write: Callable[[], None]) -> None:
-    """Publish without a thread."""
+def write_now(write: Callable[[], None]) -> None:
+    """Without a thread."""
     write()
 
 
@@ -201,7 +197,7 @@ class Worker:
             folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number
         )
         engine: Any = self.engine
-        self.saver = CheckpointSaver(self.job, engine, writer, write_now, self.link, self.watchdog)
+        self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
         nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda: 0)
         self.hooks = WorkerHooks(

@@ -91,4 +91,5 @@ def _main(
     except BaseException:
         queue.put(pickle.dumps((rank, _Failure(traceback.format_exc()))))
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():  # a function may leave it for others of its own
+            torch.distributed.destroy_process_group()

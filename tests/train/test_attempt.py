@@ -22,7 +22,7 @@ def newest_step(worker: Worker) -> int:
 
 
 def run(worker: Worker) -> None:
-    run_attempt(worker.job, worker.link, worker.attempt)
+    run_attempt(worker.link, worker.attempt)
 
 
 def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Path) -> None:
@@ -37,20 +37,16 @@ def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Pa
     assert worker.actor.failure is None
 
 
-@pytest.mark.parametrize(("start_step", "failure"), [(TOTAL, None), (2, "disk full")])
-def test_a_run_that_is_over_is_not_set_up_again(
-    tmp_path: Path, start_step: int, failure: str | None
-) -> None:
+def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
-    worker.actor.start_step, worker.actor.failure = start_step, failure
-    run_attempt(worker.job, worker.link, lambda step: pytest.fail("set up"))
-    assert worker.actor.failure == failure
+    run_attempt(worker.link, lambda: None)
+    assert worker.actor.failure is None
+    assert worker.kinds() == []
 
 
-def test_it_is_set_up_from_the_step_that_the_driver_chose(tmp_path: Path) -> None:
+def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
-    worker.actor.start_step = 4
-    run(worker)
+    run_attempt(worker.link, lambda: worker.attempt(4))
     assert worker.engine.applied_steps == TOTAL - 4
 
 
@@ -185,7 +181,7 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
             worker.actor.stop = "SIGTERM"
             worker.link.beat(step)
 
-    def write_late(name: str, metrics: dict[str, float], write: Callable[[], None]) -> None:
+    def write_late(write: Callable[[], None]) -> None:
         def late() -> None:
             told_before_landing.append(len([e for e in worker.actor.events if e[0] == "stopped"]))
             write()
@@ -193,7 +189,7 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
         threading.Timer(0.3, late).start()
 
     worker.engine.on_backward = beat_before_third
-    worker.saver._publish = write_late
+    worker.saver._run_beside = write_late
     run(worker)
     assert told_before_landing == [0]
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)

@@ -10,8 +10,8 @@ import pytest
 from tests.train.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
 from vit_ray.config.training import CheckpointConfig
-from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
+from vit_ray.train import saving
 from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.job import UnrecoverableError
 from vit_ray.train.progress import Progress
@@ -43,7 +43,7 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
 def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
-    worker.saver._publish = lambda name, metrics, write: writes.append(write)
+    worker.saver._run_beside = writes.append
     worker.saver.save(Progress(step=1))
     second = threading.Thread(target=worker.saver.save, args=(Progress(step=2),))
     second.start()
@@ -65,16 +65,29 @@ def test_storage_that_refuses_too_often_fails_the_run(
         raise OSError("disk full")
 
     monkeypatch.setattr(worker.saver._writer, "write", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        worker.saver.save(Progress(step=1))
-    assert worker.actor.failure == "disk full"
-    worker.saver.wait_until_written()  # or a thread that waits would hang
+    worker.saver.save(Progress(step=1))
+    for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
+        with pytest.raises(UnrecoverableError, match="disk full") as met:
+            meets_it()
+        assert not met.value.is_agreed
+
+
+def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "REMIND_S", 0.01)
+    worker = Worker(make_job(tmp_path))
+    worker.saver._run_beside = lambda write: None
+    worker.saver.save(Progress(step=1))
+    with pytest.raises(TimeoutError, match="waiting for the checkpoint before"):
+        worker.saver.wait_until_written(timeout_s=0.03)
+    assert set(worker.kinds()) == {"storage slow"}
 
 
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     paused: list[bool] = []
-    worker.saver._publish = lambda *_: paused.append(worker.watchdog._is_paused)
+    worker.saver._run_beside = lambda _: paused.append(worker.watchdog._is_paused)
     worker.saver.save(Progress(step=1))
     assert paused == [True]
     assert not worker.watchdog._is_paused
@@ -104,6 +117,6 @@ def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
         locate(worker.job.run_folder), CheckpointConfig(), worker.link.note_own, 1
     )
     locate(worker.job.run_folder).child("lock-00000002.json").write(b"{}")
-    with pytest.raises(LockLostError, match="has been taken over"):
-        worker.saver.save(Progress(step=1))
-    assert "has been taken over" in str(worker.actor.failure)
+    worker.saver.save(Progress(step=1))
+    with pytest.raises(UnrecoverableError, match="has been taken over"):
+        worker.saver.check()

@@ -1,6 +1,8 @@
 """What a worker builds before its first step."""
 
 import pickle
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +53,23 @@ def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> 
     assert caught.value.is_agreed
 
 
-def test_host_batches_are_read_ahead_in_the_ranks_share(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
+def test_as_many_batches_are_read_ahead_as_the_recipe_says(tmp_path: Path) -> None:
+    read: list[int] = []
+    enough = threading.Event()
 
-    def iter_batches(**options: Any) -> Any:
-        asked.update(options)
-        return iter([{"image": torch.zeros(1), "n": n} for n in range(3)])
+    def batches() -> Iterator[dict[str, Any]]:
+        for n in range(20):
+            read.append(n)
+            if n == 6:  # the sixth waits in the queue's place, and one more is in hand
+                enough.set()
+            yield {"image": torch.zeros(1), "n": n}
 
     job = make_job(tmp_path, data={"prefetch_batches": 5})
-    read = open_batches(job, iter_batches, 4, torch.device("cpu"))
-    assert [batch["n"] for batch in read] == [0, 1, 2]
-    assert asked == {"batch_size": 4, "prefetch_batches": 5}
+    prefetched = open_batches(job, batches(), 4, torch.device("cpu"))
+    assert next(prefetched)["n"] == 0
+    assert enough.wait(30)
+    assert len(read) <= 8
+    assert [batch["n"] for batch in prefetched] == list(range(1, 20))
 
 
 def test_a_refusal_of_the_device_decoder_ends_the_run(
@@ -72,7 +80,7 @@ def test_a_refusal_of_the_device_decoder_ends_the_run(
 
     monkeypatch.setattr(setup, "DeviceDecoder", refuse)
     job = make_job(tmp_path, data={"decode": "device"})
-    read = open_batches(job, lambda **_: iter([]), 4, torch.device("cpu"))
+    read = open_batches(job, iter([]), 4, torch.device("cpu"))
     with pytest.raises(UnrecoverableError, match="nvImageCodec") as caught:
         next(read)
     assert not caught.value.is_agreed

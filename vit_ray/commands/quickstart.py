@@ -13,6 +13,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.run import train
 
 SWEEP_RECIPE = "digits_sweep"
@@ -29,7 +30,8 @@ def run_quickstart(recipe: Recipe) -> int:
     )
     connect(recipe)
     _convert_digits(recipe)
-    code = print_result(train(recipe)) or print_sweep(run_sweep(sweep))
+    with kept_lanes():
+        code = print_result(train(recipe)) or print_sweep(run_sweep(sweep))
     print(f"All of it took {time.monotonic() - start_s:.0f} s.")
     return code
 

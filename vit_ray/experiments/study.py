@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from mlflow.entities import Run
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.commands import StudyModel
 from vit_ray.experiments.page import page_of
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import RunPlan, check_cluster, metrics_log_path, plan_run
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.run import (
@@ -33,8 +33,10 @@ from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
+from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run
-from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.tracking.run_handle import start_recorder
+from vit_ray.tracking.run_status import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
 # What decides a cell's result; a finished cell counts only if these are as they were.
@@ -144,13 +146,15 @@ def run_study(recipe: Recipe) -> StudyResult:
     check_cluster(recipe, cluster)
     with lock_run(locate(recipe.run_folder)):
         recorder = start_recorder(
-            recipe.tracking,
-            recipe.name,
-            metrics_log_path(recipe),
-            run_id=parent_id,
-            params=recipe.flat(),
-            tags=run_facts("study", plans[0], cluster),
-            resume_step=None,
+            RunOpening(
+                recipe.tracking,
+                recipe.name,
+                metrics_log_path(recipe),
+                run_id=parent_id,
+                params=recipe.flat(),
+                tags=run_facts("study", plans[0], cluster),
+                resume_step=None,
+            ),
         )
         is_complete = False
         try:
@@ -159,7 +163,7 @@ def run_study(recipe: Recipe) -> StudyResult:
             return outcome
         finally:
             ray.get(recorder.finish.remote(finished_status(is_complete)))
-            ray.kill(recorder)
+            recorder.release()
 
 
 def _run_all(
@@ -171,7 +175,11 @@ def _run_all(
 ) -> StudyResult:
     parent_id = ray.get(recorder.run_id.remote())
     total_steps = sum(plan.total_steps for plan in plans)
-    with shown_progress(recorder, recipe.name, total_steps), stopping_on_sigterm(recorder):
+    with (
+        shown_progress(recorder, recipe.name, total_steps),
+        stopping_on_sigterm(recorder),
+        kept_lanes(),
+    ):
         results = _run_cells(cells, plans, finished, recorder, parent_id)
     ray.get(recorder.metrics.remote(len(results), _totals(results)))
     page = page_of(recipe, parent_id)

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray import tune
 
 from vit_ray.config import Recipe
 from vit_ray.config.commands import SweepConfig
+from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import check_cluster, metrics_log_path, plan_run
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.run import (
@@ -33,7 +34,8 @@ from vit_ray.launch.run import (
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
-from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.tracking.run_handle import start_recorder
+from vit_ray.tracking.run_status import RunOpening
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
 
@@ -126,13 +128,15 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     check_cluster(recipe, cluster)
     with lock_run(locate(recipe.run_folder)):
         recorder = start_recorder(
-            recipe.tracking,
-            recipe.name,
-            metrics_log_path(recipe),
-            run_id=None,
-            params=recipe.flat(),
-            tags=run_facts("sweep", plan, cluster),
-            resume_step=None,
+            RunOpening(
+                recipe.tracking,
+                recipe.name,
+                metrics_log_path(recipe),
+                run_id=None,
+                params=recipe.flat(),
+                tags=run_facts("sweep", plan, cluster),
+                resume_step=None,
+            ),
         )
         is_complete = False
         try:
@@ -140,13 +144,14 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
             with (
                 shown_progress(recorder, recipe.name, total_steps),
                 stopping_on_sigterm(recorder),
+                kept_lanes(),
             ):
                 outcome = _run_stages(recipe, trials, recorder)
             is_complete = outcome is not None
             return outcome
         finally:
             ray.get(recorder.finish.remote(finished_status(is_complete)))
-            ray.kill(recorder)
+            recorder.release()
 
 
 def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
@@ -208,46 +213,38 @@ def _run_all(
     None if the sweep was told to stop: its trials have written checkpoints, and go on from there.
     """
 
-    def trial(config: dict[str, Any]) -> None:
-        recipe = recipes[config["index"]]
+    def train_trial(index: int) -> Outcome:
+        recipe = recipes[index]
         label = f"learning rate {recipe.optim.learning_rate:g}"
         if reason := ray.get(parent.recorder.stop_reason.remote()):
-            tune.report({"error": reason})  # its turn came when the sweep was to stop
-            return
+            return {"error": reason}  # its turn came when the sweep was to stop
         try:
             result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
-        except (ValueError, RuntimeError) as error:
-            # One rate that fails must not end the sweep; its row shows the error.
+        except Exception as error:  # one trial that fails must not end the sweep
             parent.recorder.child_ended.remote(label, None)
-            tune.report({"error": str(error)})
-        else:
-            parent.recorder.child_ended.remote(label, result.metrics.get(deciding_metric(recipe)))
-            tune.report({"result": vars(result), "error": ""})
+            return {"error": str(error) or repr(error)}
+        parent.recorder.child_ended.remote(label, result.metrics.get(deciding_metric(recipe)))
+        return {"result": vars(result), "error": ""}
 
     parent.recorder.begin_stage.remote(_STAGES[kind], len(recipes))
-    # Trials only wait for their workers; what those take is reserved by Ray Train.
-    light = tune.with_resources(trial, {"CPU": 0.01})
-    tuner = tune.Tuner(
-        light,
-        param_space={"index": tune.grid_search(list(range(len(recipes))))},
-        tune_config=tune.TuneConfig(max_concurrent_trials=max_concurrent(recipes[0])),
-        run_config=tune.RunConfig(
-            name=f"{recipes[0].name}-tune",
-            storage_path=f"{recipes[0].output.rstrip('/')}/tune",
-            verbose=0,
-        ),
+    outcomes = run_trials(
+        len(recipes),
+        train_trial,
+        max_concurrent=max_concurrent(recipes[0]),
+        name=f"{recipes[0].name}-tune",
+        storage_path=f"{recipes[0].output.rstrip('/')}/tune",
     )
-    found: list[tuple[RunResult | None, str]] = [(None, "the trial did not start")] * len(recipes)
-    grid = tuner.fit()
-    for outcome in (grid[k] for k in range(len(grid))):
-        index = outcome.config["index"] if outcome.config else 0
-        if outcome.error is not None:
-            found[index] = (None, str(outcome.error).strip().splitlines()[-1])
-        elif outcome.metrics and outcome.metrics["error"]:
-            found[index] = (None, outcome.metrics["error"])
-        elif outcome.metrics:
-            found[index] = (RunResult(**outcome.metrics["result"]), "")
-    return None if ray.get(parent.recorder.stop_reason.remote()) else found
+    if ray.get(parent.recorder.stop_reason.remote()):
+        return None
+    return [_result_or_error(outcome) for outcome in outcomes]
+
+
+def _result_or_error(outcome: Outcome | None) -> tuple[RunResult | None, str]:
+    if outcome is None:
+        return None, "the trial did not come to its end"
+    if outcome["error"]:
+        return None, outcome["error"]
+    return RunResult(**outcome["result"]), ""
 
 
 def deciding_metric(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
+from typing import Final
 
 import ray
 
@@ -18,6 +19,11 @@ from vit_ray.config import Recipe
 from vit_ray.ray_internals import has_auth_token, hide_printed_messages, reload_ray_config
 
 AUTH_MODE = "RAY_AUTH_MODE"
+DASHBOARD = "VIT_RAY_DASHBOARD"
+"""Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
+
+_STARTED: Final[list[str]] = []
+"""Addresses of the clusters that this process has started."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class ClusterShape:
     num_gpus: float
     ready_s: float
     """Unix time at which Ray was up."""
+    is_private: bool = False
+    """This driver has started it, and it ends with this driver."""
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
@@ -50,17 +58,29 @@ def connect(recipe: Recipe) -> ClusterShape:
             ray.init(
                 address="local",  # not another one that happens to run here
                 num_cpus=max(os.cpu_count() or 1, local_cpus(recipe)),
+                include_dashboard=os.environ.get(DASHBOARD, "0") == "1",
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,
             )
+            _STARTED.append(_address())
     return shape(time.time())
+
+
+def _address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def shape(ready_s: float) -> ClusterShape:
     """The connected cluster as it is now."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
-    return ClusterShape(len(nodes), resources.get("CPU", 0), resources.get("GPU", 0), ready_s)
+    return ClusterShape(
+        len(nodes),
+        resources.get("CPU", 0),
+        resources.get("GPU", 0),
+        ready_s,
+        is_private=_address() in _STARTED,
+    )
 
 
 def local_cpus(recipe: Recipe) -> int:

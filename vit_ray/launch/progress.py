@@ -13,7 +13,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from vit_ray.tracking.run_actor import RunStatus
+from vit_ray.tracking.run_status import RunStatus
 
 POLL_S = 0.5
 LINE_EVERY_S = 10.0

@@ -9,30 +9,32 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import ray
+from ray.train.backend import Backend, BackendConfig
 
 # The classes that `ray.train` gives at run time; type checkers see there those of its version 1.
 from ray.train.v2.api.config import FailureConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
-from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from vit_ray.ray_internals import (
     ControllerCallback,
+    DatasetsCallback,
     DefaultFailurePolicy,
     ElasticScalingPolicy,
     FailureDecision,
     NoopDecision,
+    PlacementGroupCleanerCallback,
     ResizingState,
     ScalingDecision,
     WorkerGroupStartupFailedError,
     _is_preemption_failure,
 )
 from vit_ray.storage import locate
-from vit_ray.train.job import SmallerMicroBatchError
-from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0
@@ -40,15 +42,44 @@ _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
 
-class PolicedTrainer(TorchTrainer):
-    """A `TorchTrainer` with policies of its own, by the names of the controller's arguments."""
+class PolicedTrainer(DataParallelTrainer):
+    """Ray Train's workers under policies of our own.
 
-    def __init__(self, policies: dict[str, Any], **options: Any) -> None:
-        super().__init__(**options)
+    Streams and process groups are the workers' own affair: without Ray's data sets and its torch
+    backend, neither the driver nor the controller imports torch, and no process is started for
+    data sets that there are none of.
+    """
+
+    def __init__(self, policies: dict[str, Any], *, is_private: bool, **options: Any) -> None:
+        """
+        Args:
+            policies: by the names of the controller's arguments.
+            is_private: the cluster ends with this driver, and what is placed on it too.
+        """
+        super().__init__(backend_config=WorkersBackendConfig(), **options)
         self._policies = policies
+        self._unused: tuple[type, ...] = (DatasetsCallback,)
+        if is_private:
+            self._unused += (PlacementGroupCleanerCallback,)
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        return super()._initialize_and_run_controller(**{**arguments, **self._policies})
+        callbacks = [c for c in arguments["callbacks"] if not isinstance(c, self._unused)]
+        changed = {**self._policies, "callbacks": callbacks}
+        return super()._initialize_and_run_controller(**{**arguments, **changed})
+
+
+class _WorkersBackend(Backend):
+    """GPUs of a node are visible to all of its workers, which NCCL needs to link them."""
+
+    share_cuda_visible_devices = True
+
+
+class WorkersBackendConfig(BackendConfig):
+    """Nothing is set up before the workers run: each training joins a process group of its own."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _WorkersBackend
 
 
 class ConsecutiveFailurePolicy(DefaultFailurePolicy):
@@ -58,37 +89,44 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
     node that it lost, however far apart they were.
     """
 
-    def __init__(self, recorder: Any, max_failures: int, run_folder: str) -> None:
+    def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
+        """`current_job`: what the group is training; None before its first training."""
         # Ray's own limits are off: for nodes taken back, and groups that find no place in time.
         super().__init__(FailureConfig(max_failures=-1))
-        self._recorder, self._max_failures = recorder, max_failures
-        self._run_folder = run_folder
-        self._count, self._failed_at = 0, -1
+        self._current_job = current_job
+        self._run_folder, self._count, self._failed_at = "", 0, -1
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Every failure becomes part of the run's history."""
+        job = self._current_job()
+        if job is None:
+            return super().make_decision(training_failed_error)
         text = cause(training_failed_error)
-        self._recorder.event.remote("worker failed", text, 0)
-        if ray.get(self._recorder.failure.remote()):
+        job.recorder.event.remote("worker failed", text, 0)
+        if ray.get(job.recorder.failure.remote()):
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
-        if self._is_one_too_many(training_failed_error):
-            count = f"failure {self._count} with no new checkpoint between"
-            reason = f"{text} ({count}; workers.max_failures={self._max_failures})"
-            ray.get(self._recorder.fail.remote(reason))
+        most = job.recipe.workers.max_failures
+        if -1 < most < self._count_failure(job.run_folder, training_failed_error):
+            reason = (
+                f"{text} (failure {self._count} with no new checkpoint between; "
+                f"workers.max_failures={most})"
+            )
+            ray.get(job.recorder.fail.remote(reason))
             return FailureDecision.RAISE
         return FailureDecision.RETRY
 
-    def _is_one_too_many(self, error: Any) -> bool:
-        newest = newest_step(self._run_folder)
-        if newest not in (-1, self._failed_at):
-            self._count, self._failed_at = 0, newest
+    def _count_failure(self, run_folder: str, error: Any) -> int:
+        """Failures in a row, this one included."""
+        newest = newest_step(run_folder)
+        if run_folder != self._run_folder or newest not in (-1, self._failed_at):
+            self._run_folder, self._count, self._failed_at = run_folder, 0, newest
         # A smaller micro-batch is a remedy, and there are only so many.
         failures = getattr(error, "worker_failures", {}).values()
         if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
             self._count += 1
-        return -1 < self._max_failures < self._count
+        return self._count
 
 
 def _is_crash(error: TrainingFailedError) -> bool:
@@ -153,22 +191,27 @@ class SaveBeforeResize(ControllerCallback):
     old.
     """
 
-    def __init__(self, recorder: Any, run_folder: str) -> None:
-        self._recorder, self._run_folder = recorder, run_folder
+    def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
+        self._current_job = current_job
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Wait for a checkpoint when Ray has decided to change the size of a running group."""
         if not isinstance(current_state, ResizingState):
             return
-        before = newest_step(self._run_folder)
-        self._recorder.request_save.remote()
+        job = self._current_job()
+        if job is None or job.kind != "train":
+            return
+        before = newest_step(job.run_folder)
+        job.recorder.request_save.remote()
         deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
-        while newest_step(self._run_folder) <= before and time.monotonic() < deadline:
+        while newest_step(job.run_folder) <= before and time.monotonic() < deadline:
             time.sleep(0.5)
 
 
 def newest_step(run_folder: str) -> int:
     """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
+    from vit_ray.train.run_checkpoints import newest_checkpoint  # torch, which few controllers need
+
     try:
         checkpoint = newest_checkpoint(locate(run_folder))
     except OSError:

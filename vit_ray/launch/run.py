@@ -30,7 +30,8 @@ from vit_ray.launch.preflight import (
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
-from vit_ray.tracking.run_actor import start_recorder
+from vit_ray.tracking.run_handle import start_recorder
+from vit_ray.tracking.run_status import RunOpening
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
@@ -124,15 +125,17 @@ def _run(
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
     recorder = start_recorder(
-        recipe.tracking,
-        recipe.name,
-        metrics_log_path(recipe),
-        run_id=position.tracking_run_id if position else None,
-        params=recipe.flat(),
-        tags={**run_facts(kind, plan, cluster), **(tags or {})},
-        resume_step=position.step if position else None,
-        parent=parent.recorder if parent else None,
-        node_id=parent.node_id if parent else None,
+        RunOpening(
+            recipe.tracking,
+            recipe.name,
+            metrics_log_path(recipe),
+            run_id=position.tracking_run_id if position else None,
+            params=recipe.flat(),
+            tags={**run_facts(kind, plan, cluster), **(tags or {})},
+            resume_step=position.step if position else None,
+            parent=parent.recorder if parent else None,
+        ),
+        parent.node_id if parent else None,
     )
     for text in prepared.damage:
         recorder.event.remote("damaged checkpoint", text, 0)
@@ -151,7 +154,7 @@ def _run(
     finally:
         with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
             ray.get(recorder.finish.remote(status))
-            ray.kill(recorder)
+            recorder.release()
 
 
 def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:

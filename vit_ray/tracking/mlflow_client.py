@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
+from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
 

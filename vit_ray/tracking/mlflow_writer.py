@@ -13,11 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mlflow.entities import Metric, Param, Run, RunTag
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
-
 from vit_ray.tracking.metrics_log import Record
+from vit_ray.tracking.mlflow_api import Metric, MlflowClient, MlflowException, Param, Run, RunTag
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API

@@ -10,10 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from mlflow.entities import Run
-from mlflow.tracking import MlflowClient
-
 from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking.mlflow_api import MlflowClient, Run
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
 
 Answer = TypeVar("Answer")

@@ -1,112 +1,60 @@
-"""The actor beside the driver that records a run.
+"""The record of one run, in an actor beside the driver.
 
-Workers send metrics and events to it without waiting; it writes them to MLflow as the run's one
-writer, keeps what the progress display shows, and passes the driver's wish to stop to the workers.
+Workers send metrics and events to it without waiting for an answer; it writes them to MLflow as the
+run's one writer, keeps what the progress display shows, and passes requests to stop or to save from
+the driver to the workers.
 """
 
 from __future__ import annotations
 
 import collections
+import fcntl
+import io
 import json
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.tracking.run_status import Event, RunOpening, RunStatus, Stage
 from vit_ray.tracking.system_metrics import SystemMetrics
 from vit_ray.tracking.tracker import Status, Tracker
 
-NAMESPACE = "vit_ray"
 RELEASE_S = 20.0
-"""How long a driver that was killed may take to let go of its recorder."""
-
-
-@dataclass
-class Event:
-    """Something that happened to the run, for its history."""
-
-    kind: str
-    text: str
-    step: int
-    time_s: float
-
-
-@dataclass
-class Stage:
-    """Runs of one kind under this one, such as trials of a sweep, as the display counts them."""
-
-    what: str
-    count: int
-    ended: int = 0
-    best: tuple[float, str] | None = None
-    """The best score of those that ended, and whose it is."""
-
-    def end_one(self, label: str, score: float | None) -> None:
-        """One of them has ended; without a score if it failed."""
-        self.ended += 1
-        if score is not None and (self.best is None or score > self.best[0]):
-            self.best = (score, label)
-
-    def __str__(self) -> str:
-        text = f"{self.what} {min(self.ended + 1, self.count)} of {self.count}"
-        return text if self.best is None else f"{text}, best {self.best[0]:.2%} ({self.best[1]})"
-
-
-@dataclass
-class RunStatus:
-    """Where the run is, as the display shows it."""
-
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    stage: str = ""
-    """Which of the runs under this one it is at; empty for a run without any."""
+"""How long the recorder of a driver that was killed may take to end."""
 
 
 class Recorder:
-    """Runs as an actor with concurrent methods; see `start_recorder`."""
+    """The record of one run; lives in a `RunHost`, see `start_recorder`."""
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        run_name: str,
-        log_path: str,
-        run_id: str | None,
-        params: dict[str, str],
-        tags: dict[str, str],
-        resume_step: int | None,
-        parent: Any = None,
-    ) -> None:
-        self._name, self._parent, self._log_path = run_name, parent, Path(log_path)
+    def __init__(self, opening: RunOpening) -> None:
+        config = opening.config
+        self._writer_lock = _lock_log(opening)
+        self._name, self._parent = opening.run_name, opening.parent
+        self._log_path = opening.log_path
         self._started_s = time.time()
         self._child_steps: dict[str, int] = {}
         self._children: list[Any] = []
         self._stage: Stage | None = None
         self._tracker = Tracker.start(
             config,
-            run_name,
-            Path(log_path),
-            run_id=run_id,
-            params=params,
-            tags=tags,
-            resume_step=resume_step,
+            opening.run_name,
+            opening.log_path,
+            run_id=opening.run_id,
+            params=opening.params,
+            tags=opening.tags,
+            resume_step=opening.resume_step,
         )
         self._standing = RunStatus()
         self._stop: str | None = None
         self._failure: str | None = None
-        self._start_step: int | None = None
         self._saves_wanted = 0
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
         if config.system_metrics and (run := self._tracker.run_id):
             self._system = SystemMetrics(run, config.uri, "node-0").start()
             self._samplers = sample_other_nodes(run, config.uri)
-        if parent is not None:
-            parent.adopt.remote(ray.get_runtime_context().current_actor)
 
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
@@ -164,14 +112,6 @@ class Recorder:
         """The reason given to `fail`."""
         return self._failure
 
-    def start_from(self, step: int | None) -> None:
-        """The controller's choice of checkpoint for the workers that start next."""
-        self._start_step = step
-
-    def start_point(self) -> tuple[int | None, str | None]:
-        """For a worker that starts: step of its checkpoint, and why it must not go on."""
-        return self._start_step, self._failure
-
     def request_stop(self, reason: str) -> None:
         """Ask all workers, of the runs under this one too, to checkpoint and end."""
         self._stop = reason
@@ -221,7 +161,10 @@ class Recorder:
             counts = collections.Counter(event.kind for event in self._standing.events)
             for kind, count in counts.items():
                 self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
-        return self._tracker.finish(status)
+        try:
+            return self._tracker.finish(status)
+        finally:
+            self._writer_lock.close()
 
 
 class NodeSampler:
@@ -245,49 +188,29 @@ def sample_other_nodes(run_id: str, uri: str) -> list[Any]:
     ]
 
 
-def start_recorder(
-    config: TrackingConfig,
-    run_name: str,
-    log_path: Path,
-    *,
-    run_id: str | None,
-    params: dict[str, str],
-    tags: dict[str, str],
-    resume_step: int | None,
-    parent: Any = None,
-    node_id: str | None = None,
-) -> Any:
-    """Handle of a `Recorder`, which ends with the process that started it.
-
-    Args:
-        parent: recorder of the sweep or study that the run is part of.
-        node_id: where it runs, by default on this node: the node of the SQLite file and of the log.
+def _lock_log(opening: RunOpening) -> IO[str]:
+    """The run's log for this recorder alone, until the file is closed or the process ends.
 
     Raises:
-        RuntimeError: the recorder of an earlier driver still writes the run's log.
+        RuntimeError: the recorder of an earlier driver still writes it.
     """
-    where = NodeAffinitySchedulingStrategy(
-        node_id or ray.get_runtime_context().get_node_id(), soft=False
-    )
-    actor = ray.remote(Recorder).options(
-        name=str(log_path),  # the log has one writer; the run's lock has shown that ours is next
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_concurrency=16,
-        scheduling_strategy=where,
-    )
+    path = opening.log_path.with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115 - held until the run has ended
+    except OSError:  # nothing can be written there, by nobody: the log itself will say so
+        return io.StringIO()
     deadline = time.monotonic() + RELEASE_S
     while True:
         try:
-            return actor.remote(
-                config, run_name, str(log_path), run_id, params, tags, resume_step, parent
-            )
-        except ray.exceptions.ActorAlreadyExistsError:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"run {run_name!r}: the recorder of its last driver on this cluster has not "
-                    f"ended in {RELEASE_S:g} s and still writes {log_path}; end that driver's job "
-                    "(ray job stop), then start again"
+                    f"run {opening.run_name!r}: the recorder of its last driver on this machine "
+                    f"has not ended in {RELEASE_S:g} s and still writes {opening.log_path}; end "
+                    "that driver's job (ray job stop), then start again"
                 ) from None
             time.sleep(0.5)
 

@@ -13,8 +13,8 @@ import threading
 import time
 
 import psutil
-from mlflow.entities import Metric
 
+from vit_ray.tracking.mlflow_api import Metric
 from vit_ray.tracking.mlflow_client import absolute_uri, open_client, redact_uri
 
 INTERVAL_S = 10.0

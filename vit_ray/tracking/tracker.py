@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from mlflow.exceptions import MlflowException
-
 from vit_ray.config.training import TrackingConfig
 from vit_ray.tracking.metrics_log import MetricsLog, Record, Sent
+from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri
 from vit_ray.tracking.mlflow_writer import MAX_METRICS, RunWriter
 

@@ -31,18 +31,17 @@ class Startable(Protocol):
     def close(self) -> None: ...
 
 
-def run_attempt(job: TrainJob, link: RunLink, set_up: Callable[[int | None], Startable]) -> None:
-    """Start where the driver says, run to the end, and report an error that a restart would meet.
+def run_attempt(link: RunLink, set_up: Callable[[], Startable | None]) -> None:
+    """Run to the end, and report an error that a restart would meet.
 
     Args:
-        set_up: builds the attempt from the step of the checkpoint to start from, if any.
+        set_up: builds the attempt; None if there is nothing left to do.
     """
-    start_step, failure = link.start_point()
-    if failure or start_step == job.total_steps:
-        return  # an earlier attempt ended the run, and was restarted all the same
     try:
-        with contextlib.closing(set_up(start_step)) as attempt:
-            attempt.run()
+        attempt = set_up()
+        if attempt is not None:
+            with contextlib.closing(attempt):
+                attempt.run()
     except UnrecoverableError as error:
         link.fail(str(error))
         if not error.is_agreed:
@@ -97,6 +96,8 @@ class Attempt:
             progress,
             work_per_image(self.job),
         )
+        self.watchdog.pause()  # the steps are over, and waiting has limits of its own
+        self.hooks.saver.wait_until_written()
         if reason != "finished":
             reason = self.link.current_stop_reason(progress.step) or reason
             text = f"{reason}; {self._last_save(progress.step)}"
@@ -135,8 +136,13 @@ class WorkerHooks(LoopHooks):
     _notice_seen: str = field(default="", init=False)
 
     def note_step(self, step: int) -> None:
-        """For the watchdog, and through its heartbeat for the display."""
+        """For the watchdog, and through its heartbeat for the display.
+
+        Raises:
+            UnrecoverableError: checkpoints can no longer be written.
+        """
         self.watchdog.note_step(step)
+        self.saver.check()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """With the first, the time since Ray was up."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.imports import hide_modules
 from vit_ray.measure.memory import sum_precision
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
@@ -243,16 +244,7 @@ class DeepSpeedEngine:
     def _initialize(
         self, model: nn.Module, optim: OptimConfig, micro_batch_size: int, accumulation_steps: int
     ) -> Any:
-        if not torch.cuda.is_available():
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Takes seconds, and the driver does not need it.
-        import deepspeed
-
-        # Importing it resets the level of its own logger.
-        deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-        # DeepSpeed would compile it at start, for 25 s, and only inference calls it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed = import_deepspeed()
         offloads = self._train.offload
         optimizer = build_optimizer(model, optim, fused=torch.cuda.is_available() and not offloads)
         if self.stage == 0 and self._train.precision == "fp32":
@@ -268,6 +260,20 @@ class DeepSpeedEngine:
         if self._train.compile:
             engine.compile()
         return engine
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, quiet and without what it would only need elsewhere; takes a second or more."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with hide_modules("mlflow"):  # its autotuner's, which takes longer to import than DeepSpeed
+        import deepspeed
+    # Importing it resets the level of its own logger.
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    # It would be compiled at the start, for 25 s, and only inference calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def deepspeed_config(

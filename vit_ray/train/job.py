@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vit_ray.config import Recipe
-from vit_ray.models.weights.state_dicts import NewHead
+
+if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
+    from vit_ray.models.weights.state_dicts import NewHead
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ import torch
 from vit_ray.train.loop import Batch, as_tensor
 
 
-def prefetch(batches: Iterable[Batch], prepare: Callable[[Batch], Batch]) -> Iterator[Batch]:
-    """The same batches, while one is used the next two being read and prepared in a thread.
+def prefetch(
+    batches: Iterable[Batch], prepare: Callable[[Batch], Batch], ahead: int = 1
+) -> Iterator[Batch]:
+    """The same batches; while one is used, `ahead` and one more are made ready in a thread.
 
     Reading begins at once. An error of `batches` is raised where its batch was due.
     """
-    ready: Queue[Batch | BaseException | None] = Queue(maxsize=1)
+    ready: Queue[Batch | BaseException | None] = Queue(maxsize=max(1, ahead))
 
     def read() -> None:
         try:

@@ -23,9 +23,6 @@ RUN_ID_TIMEOUT_S: Final = 20.0
 class RunActor(Protocol):
     """Every method of the run's actor that a worker calls."""
 
-    def start_point(self) -> tuple[int | None, str | None]:
-        """Step of the checkpoint to start from, if any, and why the run must not go on."""
-
     def poll(self, rank: int, step: int) -> tuple[str | None, int]:
         """A heartbeat; answers why to stop, if at all, and how many saves were requested."""
 
@@ -56,10 +53,6 @@ class RunLink:
         self._saves_requested = 0
         # Until the first answer it is not known how many were requested of earlier attempts.
         self._saves_seen: int | None = None
-
-    def start_point(self) -> tuple[int | None, str | None]:
-        """Step of the checkpoint to start from, if any, and why the run must not go on."""
-        return self._call(RunActor.start_point)
 
     def fail(self, reason: str) -> None:
         """End the run; returns once the actor knows."""

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from importlib.metadata import version
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
-from vit_ray.lock import LockLostError, sees_lock
+from vit_ray.lock import sees_lock
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot, folder_name, open_checkpoint
 from vit_ray.train.checkpoint_writer import CheckpointWriter
@@ -20,8 +20,17 @@ from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.watchdog import Watchdog
 
-Publish = Callable[[str, dict[str, float], Callable[[], None]], None]
-"""(folder name, metrics, write): have `write` run beside the training, and the result known."""
+WRITE_TIMEOUT_S: Final = 1800.0
+"""Longest wait for the checkpoint before, with all retries of a storage that is away."""
+REMIND_S: Final = 60.0
+
+RunBeside = Callable[[Callable[[], None]], object]
+"""Runs a function that does not raise, while its caller goes on."""
+
+
+def start_thread(work: Callable[[], None]) -> None:
+    """Run `work` in a thread that does not hold up the end of the process."""
+    threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
 
 
 class SavesState(Protocol):
@@ -42,35 +51,61 @@ class CheckpointSaver:
         job: TrainJob,
         engine: SavesState,
         writer: CheckpointWriter,
-        publish: Publish,
         link: RunLink,
         watchdog: Watchdog,
+        run_beside: RunBeside = start_thread,
     ) -> None:
         self._job, self._engine, self._link = job, engine, link
-        self._writer, self._publish, self._watchdog = writer, publish, watchdog
+        self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()
         self._written.set()
+        self._error: BaseException | None = None
 
     def save(self, progress: Progress) -> float:
         """Copy the state now and write it beside the training.
 
         Returns:
             Seconds for which training stood still.
+
+        Raises:
+            UnrecoverableError: as `wait_until_written`, of the checkpoint before.
         """
         start_s = time.perf_counter()
-        self._watchdog.pause()  # publishing waits for the slowest rank
+        self._watchdog.pause()  # waiting has limits of its own
         self.wait_until_written()  # storage slower than the cadence must not pile up copies
-        self._written.clear()
         position = make_position(self._job, self._engine, progress, self._link.tracking_run_id())
         snapshot = self._engine.snapshot(position)
-        name = folder_name(progress.step)
-        self._publish(name, dict(progress.metrics), lambda: self._write(snapshot, name))
+        self._written.clear()
+        self._run_beside(lambda: self._write(snapshot, folder_name(progress.step)))
         self._watchdog.resume()
         return time.perf_counter() - start_s
 
-    def wait_until_written(self) -> None:
-        """Until this rank's part of the last checkpoint is written, or has failed."""
-        self._written.wait()
+    def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """Until this rank's part of the last checkpoint is written, or has failed.
+
+        Raises:
+            UnrecoverableError: too many in a row could not be written.
+            TimeoutError: the storage does not answer.
+        """
+        start_s = time.monotonic()
+        while not self._written.wait(REMIND_S):
+            waited_s = time.monotonic() - start_s
+            text = (
+                f"{self._job.run_folder}: waiting for the checkpoint before since {waited_s:.0f} s"
+            )
+            self._link.note_own("storage slow", text, 0)
+            if waited_s > timeout_s:
+                raise TimeoutError(text)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the writing, if anything did; costs nothing.
+
+        Raises:
+            UnrecoverableError: too many in a row could not be written.
+        """
+        if self._error is not None:
+            raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of a step has landed; for when all ranks have written."""
@@ -79,9 +114,8 @@ class CheckpointSaver:
     def _write(self, snapshot: Snapshot, name: str) -> None:
         try:
             self._writer.write(snapshot, name)
-        except (OSError, LockLostError) as error:
-            self._link.fail(str(error))  # a restart would not help
-            raise
+        except Exception as error:  # raised where training meets it next
+            self._error = error
         finally:
             self._written.set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,22 +86,16 @@ def build_engine(
 
 
 def open_batches(
-    job: TrainJob,
-    iter_batches: Callable[..., Iterator[Any]],
-    batch_size_per_rank: int,
-    device: torch.device,
+    job: TrainJob, read: Iterator[Any], batch_size_per_rank: int, device: torch.device
 ) -> Iterator[Batch]:
-    """The training batches; the first is read while the engine is built.
+    """The training batches on their way to the device; the first is read while others work.
 
     Args:
-        iter_batches: of this rank's part of the stream, as `ray.data.DataIterator.iter_batches`.
+        read: batches of pixels, or blocks of encoded images where the device decodes.
     """
-    ahead = job.recipe.data.prefetch_batches
     if job.recipe.data.decode == "device":
-        blocks = iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=ahead)
-        return _decoded(job, blocks, batch_size_per_rank, device)  # it looks ahead by itself
-    batches = iter_batches(batch_size=batch_size_per_rank, prefetch_batches=ahead)
-    return prefetch(batches, pin_batch)
+        return _decoded(job, read, batch_size_per_rank, device)  # it looks ahead by itself
+    return prefetch(read, pin_batch, job.recipe.data.prefetch_batches)
 
 
 def _decoded(

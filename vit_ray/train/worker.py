@@ -1,44 +1,60 @@
-"""One Ray Train worker, composed of its parts; nothing else in this room knows Ray Train."""
+"""One Ray Train worker, composed of its parts; nothing else in this room knows Ray Train.
+
+A worker belongs to a lane: its group is placed once and takes one training after another, each in a
+process group, an engine and streams of its own.
+"""
 
 from __future__ import annotations
 
 import platform
+import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
+import ray
 import ray.exceptions
 import ray.train
-import ray.train.torch
-from ray.train import CheckpointUploadMode
+import ray.train.collective
+import ray.util
+import torch
+import torch.distributed as dist
 
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
 from vit_ray.train.attempt import Attempt, WorkerHooks, resume_from, run_attempt
 from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.engine import import_deepspeed
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob, UnrecoverableError
+from vit_ray.train.lane_link import Assignment, LaneLink, Streams
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch, roll_back
+from vit_ray.train.process_group import RankPlace, free_address, joined_process_group
 from vit_ray.train.progress import Progress
+from vit_ray.train.resume_point import ResumePoint, choose_resume_point
 from vit_ray.train.run_link import RunLink
-from vit_ray.train.saving import (
-    CheckpointSaver,
-    Publish,
-    check_folder_is_shared,
-    open_chosen_checkpoint,
-)
+from vit_ray.train.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
 from vit_ray.train.setup import build_engine, choose_micro_batch, open_batches
 from vit_ray.train.watchdog import Watchdog
 
 
-def train_worker(config: dict[str, Any]) -> None:
-    """What `TorchTrainer` runs on every worker; `config["job"]` is a `TrainJob`."""
-    job: TrainJob = config["job"]
+def serve_lane(config: dict[str, Any]) -> None:
+    """What Ray Train runs on every worker: the lane's trainings, until there are no more.
+
+    Args:
+        config: `server`, the handle of the lane's `LaneServer`.
+    """
     quiet_libraries()
-    link = RunLink(job.recorder, ray.train.get_context().get_world_rank())
-    run_attempt(job, link, lambda start_step: set_up_attempt(job, link, start_step))
+    import_deepspeed()  # while the driver plans, and the streams' process starts
+    place = _place()
+    group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
+    lane = LaneLink(config["server"], group, place.rank, place.world_size)
+    for assignment in lane.assignments():
+        _train(assignment, lane, place)
+        lane.end(assignment)
 
 
 def quiet_libraries() -> None:
@@ -49,17 +65,60 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
 
 
-def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Attempt:
-    """Build this worker's parts; all ranks do it together.
+def _place() -> RankPlace:
+    context = ray.train.get_context()
+    return RankPlace(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
 
-    Args:
-        start_step: the checkpoint that the stream was built for; None = there is none.
-    """
+
+def _train(assignment: Assignment, lane: LaneLink, place: RankPlace) -> None:
+    job = assignment.job
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    address = free_address(host) if place.rank == 0 else ""
+    address = ray.train.collective.broadcast_from_rank_zero(address)
+    device = training_device(assignment.use_gpu)
+    link = RunLink(job.recorder, place.rank)
+    group = f"{lane.group} {assignment.number}"
+    streams = assignment.streams.for_rank(group, place.rank, place.world_size)
+    with joined_process_group(
+        place,
+        address,
+        backend="nccl" if assignment.use_gpu else "gloo",
+        timeout_s=job.recipe.workers.collective_timeout_s,
+    ):
+        run_attempt(link, partial(set_up_attempt, job, link, streams, place, device))
+
+
+def training_device(use_gpu: bool) -> torch.device:
+    """The GPU that Ray gave this worker, made torch's current one; or the CPU."""
+    if not use_gpu:
+        return torch.device("cpu")
+    from ray.train.torch import get_device
+
+    device = get_device()
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_up_attempt(
+    job: TrainJob, link: RunLink, streams: Streams, place: RankPlace, device: torch.device
+) -> Attempt | None:
+    """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
     check_folder_is_shared(job, platform.node())
-    context = _rank_context(job, run_folder)
-    batches = _training_batches(job, context) if job.kind == "train" else iter(())
-    checkpoint = None if start_step is None else open_chosen_checkpoint(run_folder, start_step)
+    point = ResumePoint(None, 0)
+    if job.kind == "train":
+        point = _agreed_point(job, link, run_folder, place.rank)
+        if point.step == job.total_steps:
+            return None
+    context = _rank_context(job, run_folder, place, device)
+    batches = _training_batches(job, context, streams, point.samples_seen, device)
+    checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
     engine, report = build_engine(
         job, context.micro_batch_size, context.world_size, loads_weights=checkpoint is None
     )
@@ -68,7 +127,7 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
     progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
     watchdog = Watchdog(progress.step, recipe.train.step_timeout_s, link.beat, link.note_hang)
     writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
-    saver = CheckpointSaver(job, engine, writer, _publisher(run_folder), link, watchdog)
+    saver = CheckpointSaver(job, engine, writer, link, watchdog)
     nonfinite = NonfinitePolicy(
         recipe.train,
         link,
@@ -77,7 +136,7 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
     )
 
     def evaluation_batches(name: str) -> Iterator[Batch]:
-        return _stream_batches(name, batch_size=recipe.evaluate.batch_size)
+        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size))
 
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     hooks = WorkerHooks(
@@ -87,30 +146,48 @@ def set_up_attempt(job: TrainJob, link: RunLink, start_step: int | None) -> Atte
     return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
 
 
-def _rank_context(job: TrainJob, run_folder: Location) -> RankContext:
-    ray_context = ray.train.get_context()
-    rank, world_size = ray_context.get_world_rank(), ray_context.get_world_size()
-    group = ProcessGroup(ray.train.torch.get_device())
+def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
+    """Where rank 0 chooses to go on, on all ranks."""
+    chosen: list[ResumePoint | str | None] = [None]
+    if rank == 0:
+        try:
+            chosen = [choose_resume_point(run_folder, job.total_steps, partial(link.note, step=0))]
+        except (ValueError, OSError) as error:
+            chosen = [str(error)]
+    dist.broadcast_object_list(chosen, src=0)
+    point = chosen[0]
+    if isinstance(point, ResumePoint):
+        return point
+    raise UnrecoverableError(str(point))
+
+
+def _rank_context(
+    job: TrainJob, run_folder: Location, place: RankPlace, device: torch.device
+) -> RankContext:
+    group = ProcessGroup(device)
     # Ranks on unlike GPUs, or that read the limit at unlike times, must pass equally often.
-    micro = -int(group.max([-float(choose_micro_batch(job, run_folder, world_size))])[0])
-    return RankContext(job.total_steps, rank, world_size, micro, group)
+    micro = -int(group.max([-float(choose_micro_batch(job, run_folder, place.world_size))])[0])
+    return RankContext(job.total_steps, place.rank, place.world_size, micro, group)
 
 
-def _training_batches(job: TrainJob, context: RankContext) -> Iterator[Batch]:
-    share = context.batch_size_per_rank(job.recipe.train.global_batch_size)
+def _training_batches(
+    job: TrainJob,
+    context: RankContext,
+    streams: Streams,
+    samples_seen: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    if job.kind != "train":
+        return iter(())
+    batch = job.recipe.train.global_batch_size
+    share = context.batch_size_per_rank(batch)
+    span = share, samples_seen, job.total_steps * batch
+    if job.recipe.data.decode == "device":
+        return open_batches(job, _refusing(streams.training_blocks(*span)), share, device)
+    return open_batches(job, _refusing(streams.training_batches(*span)), share, device)
 
-    def iter_batches(**options: Any) -> Iterator[Any]:
-        return _stream_batches("train", **options)
 
-    return open_batches(job, iter_batches, share, ray.train.torch.get_device())
-
-
-def _stream_batches(name: str, **options: Any) -> Iterator[Any]:
-    """Batches of this rank's part of a stream."""
-    return refusals_end_the_run(ray.train.get_dataset_shard(name).iter_batches(**options))
-
-
-def refusals_end_the_run(batches: Iterable[Any]) -> Iterator[Any]:
+def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
     """The same batches.
 
     Raises:
@@ -120,27 +197,13 @@ def refusals_end_the_run(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError):
-            raise UnrecoverableError(str(error.cause), is_agreed=False) from None
+        if isinstance(root_cause(error), ValueError):
+            raise UnrecoverableError(str(root_cause(error)), is_agreed=False) from None
         raise
 
 
-def _publisher(run_folder: Location) -> Publish:
-    """Reports to Ray Train, whose upload thread does the writing."""
-    storage = run_folder.for_ray()
-
-    def publish(name: str, metrics: dict[str, float], write: Callable[[], None]) -> None:
-        def upload(_: Any, __: str) -> ray.train.Checkpoint:
-            write()
-            return ray.train.Checkpoint(run_folder.child(name).path, storage)
-
-        ray.train.report(
-            metrics,
-            checkpoint=ray.train.Checkpoint(run_folder.path, storage),
-            checkpoint_dir_name=name,
-            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=upload,
-        )
-
-    return publish
+def root_cause(error: BaseException) -> BaseException:
+    """What a task raised, below the wrapping of every process that it came through."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error

@@ -8,11 +8,11 @@ from typing import Any
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from tests.data.stream.test_ray_datasets import consume
+from tests.data.stream.reading import read_training, streams_of
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import split_stream, training_stream
+from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.preflight import plan_run
 
 SLOW_BATCHES = 24
@@ -20,11 +20,11 @@ PAUSE_S = 0.25
 
 
 @ray.remote(num_cpus=0)
-def consume_slowly(shard: Any) -> tuple[list[int], float, int]:
+def consume_slowly(streams: RankStreams) -> tuple[list[int], float, int]:
     """Samples, the most that the object store grew by in MiB, and bytes spilled, while dawdling."""
     samples: list[int] = []
     most, before = 0.0, store_stats()
-    for i, batch in enumerate(shard.iter_batches(batch_size=20, prefetch_batches=1)):
+    for i, batch in enumerate(streams.training_batches(20, 0, 1500)):
         samples += batch["sample"].tolist()
         if i < SLOW_BATCHES:
             time.sleep(PAUSE_S)
@@ -62,9 +62,7 @@ def test_a_slow_consumer_holds_reading_back_and_gets_everything(
 ) -> None:
     """The recipe lets 24 MiB wait; without that, 150 MiB did."""
     spec = slow_stream(dataset, 24, tmp_path)
-    stream = training_stream(spec, world_size=1, batch_size_per_rank=20, start=0, stop=1500)
-    (shard,) = split_stream(stream, 1)
-    samples, most_mib, spilled = ray.get(consume_slowly.remote(shard))
+    samples, most_mib, spilled = ray.get(consume_slowly.remote(*streams_of(spec, 1)))
     assert sorted(samples) == sorted(list(range(300)) * 5)
     # Beside what waits: three blocks that the consumer has, and what it used in the last second,
     # because Ray frees objects once a second.
@@ -76,7 +74,6 @@ def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(
     dataset: Manifest, tmp_path: Path
 ) -> None:
     spec = slow_stream(dataset, 1, tmp_path)
-    stream = training_stream(spec, world_size=4, batch_size_per_rank=5, start=0, stop=300)
-    ranks = consume(stream, 4, 5)
+    ranks = read_training(spec, 4, 5, start=0, stop=300)
     samples = [int(s) for batches in ranks for batch in batches for s in batch["sample"]]
     assert sorted(samples) == list(range(300))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.format.test_manifest import broken_copy
-from tests.data.stream.test_ray_datasets import consume
+from tests.data.stream.reading import read_training
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
@@ -17,7 +17,6 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.stream import bad_rows
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _RowGroupCache
-from vit_ray.data.stream.ray_datasets import training_stream
 
 
 def damage(manifest: Manifest, group: int, rows: list[int]) -> None:
@@ -105,13 +104,11 @@ def test_training_goes_on_below_the_limit_and_stops_above_it(
     damage(manifest, group=2, rows=[5, 9])
     spec = {"augmentation": Augmentation(size=16), "num_cpus": 0.5, "task_rows": 50}
     tolerant = StreamSpec(open_dataset(str(tmp_path)), max_bad_fraction=0.01, **spec)
-    stream = training_stream(tolerant, world_size=1, batch_size_per_rank=50, start=0, stop=600)
-    (batches,) = consume(stream, 1, 50)
+    (batches,) = read_training(tolerant, 1, 50, start=0, stop=600)
     assert sum(len(batch["sample"]) for batch in batches) == 600
     strict = StreamSpec(open_dataset(str(tmp_path)), max_bad_fraction=0.004, **spec)
-    stream = training_stream(strict, world_size=1, batch_size_per_rank=50, start=0, stop=300)
     with pytest.raises(Exception, match=r"2 of 300 images cannot be decoded, above"):
-        consume(stream, 1, 50)
+        read_training(strict, 1, 50, start=0, stop=300)
 
 
 class Store:

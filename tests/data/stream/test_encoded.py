@@ -1,25 +1,22 @@
 """Images that travel encoded: the same order, crops and limits as those that the host decodes."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
-from numpy.typing import NDArray
 
 from tests.data.format.test_manifest import broken_copy
+from tests.data.stream.reading import Batches, read_evaluation, read_training, streams_of
 from tests.data.stream.test_bad_rows import damage
-from tests.data.stream.test_ray_datasets import consume
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import evaluation_stream, split_stream, training_stream
+from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.train.device_decode import DeviceDecoder
 
 BATCH = 24
-Batches = list[dict[str, NDArray[Any]]]
 
 
 @pytest.fixture
@@ -30,25 +27,24 @@ def spec(dataset: Manifest) -> StreamSpec:
     )
 
 
-def take_decoded(shard: Any, batch_size: int, size: int) -> Batches:
+@ray.remote(num_cpus=0)
+def take_decoded(streams: RankStreams, size: int, *span: int) -> Batches:
     """What a training worker does with its part of the stream."""
     torch.set_num_threads(1)
-    decoder = DeviceDecoder(torch.device("cpu"), (size, size), batch_size, note_bad=print)
-    blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow")
+    decoder = DeviceDecoder(torch.device("cpu"), (size, size), span[0], note_bad=print)
+    blocks = streams.training_blocks(*span)
     return [
         {name: np.array(column) for name, column in batch.items()}
         for batch in decoder.batches(blocks)
     ]
 
 
-def on_device(spec: StreamSpec, world_size: int, batch_size: int, **span: int) -> list[Batches]:
+def on_device(
+    spec: StreamSpec, world_size: int, share: int, start: int, stop: int
+) -> list[Batches]:
     """What each rank gets, in order."""
-    stream = training_stream(
-        spec, world_size=world_size, batch_size_per_rank=BATCH // world_size, **span
-    )
-    take = ray.remote(num_cpus=0)(take_decoded)
-    shards = split_stream(stream, world_size)
-    return ray.get([take.remote(shard, batch_size, 80) for shard in shards])
+    ranks = streams_of(spec, world_size)
+    return ray.get([take_decoded.remote(streams, 80, share, start, stop) for streams in ranks])
 
 
 @pytest.mark.parametrize(("world_size", "blocks_of_tasks"), [(1, 96), (2, 96), (4, 24)])
@@ -57,13 +53,8 @@ def test_it_is_the_stream_that_the_host_decodes(
 ) -> None:
     share, span = 2 * BATCH // world_size, {"start": 2 * BATCH, "stop": 16 * BATCH}
     spec = StreamSpec(**{**vars(spec), "task_rows": blocks_of_tasks})
-    host = training_stream(
-        StreamSpec(**{**vars(spec), "decode": "host"}),
-        world_size=world_size,
-        batch_size_per_rank=BATCH // world_size,
-        **span,
-    )
-    expected = consume(host, world_size, share)
+    host = StreamSpec(**{**vars(spec), "decode": "host"})
+    expected = read_training(host, world_size, share, **span)
     for rank, batches in enumerate(on_device(spec, world_size, share, **span)):
         assert len(batches) == 7
         for got, wanted in zip(batches, expected[rank], strict=True):
@@ -80,10 +71,7 @@ def test_a_row_that_goes_bad_in_storage_is_replaced_as_by_the_host(
     damage(manifest, group=2, rows=[5])
     tolerant = {**vars(spec), "manifest": manifest, "max_bad_fraction": 0.01}
     span = {"start": 0, "stop": 13 * BATCH}  # every row at least once
-    host = training_stream(
-        StreamSpec(**tolerant | {"decode": "host"}), world_size=1, batch_size_per_rank=BATCH, **span
-    )
-    (expected,) = consume(host, 1, BATCH)
+    (expected,) = read_training(StreamSpec(**tolerant | {"decode": "host"}), 1, BATCH, **span)
     (batches,) = on_device(StreamSpec(**tolerant), 1, BATCH, **span)
     for got, wanted in zip(batches, expected, strict=True):
         np.testing.assert_array_equal(got["sample"], wanted["sample"])
@@ -96,5 +84,5 @@ def test_a_row_that_goes_bad_in_storage_is_replaced_as_by_the_host(
 
 
 def test_evaluation_images_are_decoded_by_the_host_all_the_same(spec: StreamSpec) -> None:
-    (batches,) = consume(evaluation_stream(spec, world_size=1, batch_size=100), 1, 100)
+    (batches,) = read_evaluation(spec, 1, 100)
     assert batches[0]["image"].shape == (100, 80, 80, 3)

@@ -1,8 +1,8 @@
-"""The training and evaluation streams: Ray Data sets whose order does not depend on who reads.
+"""The training and evaluation streams as Ray Data sets, in an order that no reader changes.
 
-A stream is planned in segments of some thousand tasks, one execution of the Ray Data set after the
-other, so that starting costs the same however long the run and wherever it resumes. `batches` has
-the batch contract.
+A stream is planned in segments of some thousand tasks, one Ray Data set after the other, so that
+starting costs the same however long the run and wherever it resumes. `batches` has the batch
+contract; `stream_server` executes the sets and deals their blocks to the ranks.
 """
 
 import math
@@ -28,14 +28,8 @@ from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.encoded import packed
-from vit_ray.ray_internals import StreamSplitDataIterator, execution_index, restart_executions
 
-__all__ = [
-    "StreamSpec",
-    "evaluation_stream",
-    "split_stream",
-    "training_stream",
-]
+__all__ = ["StreamSpec", "evaluation_datasets", "training_datasets"]
 
 _WARM_WORKERS: Final = 64
 _BLOCKS_READY: Final = 2
@@ -45,10 +39,10 @@ _LATER_SEGMENT_TASKS: Final = 8192
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a segment."""
 
 
-def training_stream(
+def training_datasets(
     spec: StreamSpec, *, world_size: int, batch_size_per_rank: int, start: int, stop: int
-) -> ray.data.Dataset:
-    """Positions [start, stop) of a run, for `split_stream(..., world_size)`.
+) -> Iterator[ray.data.Dataset]:
+    """Positions [start, stop) of a run: a Ray Data set for each segment, one after the other.
 
     Args:
         start, stop: samples seen before and after; positions over all epochs joined.
@@ -60,52 +54,26 @@ def training_stream(
     if stop <= start or (stop - start) % partition.rows_per_pass:
         raise ValueError(
             f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
-            f"multiple of workers x micro-batch ({world_size} x {batch_size_per_rank} = "
+            f"multiple of workers x batch size per rank ({world_size} x {batch_size_per_rank} = "
             f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}."
         )
     counts = rows_per_group(spec.manifest, spec.rows)
     job = StreamJob(spec, partition, start, is_training=True, counts=counts)
-    return _dataset(job, (stop - start) // world_size)
+    return _datasets(job, (stop - start) // world_size)
 
 
-def evaluation_stream(spec: StreamSpec, *, world_size: int, batch_size: int) -> ray.data.Dataset:
+def evaluation_datasets(
+    spec: StreamSpec, *, world_size: int, batch_size: int
+) -> Iterator[ray.data.Dataset]:
     """Every image once, in order, padded so that all ranks get equally many whole batches."""
     partition = Partition(world_size, batch_size)
     passes = -(-spec.num_images // partition.rows_per_pass)
     counts = rows_per_group(spec.manifest, spec.rows)
     job = StreamJob(spec, partition, start=0, is_training=False, counts=counts)
-    return _dataset(job, passes * batch_size)
+    return _datasets(job, passes * batch_size)
 
 
-def split_stream(dataset: ray.data.Dataset, world_size: int) -> list[Any]:
-    """An iterator per rank over all segments; each is read once, by all ranks together."""
-    splits = dataset.streaming_split(world_size, equal=True)
-    num_segments = getattr(dataset, "_vit_ray_segments", 1)
-    if num_segments == 1:
-        return list(splits)
-    return [SegmentedIterator(split, num_segments) for split in splits]
-
-
-class SegmentedIterator(StreamSplitDataIterator):
-    """A rank's part of a stream: one Ray Data execution per segment, joined end to end."""
-
-    def __init__(self, split: Any, num_segments: int) -> None:
-        super().__init__(split._coord_actor, split._output_split_idx, split.world_size())
-        self._num_segments = num_segments
-
-    def _to_ref_bundle_iterator(self) -> Any:
-        first, stats, executor = super()._to_ref_bundle_iterator()
-        follow = super()._to_ref_bundle_iterator
-
-        def all_segments() -> Iterator[Any]:
-            yield from first
-            for _ in range(1, self._num_segments):
-                yield from follow()[0]
-
-        return all_segments(), stats, executor
-
-
-def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
+def _datasets(job: StreamJob, rows_per_rank: int) -> Iterator[ray.data.Dataset]:
     spec = job.spec
     bounds = plan_segments(
         job.partition,
@@ -114,15 +82,19 @@ def _dataset(job: StreamJob, rows_per_rank: int) -> ray.data.Dataset:
         first_tasks=_FIRST_SEGMENT_TASKS,
         later_tasks=_LATER_SEGMENT_TASKS,
     )
+    job_ref = ray.put(job)
+    _warm_up(spec)
+    return (_segment(job, job_ref, first, last) for first, last in bounds)
+
+
+def _segment(job: StreamJob, job_ref: Any, first: int, last: int) -> ray.data.Dataset:
     dataset = ray.data.read_datasource(
-        _BlockSource(job, bounds),
-        num_cpus=spec.num_cpus,
+        _BlockSource(job, job_ref, first, last),
+        num_cpus=job.spec.num_cpus,
         concurrency=_most_tasks(job),
         override_num_blocks=1,
     )
     _shape_blocks_as_given(dataset.context, job)
-    _warm_up(spec)
-    dataset._vit_ray_segments = len(bounds)
     return dataset
 
 
@@ -140,7 +112,6 @@ def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
-    restart_executions(context)
 
 
 def _block_bytes(job: StreamJob) -> int:
@@ -182,11 +153,11 @@ def _warm_up(spec: StreamSpec) -> None:
 class _BlockSource(Datasource):
     """One read task per block task; the job travels once, through the object store."""
 
-    def __init__(self, job: StreamJob, bounds: list[tuple[int, int]]) -> None:
+    def __init__(self, job: StreamJob, job_ref: Any, first: int, last: int) -> None:
         self._partition = job.partition
         self._shape = job.shape
-        self._job_ref = ray.put(job)
-        self._bounds = bounds
+        self._job_ref = job_ref
+        self._first, self._last = first, last
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -197,10 +168,8 @@ class _BlockSource(Datasource):
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
-        """Tasks of the segment that this execution stands for; of the first without a context."""
-        segment = 0 if data_context is None else execution_index(data_context)
-        first, last = self._bounds[segment % len(self._bounds)]
-        tasks = read_tasks(self._partition, first, last, self._shape)
+        """The tasks of rows [first, last) of all ranks."""
+        tasks = read_tasks(self._partition, self._first, self._last, self._shape)
         return [ReadTask(_Blocks(self._job_ref, task), _UNKNOWN) for task in tasks]
 
 

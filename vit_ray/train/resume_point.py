@@ -1,4 +1,4 @@
-"""Where a worker group that starts goes on from: chosen by the controller, before any worker."""
+"""Where a worker group that starts goes on from: chosen by its first rank, for all."""
 
 from __future__ import annotations
 

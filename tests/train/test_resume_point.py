@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from vit_ray.launch import resume_point
-from vit_ray.launch.resume_point import PAUSES_S, ResumePoint, choose_resume_point
 from vit_ray.storage import Location, locate
-from vit_ray.train import run_checkpoints
+from vit_ray.train import resume_point, run_checkpoints
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
+from vit_ray.train.resume_point import PAUSES_S, ResumePoint, choose_resume_point
 from vit_ray.train.run_checkpoints import NoUsableCheckpointError, list_checkpoints
 
 TOTAL = 100

@@ -3,27 +3,21 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from numpy.typing import NDArray
 
+from tests.data.stream.reading import Batches, read_evaluation, read_training, streams_of
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
-from vit_ray.data.stream.ray_datasets import (
-    StreamSpec,
-    evaluation_stream,
-    split_stream,
-    training_stream,
-)
-from vit_ray.data.stream.train_ingest import PendingEvaluation, PendingStream, StreamConfig
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import training_datasets
+from vit_ray.data.stream.stream_server import RankStreams, StreamLostError, start_stream_server
 
 BATCH = 24
-Batches = list[dict[str, NDArray[Any]]]
 
 
 @pytest.fixture
@@ -35,25 +29,10 @@ def spec(dataset: Manifest) -> StreamSpec:
     )
 
 
-def take(iterator: Any, batch_size: int) -> Batches:
-    batches = iterator.iter_batches(batch_size=batch_size)
-    return [{name: column.copy() for name, column in batch.items()} for batch in batches]
-
-
-def consume(dataset: ray.data.Dataset, world_size: int, batch_size: int) -> list[Batches]:
-    """What each rank gets, in order."""
-    remote_take = ray.remote(num_cpus=0)(take)
-    splits = split_stream(dataset, world_size)
-    return ray.get([remote_take.remote(split, batch_size) for split in splits])
-
-
 def global_batches(spec: StreamSpec, world_size: int, start: int, stop: int) -> Batches:
     """Rows of each global batch, sorted by sample, joined over ranks."""
     micro = BATCH // world_size
-    dataset = training_stream(
-        spec, world_size=world_size, batch_size_per_rank=micro, start=start, stop=stop
-    )
-    ranks = consume(dataset, world_size, micro)
+    ranks = read_training(spec, world_size, micro, start, stop)
     steps = []
     for parts in zip(*ranks, strict=True):
         joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -93,7 +72,9 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
     assert_equal(rest, whole[stopped_after:])
 
 
-def test_a_run_of_many_legs_is_one_run(spec: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_many_segments_is_one_run(
+    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = global_batches(spec, 2, 0, 20 * BATCH)
     monkeypatch.setattr("vit_ray.data.stream.ray_datasets._FIRST_SEGMENT_TASKS", 1)
     monkeypatch.setattr("vit_ray.data.stream.ray_datasets._LATER_SEGMENT_TASKS", 2)
@@ -121,7 +102,8 @@ class DeadlyAugmentation(Augmentation):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        if ray.get_runtime_context().get_task_id() is not None:
+        context = ray.get_runtime_context()
+        if context.get_task_id() is not None and context.get_actor_id() is None:
             with contextlib.suppress(FileExistsError):
                 self.marker.touch(exist_ok=False)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +135,7 @@ def test_a_training_batch_keeps_the_contract(spec: StreamSpec) -> None:
 
 def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec: StreamSpec) -> None:
     whole = StreamSpec(spec.manifest, Augmentation("center_crop", 16, resize=20, flip=False))
-    ranks = consume(evaluation_stream(whole, world_size=4, batch_size=32), 4, 32)
+    ranks = read_evaluation(whole, 4, 32)
     assert [len(batches) for batches in ranks] == [3, 3, 3, 3]
     batches = [batch for rank in ranks for batch in rank]
     samples = np.concatenate([batch["sample"] for batch in batches])
@@ -169,7 +151,7 @@ def test_a_dev_split_is_streamed_without_the_rest(spec: StreamSpec) -> None:
     training = StreamSpec(**{**vars(spec), "rows": kept})
     seen = {int(s) for batch in global_batches(training, 2, 0, 10 * BATCH) for s in batch["sample"]}
     held = StreamSpec(**{**vars(spec), "rows": held_out})
-    ranks = consume(evaluation_stream(held, world_size=2, batch_size=8), 2, 8)
+    ranks = read_evaluation(held, 2, 8)
     samples = {int(s) for batches in ranks for batch in batches for s in batch["sample"]} - {-1}
     assert (len(seen), len(samples)) == (240, 60)
     assert not seen & samples
@@ -177,7 +159,7 @@ def test_a_dev_split_is_streamed_without_the_rest(spec: StreamSpec) -> None:
 
 def test_labels_belong_to_their_images(spec: StreamSpec, dataset: Manifest) -> None:
     """Three classes of pictures; the label of a sample is the same in both streams."""
-    evaluated = consume(evaluation_stream(spec, world_size=1, batch_size=60), 1, 60)[0]
+    evaluated = read_evaluation(spec, 1, 60)[0]
     label_of = {
         int(s): int(v)
         for b in evaluated
@@ -188,22 +170,52 @@ def test_labels_belong_to_their_images(spec: StreamSpec, dataset: Manifest) -> N
         assert [label_of[int(s)] for s in batch["sample"]] == batch["labels"][:, 0].tolist()
 
 
-def test_the_train_config_builds_for_the_workers_there_are(spec: StreamSpec) -> None:
-    pending = PendingStream(spec, lambda world_size: BATCH // world_size, 0, 4 * BATCH)
-    evaluation = PendingEvaluation(spec, 10)
-    shards = StreamConfig().configure({"train": pending, "eval": evaluation}, 3, None, None)
-    remote_take = ray.remote(num_cpus=0)(take)
-    parts = ray.get([remote_take.remote(shard["train"], BATCH // 3) for shard in shards])
-    samples = np.concatenate([batch["sample"] for rank in parts for batch in rank])
+def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
+    """Samples of global batches [first, last), each in ascending order."""
     order = Order(spec.manifest.rows, spec.seed, window=spec.window)
-    expected = order.samples_at(0, 4 * BATCH)
-    np.testing.assert_array_equal(np.sort(samples), np.sort(expected))
-    evaluated = ray.get([remote_take.remote(shard["eval"], 10) for shard in shards])
-    assert [len(batches) for batches in evaluated] == [10, 10, 10]
+    return [sorted(order.samples_at(k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
+
+
+def test_one_server_serves_one_group_after_another_and_each_evaluation_anew(
+    spec: StreamSpec,
+) -> None:
+    server, specs = start_stream_server(1), ray.put({"train": spec, "eval": spec})
+    first, second = (RankStreams(server, specs, group, 0, 1) for group in ("first", "second"))
+    expected = global_samples(spec, 0, 2)
+    broken_off = first.training_batches(BATCH, 0, 1000 * BATCH)
+    next(broken_off)
+    for streams in (second, first):
+        read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
+        assert read == expected
+    for _ in range(2):
+        evaluated = list(first.evaluation_batches("eval", 100))
+        assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
+
+
+def test_an_evaluation_in_mid_training_disturbs_neither(spec: StreamSpec) -> None:
+    (streams,) = streams_of(spec, 1)
+    training = streams.training_batches(BATCH, 0, 6 * BATCH)
+    samples = [sorted(next(training)["sample"])]
+    assert len(list(streams.evaluation_batches("eval", 60))) == 5
+    samples += [sorted(batch["sample"]) for batch in training]
+    assert samples == global_samples(spec, 0, 6)
+
+
+def test_a_stream_whose_process_died_is_not_begun_again(spec: StreamSpec) -> None:
+    """It would give the batches from its start once more."""
+    server, specs = start_stream_server(1), ray.put({"train": spec})
+    streams = RankStreams(server, specs, "first", 0, 1)
+    training = streams.training_batches(BATCH, 0, 1000 * BATCH)
+    next(training)
+    ray.kill(server, no_restart=False)
+    with pytest.raises((StreamLostError, ray.exceptions.RayError)):
+        list(training)
+    again = RankStreams(server, specs, "second", 0, 1).training_batches(BATCH, BATCH, 2 * BATCH)
+    assert [sorted(next(again)["sample"])] == global_samples(spec, 1, 2)
 
 
 def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec: StreamSpec) -> None:
     with pytest.raises(ValueError, match="use a multiple of 24"):
-        training_stream(spec, world_size=2, batch_size_per_rank=12, start=0, stop=100)
+        training_datasets(spec, world_size=2, batch_size_per_rank=12, start=0, stop=100)
     with pytest.raises(ValueError, match="not a positive"):
-        training_stream(spec, world_size=2, batch_size_per_rank=12, start=24, stop=24)
+        training_datasets(spec, world_size=2, batch_size_per_rank=12, start=24, stop=24)

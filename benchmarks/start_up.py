@@ -1,0 +1,351 @@
+"""What a small job takes to start and to end, by process, beside a bare Ray job and torchrun.
+
+    python benchmarks/start_up.py [--rounds 3] [--parts run,sweep,lane]
+
+`run`: twenty tiny steps on two workers from command to prompt, three ways in alternating rounds:
+this project's `jobs/pretrain.py`; Ray Train with Ray Data and a linear layer, no tracking, no
+checkpoint, no evaluation; and DeepSpeed under torchrun, which has no data stream either.
+`sweep`: four trials of 80 steps by `jobs/sweep.py`, against the step time that the four report.
+
+CPU seconds are of every process that the command starts, also of those that leave its process
+group: they are found by a mark in their environment, and looked at ten times a second. Run it on a
+quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STEPS, BATCH, SIDE = 20, 128, 16
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+BARE_RAY = f"""
+import numpy as np, ray, ray.data, ray.train, torch
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+
+def images(rows):
+    n = len(rows["id"])
+    return {{"image": np.zeros((n, {SIDE}, {SIDE}, 3), np.uint8), "label": rows["id"] % 10}}
+
+def train(config):
+    model = prepare_model(torch.nn.Linear({SIDE} * {SIDE} * 3, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard = ray.train.get_dataset_shard("train")
+    for batch in shard.iter_torch_batches(batch_size={BATCH // 2}):
+        loss = torch.nn.functional.cross_entropy(
+            model(batch["image"].flatten(1).float() / 255), batch["label"]
+        )
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+ray.init(address="local", num_cpus=4, log_to_driver=False)
+data = ray.data.range({STEPS * BATCH}).map_batches(images, batch_size={BATCH})
+TorchTrainer(
+    train, datasets={{"train": data}}, scaling_config=ScalingConfig(num_workers=2)
+).fit()
+"""
+
+TORCHRUN = f"""
+import os, torch, deepspeed
+model = torch.nn.Linear({SIDE} * {SIDE} * 3, 10)
+config = {{"train_micro_batch_size_per_gpu": {BATCH // 2}, "zero_optimization": {{"stage": 1}},
+          "zero_allow_untested_optimizer": True}}
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+)
+for _ in range({STEPS}):
+    loss = engine(torch.zeros({BATCH // 2}, {SIDE} * {SIDE} * 3)).square().mean()
+    engine.backward(loss); engine.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+@dataclass
+class Process:
+    """What was seen of one process."""
+
+    name: str = ""
+    cpu_s: float = 0.0
+    peak_mib: float = 0.0
+
+
+@dataclass
+class Measured:
+    """One command, from its start to the prompt."""
+
+    wall_s: float
+    processes: list[Process] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(process.cpu_s for process in self.processes)
+
+    @property
+    def peak_mib(self) -> float:
+        """Of all processes, each at its own peak."""
+        return sum(process.peak_mib for process in self.processes)
+
+
+def measure(command: list[str], folder: Path) -> Measured:
+    """Run a command in a folder and watch every process that carries its mark."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "START_UP_MARK": mark, "PYTHONPATH": str(ROOT)}
+    environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment.pop("RAY_ADDRESS", None)
+    log = folder / f"{mark}.log"
+    start_s = time.perf_counter()
+    found: dict[int, Process] = {}
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None:
+            look(mark.encode(), found)
+            time.sleep(0.1)
+    wall_s = time.perf_counter() - start_s
+    if process.returncode:
+        raise SystemExit(f"{command} failed:\n{log.read_text()[-3000:]}")
+    return Measured(wall_s, list(found.values()), log.read_text())
+
+
+def look(mark: bytes, found: dict[int, Process]) -> None:
+    """Update what is known of the marked processes that are there now."""
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            if pid not in found and mark not in Path(f"/proc/{pid}/environ").read_bytes():
+                continue
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        process = found.setdefault(pid, Process())
+        process.cpu_s = (int(stat[11]) + int(stat[12])) / TICKS
+        process.peak_mib = max(process.peak_mib, int(stat[21]) * PAGE / 2**20)
+        process.name = kind_of(words) or process.name
+
+
+def kind_of(words: list[str]) -> str:
+    """What a person calls a process with this command line; empty for one that is only passing."""
+    line = " ".join(words)
+    if words[0].startswith("ray::"):
+        # The method in progress is of no interest, nor the path of a log that names an actor.
+        return words[0].split(".")[0].rpartition(":")[2]
+    for part in (
+        "raylet",
+        "gcs_server",
+        "log_monitor",
+        "monitor",
+        "dashboard",
+        "agent",
+        "torchrun",
+    ):
+        if part in line:
+            return part
+    return "" if "worker" in line else Path(words[-1] or words[0]).name[:40] or "shell"
+
+
+def run_ours(folder: Path, steps: int = STEPS) -> Measured:
+    prepare(folder)
+    return measure(
+        [
+            sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(folder / "tiny.yaml"),
+            f"name=run-{uuid.uuid4().hex[:6]}", f"optim.steps={steps}",
+        ],
+        folder,
+    )  # fmt: skip
+
+
+def run_bare(folder: Path) -> Measured:
+    return measure([sys.executable, "-c", BARE_RAY], folder)
+
+
+def run_torchrun(folder: Path) -> Measured:
+    script = folder / "bare_deepspeed.py"
+    script.write_text(TORCHRUN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    return measure([*torchrun, "--master-port=0", str(script)], folder)
+
+
+def prepare(folder: Path) -> None:
+    """Digits, converted, and the recipes, once."""
+    if (folder / "tiny.yaml").exists():
+        return
+    import ray
+
+    from vit_ray.data.prepare.convert import convert
+    from vit_ray.data.prepare.digits import write_digits
+
+    write_digits(folder / "images")
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    for split in ("train", "test"):
+        convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
+    ray.shutdown()
+    tree = {
+        "name": "tiny", "output": str(folder / "runs"),
+        "model": {
+            "name": "ViT", "image_size": SIDE, "depth": 1, "width": 32, "mlp_dim": 64,
+            "num_heads": 2, "patch_size": 4,
+        },
+        "data": {
+            "train": str(folder / "train"), "augment": {"flip": False},
+            "eval_augment": {"kind": "resize", "flip": False},
+        },
+        "optim": {"steps": STEPS, "learning_rate": 1e-3},
+        "train": {"global_batch_size": BATCH, "micro_batch_size": 64, "precision": "fp32"},
+        "workers": {"num_workers": 2},
+        "tracking": {"uri": f"sqlite:///{folder / 'mlflow.db'}"},
+    }  # fmt: skip
+    (folder / "tiny.yaml").write_text(json.dumps(tree))
+    rates = {"learning_rates": [1e-3, 2e-3, 3e-3], "dev_fraction": 0.1, "seeds": 1}
+    sweep = {
+        **tree, "name": "sweep", "init_from": str(folder / "runs" / "base"), "sweep": rates,
+        "data": {**tree["data"], "eval": str(folder / "test")},  # type: ignore[dict-item]
+        "optim": {"steps": 80, "learning_rate": 1e-3}, "workers": {"num_workers": 1},
+    }  # fmt: skip
+    (folder / "sweep.yaml").write_text(json.dumps(sweep))
+
+
+def report_run(folder: Path, rounds: int) -> Iterator[str]:
+    """The three ways in turn; medians, and our processes in the median round."""
+    ways = {
+        "this project": run_ours,
+        "bare Ray job": run_bare,
+        "torchrun + DeepSpeed": run_torchrun,
+    }
+    prepare(folder)
+    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            found[name].append(run(folder))
+    steps_s = [training_s(one.output) for one in found["this project"]]
+    yield "| command | wall s | CPU s | processes | memory at peaks, MiB |"
+    yield "|---|---|---|---|---|"
+    for name, rows in found.items():
+        walls, cpus = [r.wall_s for r in rows], [r.cpu_s for r in rows]
+        yield (
+            f"| {name} | {spread(walls)} | {spread(cpus)} "
+            f"| {statistics.median(len(r.processes) for r in rows):.0f} "
+            f"| {statistics.median(r.peak_mib for r in rows):.0f} |"
+        )
+    ours, bare = (
+        [
+            statistics.median(values)
+            for values in zip(*((r.wall_s, r.cpu_s) for r in rows), strict=True)
+        ]
+        for rows in (found["this project"], found["bare Ray job"])
+    )
+    steps = statistics.median(steps_s)
+    yield ""
+    yield (
+        f"Ours takes {ours[0] / bare[0]:.2f} of the bare job's wall time and "
+        f"{ours[1] / bare[1]:.2f} of its CPU time; less {steps:.1f} s of training "
+        f"(two CPU seconds each), {(ours[0] - steps) / bare[0]:.2f} and "
+        f"{(ours[1] - 2 * steps) / bare[1]:.2f}."
+    )
+    for name in ("this project", "bare Ray job"):
+        rows = sorted(found[name], key=lambda r: r.cpu_s)
+        yield ""
+        yield f"CPU seconds by process, {name}:"
+        yield ""
+        yield from by_kind(rows[len(rows) // 2])
+
+
+def by_kind(measured: Measured) -> Iterator[str]:
+    kinds: dict[str, list[Process]] = {}
+    for process in measured.processes:
+        kinds.setdefault(process.name or "worker, idle", []).append(process)
+    yield "| process | number | CPU s | MiB each |"
+    yield "|---|---|---|---|"
+    for name, group in sorted(kinds.items(), key=lambda item: -sum(p.cpu_s for p in item[1])):
+        cpu_s = sum(p.cpu_s for p in group)
+        if cpu_s >= 0.1:
+            yield f"| {name} | {len(group)} | {cpu_s:.1f} | {max(p.peak_mib for p in group):.0f} |"
+
+
+def training_s(output: str) -> float:
+    """Steps at the median pace that the last line of progress tells; 0 where it tells none."""
+    paces = [
+        part.split()[1] for part in output.split(", ") if part.startswith("step ") and " ms" in part
+    ]
+    return STEPS * float(paces[-1]) / 1e3 if paces else 0.0
+
+
+def report_sweep(folder: Path) -> Iterator[str]:
+    """Four trials (three rates, one retrained) against their own step time and one start."""
+    prepare(folder)
+    base = [
+        sys.executable,
+        str(ROOT / "jobs" / "pretrain.py"),
+        str(folder / "tiny.yaml"),
+        "name=base",
+    ]
+    one = measure(base, folder)
+    whole = measure(
+        [sys.executable, str(ROOT / "jobs" / "sweep.py"), str(folder / "sweep.yaml")], folder
+    )
+    runs = sorted((folder / "runs").glob("sweep-*lr*"))
+    trained = sum(train_seconds(run) for run in runs)
+    start = one.wall_s - train_seconds(folder / "runs" / "base")
+    yield (
+        f"A sweep of {len(runs)} trials of 80 steps took {whole.wall_s:.1f} s wall and "
+        f"{whole.cpu_s:.1f} CPU s in {len(whole.processes)} processes; its trials' own steps took "
+        f"{trained:.1f} s, and one run's start and end {start:.1f} s: "
+        f"{whole.wall_s / (trained + start):.2f} of their sum."
+    )
+
+
+def train_seconds(run: Path) -> float:
+    """Seconds in steps, as the run's newest checkpoint has them."""
+    newest = max(run.glob("step-*"))
+    for file in newest.glob("*.json"):
+        content = json.loads(file.read_text())
+        position = content.get("position", content)
+        if "train_seconds" in position:
+            return float(position["train_seconds"])
+    return 0.0
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default="run,sweep")
+    arguments = parser.parse_args()
+    cpu = next(
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    print(f"{platform.machine()}, {cpu}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}\n")
+    with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
+        for part in arguments.parts.split(","):
+            lines = (
+                report_run(Path(folder), arguments.rounds)
+                if part == "run"
+                else report_sweep(Path(folder))
+            )
+            for line in lines:
+                print(line, flush=True)
+            print()
+
+
+if __name__ == "__main__":
+    main()

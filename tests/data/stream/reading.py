@@ -1,0 +1,41 @@
+"""Whole streams read by ranks that are tasks of their own, through a stream server."""
+
+import uuid
+from typing import Any
+
+import ray
+from numpy.typing import NDArray
+
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.stream_server import RankStreams, start_stream_server
+
+Batches = list[dict[str, NDArray[Any]]]
+
+
+@ray.remote(num_cpus=0)
+def _take(streams: RankStreams, how: str, *arguments: Any) -> Batches:
+    batches = getattr(streams, how)(*arguments)
+    return [{name: column.copy() for name, column in batch.items()} for batch in batches]
+
+
+def _read(spec: StreamSpec, world_size: int, how: str, *arguments: Any) -> list[Batches]:
+    return ray.get([_take.remote(s, how, *arguments) for s in streams_of(spec, world_size)])
+
+
+def read_training(
+    spec: StreamSpec, world_size: int, share: int, start: int, stop: int
+) -> list[Batches]:
+    """What each rank gets of positions [start, stop), in order, in batches of `share`."""
+    return _read(spec, world_size, "training_batches", share, start, stop)
+
+
+def read_evaluation(spec: StreamSpec, world_size: int, batch_size: int) -> list[Batches]:
+    """What each rank gets of an evaluation stream."""
+    return _read(spec, world_size, "evaluation_batches", "eval", batch_size)
+
+
+def streams_of(spec: StreamSpec, world_size: int) -> list[RankStreams]:
+    """The streams of each rank of a group of its own."""
+    specs = ray.put({"train": spec, "eval": spec})
+    server, group = start_stream_server(world_size), uuid.uuid4().hex
+    return [RankStreams(server, specs, group, rank, world_size) for rank in range(world_size)]

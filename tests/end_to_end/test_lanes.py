@@ -1,0 +1,42 @@
+"""Trainings one after another in a lane that stays open."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Digits
+from tests.end_to_end.runs import same_weights, small_recipe, weights_of
+from vit_ray.launch import lane
+from vit_ray.launch.lane import Lane, kept_lanes
+from vit_ray.launch.run import train
+from vit_ray.launch.worker_group import RunFailedError
+
+
+def test_a_warm_lane_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed(
+    digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Lane] = []
+
+    class CountedLane(Lane):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)  # type: ignore[arg-type]
+            started.append(self)
+
+    monkeypatch.setattr(lane, "Lane", CountedLane)
+    short = {"optim": {"steps": 8}, "checkpoint": {"every_steps": 4}}
+    cold = small_recipe("cold", digits, tmp_path, **short)
+    train(cold)
+    assert len(started) == 1
+    assert not started[0].is_open  # nobody keeps it
+    with kept_lanes():
+        train(small_recipe("first", digits, tmp_path, seed=3, train={"zero_stage": 3}, **short))
+        bad = small_recipe("bad", digits, tmp_path, optim={"steps": 8, "learning_rate": 1e30})
+        with pytest.raises(RunFailedError, match="not finite"):
+            train(bad)
+        warm = small_recipe("warm", digits, tmp_path, **short)
+        train(warm)
+        assert started[-1].is_open
+    assert not started[-1].is_open
+    assert same_weights(weights_of(cold), weights_of(warm))
+    # A failure costs its lane at most.
+    assert len(started) <= 3

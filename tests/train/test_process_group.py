@@ -1,0 +1,76 @@
+"""One training after another in the same processes, each as if they were new."""
+
+import resource
+from typing import Any
+
+import torch
+
+from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
+from tests.train.ranks import run_ranks
+from vit_ray.config.training import TrainConfig
+from vit_ray.train.process_group import (
+    RankPlace,
+    free_address,
+    joined_process_group,
+    leave_process_group,
+)
+
+MICRO, STEPS = 2, 3
+STAGES = (1, 3, 0, 1, 2, 3, 1)
+"""Each after another one; stages 1 and 3 come again."""
+
+
+def train_config(stage: int) -> TrainConfig:
+    return TrainConfig(
+        zero_stage=stage, precision="fp32", global_batch_size=GLOBAL_BATCH, averaging=0.9
+    )
+
+
+def train(place: RankPlace, address: str, stage: int) -> list[float]:
+    with joined_process_group(place, address, backend="gloo", timeout_s=300):
+        engine = build_engine(train_config(stage), place.world_size, MICRO)
+        losses = run_steps(engine, 0, STEPS, MICRO)
+        engine.close()
+    assert not torch.distributed.is_initialized()
+    return losses
+
+
+def agreed_addresses(rank: int, count: int) -> list[str]:
+    """Chosen by rank 0 while the test's own group is there, which is left then."""
+    addresses = [free_address("127.0.0.1") if rank == 0 else "" for _ in range(count)]
+    torch.distributed.broadcast_object_list(addresses)
+    leave_process_group()
+    return addresses
+
+
+def train_one_after_another(rank: int, stages: tuple[int, ...]) -> list[list[float]]:
+    addresses = agreed_addresses(rank, len(stages))
+    place = RankPlace(rank, 2, rank, 2, 0)
+    return [train(place, *each) for each in zip(addresses, stages, strict=True)]
+
+
+def test_a_training_after_others_is_bit_equal_to_the_first_of_its_process() -> None:
+    in_one = run_ranks(2, train_one_after_another, STAGES)[0]
+    alone = {stage: run_ranks(2, train_one_after_another, (stage,))[0][0] for stage in (0, 1, 2, 3)}
+    assert in_one == [alone[stage] for stage in STAGES]
+
+
+def memory_after_trainings(rank: int, count: int) -> list[float]:
+    addresses = agreed_addresses(rank, count)
+    place = RankPlace(rank, 1, rank, 1, 0)
+    used = []
+    for address in addresses:
+        train(place, address, 1)
+        used.append(_resident_mib())
+    return used
+
+
+def _resident_mib() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def test_memory_does_not_grow_over_fifty_trainings() -> None:
+    (used,) = run_ranks(1, memory_after_trainings, 50)
+    grown: Any = used[-1] - used[9]
+    assert grown < 8, used

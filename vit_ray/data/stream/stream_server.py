@@ -1,0 +1,259 @@
+"""The process that runs the streams of a worker group, and the iterators of its ranks.
+
+One actor serves training and every evaluation, for one training after another: it executes the
+Ray Data sets and deals their blocks to the ranks in turn, which is what makes global batches
+independent of who reads (`order.partition`). A rank asks for one block after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+import ray.data
+from numpy.typing import NDArray
+from ray.data.block import Block, BlockAccessor
+
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets
+
+Batch = dict[str, NDArray[Any]]
+
+RESTART_S: Final = 60.0
+"""For which a server that has died is waited for."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One reading of a stream from its start to its end by one worker group."""
+
+    specs: ray.ObjectRef[dict[str, StreamSpec]]
+    """What each stream reads: `train`, and names of evaluation streams."""
+    stream: str
+    """Which of them."""
+    group: str
+    """Tells one start of a worker group from the next."""
+    number: int
+    """How often this group has read the stream before."""
+    world_size: int
+    batch_size_per_rank: int
+    start: int = 0
+    """Training: samples seen before; positions over all epochs joined."""
+    stop: int = 0
+    """Training: samples seen after."""
+
+    def replaces(self, other: Pass) -> bool:
+        """Whether nobody reads `other` any more once this one is being read."""
+        if self.group != other.group:
+            return True
+        return self.stream == other.stream and self.number > other.number
+
+
+class StreamLostError(RuntimeError):
+    """A stream cannot go on where its ranks are; a new attempt starts at a checkpoint."""
+
+
+class DealtBlocks:
+    """Blocks of consecutive Ray Data sets, block j for rank j mod `world_size`.
+
+    Sets are made and executed one after the other, each when the one before it has been dealt.
+    """
+
+    def __init__(self, datasets: Iterator[ray.data.Dataset], world_size: int) -> None:
+        self._blocks = _blocks_of(datasets)
+        self._ready: list[deque[ray.ObjectRef[Block]]] = [deque() for _ in range(world_size)]
+        self._num_taken = [0] * world_size
+        self._turn = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
+        """The rank's next block, or None after its last; called by one thread for each rank.
+
+        Args:
+            index: how many blocks the rank has had.
+
+        Raises:
+            StreamLostError: it has had another number of them from here.
+            Exception: whatever a reading task raised.
+        """
+        if index != self._num_taken[rank]:
+            raise StreamLostError(
+                f"rank {rank} has had {index} blocks, but {self._num_taken[rank]} of this process: "
+                "the process that runs the streams has died and was started again"
+            )
+        mine = self._ready[rank]
+        while not mine:
+            with self._lock:
+                if not mine and not self._deal():
+                    return None
+        self._num_taken[rank] += 1
+        return mine.popleft()
+
+    def _deal(self) -> bool:
+        block = next(self._blocks, None)
+        if self._is_closed:
+            self._blocks.close()
+        if block is None or self._is_closed:
+            return False
+        self._ready[self._turn].append(block)
+        self._turn = (self._turn + 1) % len(self._ready)
+        return True
+
+    def close(self) -> None:
+        """Stop reading, at the latest with the block that is being waited for."""
+        self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            self._blocks.close()
+            self._lock.release()
+
+
+def _blocks_of(
+    datasets: Iterator[ray.data.Dataset],
+) -> Generator[ray.ObjectRef[Block], None, None]:
+    """Closing it drops the execution under way, which ends its tasks."""
+    for dataset in datasets:
+        for bundle in dataset.iter_internal_ref_bundles():
+            yield from bundle.block_refs
+
+
+class StreamServer:
+    """Runs as an actor with a thread for every call; see `start_stream_server`."""
+
+    def __init__(self) -> None:
+        self._open: dict[Pass, DealtBlocks] = {}
+        self._lock = threading.Lock()
+
+    def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
+        """The block of a rank after its first `index` ones in a list, empty after its last.
+
+        The first call for a pass starts reading it, and ends the passes that it replaces.
+        """
+        block = self._blocks(one, index).next_block(rank, index)
+        return [] if block is None else [block]
+
+    def close(self) -> None:
+        """End all reading."""
+        with self._lock:
+            for blocks in self._open.values():
+                blocks.close()
+            self._open = {}
+
+    def _blocks(self, one: Pass, index: int) -> DealtBlocks:
+        with self._lock:
+            if one not in self._open and index > 0:
+                raise StreamLostError(f"{one} has ended here: another one has replaced it")
+            if one not in self._open:
+                for other in [p for p in self._open if one.replaces(p)]:
+                    self._open.pop(other).close()
+                self._open[one] = DealtBlocks(_datasets(one), one.world_size)
+            return self._open[one]
+
+
+def _datasets(one: Pass) -> Iterator[ray.data.Dataset]:
+    spec = ray.get(one.specs)[one.stream]
+    size = one.batch_size_per_rank
+    if one.stream != "train":
+        return evaluation_datasets(spec, world_size=one.world_size, batch_size=size)
+    return training_datasets(
+        spec,
+        world_size=one.world_size,
+        batch_size_per_rank=size,
+        start=one.start,
+        stop=one.stop,
+    )
+
+
+def start_stream_server(world_size: int) -> Any:
+    """Handle of a `StreamServer` on this node, for groups of up to `world_size` ranks."""
+    # Each rank has at most two calls under way: training reads ahead while it is evaluated.
+    return (
+        ray.remote(StreamServer)
+        .options(
+            num_cpus=0,
+            max_concurrency=2 * world_size + 2,
+            max_restarts=-1,
+            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        )
+        .remote()
+    )
+
+
+class RankStreams:
+    """The streams of one rank, read through a `StreamServer`."""
+
+    def __init__(
+        self,
+        server: Any,
+        specs: ray.ObjectRef[dict[str, StreamSpec]],
+        group: str,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """`group`: the same on all ranks, and new at each start of a worker group or a training."""
+        self._server, self._specs, self._group = server, specs, group
+        self._rank, self._world_size = rank, world_size
+        self._num_passes: dict[str, int] = {}
+
+    def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Block]:
+        """Blocks of positions [start, stop), of `share` rows of a global batch for each rank."""
+        return self._blocks("train", share, start, stop)
+
+    def training_batches(self, share: int, start: int, stop: int) -> Iterator[Batch]:
+        """Batches of `share` rows: the batch contract of `batches`, not to be written to."""
+        return _cut(self.training_blocks(share, start, stop), share)
+
+    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Batch]:
+        """The whole of an evaluation stream, in batches of equal size with weights."""
+        return _cut(self._blocks(name, batch_size), batch_size)
+
+    def _blocks(self, name: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
+        number = self._num_passes.get(name, 0)
+        self._num_passes[name] = number + 1
+        one = Pass(self._specs, name, self._group, number, self._world_size, size, start, stop)
+        ask = self._server.next_block.remote
+        found = self._first_block(one)
+        for index in itertools.count(1):
+            if not found:
+                return
+            asked = ask(one, self._rank, index)
+            yield ray.get(found[0])
+            found = ray.get(asked)
+
+    def _first_block(self, one: Pass) -> list[ray.ObjectRef[Block]]:
+        """Asked for again while the server, which had died, is being started."""
+        deadline = time.monotonic() + RESTART_S
+        while True:
+            try:
+                return list(ray.get(self._server.next_block.remote(one, self._rank, 0)))
+            except ray.exceptions.ActorUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
+def _cut(blocks: Iterator[Block], batch_size: int) -> Iterator[Batch]:
+    """Views of whole batches; a block holds a multiple of them."""
+    for block in blocks:
+        columns = BlockAccessor.for_block(block).to_batch_format("numpy")
+        for first in range(0, len(columns["sample"]), batch_size):
+            yield {name: column[first : first + batch_size] for name, column in columns.items()}
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """What the streams of one training are read from, for any worker group that trains it."""
+
+    server: Any
+    """Handle of an actor that has `StreamServer.next_block`."""
+    specs: ray.ObjectRef[dict[str, StreamSpec]]
+
+    def for_rank(self, group: str, rank: int, world_size: int) -> RankStreams:
+        """A rank's streams; `group` as in `RankStreams`."""
+        return RankStreams(self.server, self.specs, group, rank, world_size)

@@ -1,0 +1,116 @@
+"""Ray Tune decides which trial is next; this driver trains it, in a lane that is already there.
+
+A trial's own process asks for its training and waits. So it imports Ray Tune and nothing else, and
+what costs seconds to start (workers, streams, MLflow) serves one trial after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import ray
+from ray import tune
+
+Outcome = dict[str, Any]
+"""What a trial reports to Ray Tune."""
+
+ANSWER_S: Final = 5.0
+"""Longest time that a call waits before it answers that there is nothing new."""
+
+
+class TrialDesk:
+    """Runs as an actor: takes the trials' requests, and the driver's answers."""
+
+    def __init__(self) -> None:
+        self._requests: asyncio.Queue[int] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[Outcome]] = {}
+
+    async def train(self, index: int) -> Outcome:
+        """For a trial: what came of its training."""
+        self._answers[index] = asyncio.get_running_loop().create_future()
+        await self._requests.put(index)
+        return await self._answers[index]
+
+    async def next_request(self) -> int | None:
+        """For the driver: the index of a trial to train; None if there is none for some seconds."""
+        try:
+            return await asyncio.wait_for(self._requests.get(), ANSWER_S)
+        except TimeoutError:
+            return None
+
+    async def answer(self, index: int, outcome: Outcome) -> None:
+        """What came of a training."""
+        self._answers[index].set_result(outcome)
+
+
+def run_trials(
+    count: int,
+    train: Callable[[int], Outcome],
+    *,
+    max_concurrent: int,
+    name: str,
+    storage_path: str,
+) -> list[Outcome | None]:
+    """Outcomes by index; None for a trial that did not come to its end.
+
+    Args:
+        train: called in threads of this process, `max_concurrent` at a time; must not raise.
+        name, storage_path: where Ray Tune keeps its own state.
+    """
+    desk: Any = ray.remote(TrialDesk).options(num_cpus=0, max_concurrency=1000).remote()
+
+    def trial(config: dict[str, Any]) -> None:
+        tune.report(ray.get(desk.train.remote(config["index"])))
+
+    ended = threading.Event()
+    threads = [
+        # In a copy of the context each, so that they share the lanes that are kept.
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(_serve, desk, train, ended),
+            name=f"trials-{k}",
+            daemon=True,
+        )
+        for k in range(min(max_concurrent, count))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        grid = _tuner(trial, count, max_concurrent, name, storage_path).fit()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(2 * ANSWER_S)
+        ray.kill(desk)
+    outcomes: list[Outcome | None] = [None] * count
+    for found in (grid[k] for k in range(len(grid))):
+        if found.config and found.metrics and found.error is None:
+            outcomes[found.config["index"]] = found.metrics
+    return outcomes
+
+
+def _tuner(
+    trial: Callable[[dict[str, Any]], None],
+    count: int,
+    max_concurrent: int,
+    name: str,
+    storage_path: str,
+) -> tune.Tuner:
+    # Trials only wait; what their workers take is reserved by Ray Train.
+    return tune.Tuner(
+        tune.with_resources(trial, {"CPU": 0.01}),
+        param_space={"index": tune.grid_search(list(range(count)))},
+        tune_config=tune.TuneConfig(max_concurrent_trials=max_concurrent),
+        run_config=tune.RunConfig(name=name, storage_path=storage_path, verbose=0),
+    )
+
+
+def _serve(desk: Any, train: Callable[[int], Outcome], ended: threading.Event) -> None:
+    while not ended.is_set():
+        index = ray.get(desk.next_request.remote())
+        if index is not None:
+            ray.get(desk.answer.remote(index, train(index)))

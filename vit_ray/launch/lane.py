@@ -1,0 +1,268 @@
+"""A lane: a worker group under Ray Train that trains one run after another.
+
+Starting processes and importing libraries take longer than a small training, so what runs trainings
+one by one (a sweep, a study) keeps a lane open for them. A fault of a training costs at most its
+lane, and the next training gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+import ray.train
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+
+from vit_ray.config import Recipe
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.lane_server import LaneServer
+from vit_ray.launch.ray_policies import (
+    ConsecutiveFailurePolicy,
+    DivisorScalingPolicy,
+    PolicedTrainer,
+    SaveBeforeResize,
+)
+from vit_ray.train.job import TrainJob
+from vit_ray.train.lane_link import Assignment
+
+_START_TIMEOUT: Final = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+_GIVEN_START_TIMEOUT: Final = os.environ.get(_START_TIMEOUT)
+CLOSE_S: Final = 60.0
+"""Longest time for the workers of a lane to end."""
+
+
+class LaneEndedError(RuntimeError):
+    """The lane's workers have ended before their training did; the cause is Ray Train's error."""
+
+
+@dataclass(frozen=True)
+class LaneShape:
+    """What a lane's workers are; a lane takes any training of its shape."""
+
+    num_workers: int | tuple[int, int]
+    sizes: tuple[int, ...]
+    """Worker counts that divide the batch."""
+    cpus_per_worker: float
+    reading_cpus: float
+    use_gpu: bool
+    hides_gpus: bool
+    """There are GPUs that its workers must not see."""
+    collective_timeout_s: int
+
+    @classmethod
+    def of(cls, job: TrainJob, cluster: ClusterShape, *, use_gpu: bool) -> LaneShape:
+        """The shape that a training needs."""
+        recipe: Recipe = job.recipe
+        workers = recipe.workers
+        is_elastic = len(workers.sizes) > 1
+        sizes = recipe.group_sizes if job.kind == "train" else list(workers.sizes)
+        return cls(
+            workers.num_workers,
+            tuple(sizes) if is_elastic else (),
+            workers.cpus_per_worker,
+            recipe.data.cpus_per_task,
+            use_gpu,
+            cluster.num_gpus > 0 and not use_gpu,
+            workers.collective_timeout_s,
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group may change its size."""
+        return isinstance(self.num_workers, tuple)
+
+    @property
+    def most_workers(self) -> int:
+        """Workers of the largest group."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+
+@dataclass(frozen=True)
+class _CurrentJob:
+    """Asked by the controller's policies, in its process."""
+
+    server: Any
+
+    def __call__(self) -> TrainJob | None:
+        job: TrainJob | None = ray.get(self.server.current_job.remote())
+        return job
+
+
+class Lane:
+    """A placed worker group, its streams' process, and the thread that minds its controller."""
+
+    def __init__(self, shape: LaneShape, *, is_private: bool) -> None:
+        """Start it; workers are placed and import while the caller goes on.
+
+        Args:
+            is_private: Ray was started by this driver, for itself alone.
+        """
+        self.shape = shape
+        self._num_assigned = 0
+        self._error: BaseException | None = None
+        # Each rank may wait for its next training, and for a block of each of two streams.
+        self._server: Any = (
+            ray.remote(LaneServer)
+            .options(
+                num_cpus=0,
+                max_concurrency=3 * shape.most_workers + 8,
+                label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            )
+            .remote()
+        )
+        self._thread = threading.Thread(
+            target=self._run_workers, args=(is_private,), daemon=True, name="lane"
+        )
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its workers take another training."""
+        return self._thread.is_alive()
+
+    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
+        """Train, until all workers are done, through failures and resizes.
+
+        Raises:
+            LaneEndedError: the group has ended, and the lane with it.
+        """
+        source = StreamSource(self._server, ray.put(streams))
+        assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
+        self._num_assigned += 1
+        ray.get(self._server.assign.remote(assignment))
+        while not ray.get(self._server.wait_until_ended.remote()):
+            if not self._thread.is_alive():
+                raise LaneEndedError(str(self._error)) from self._error
+
+    def close(self) -> None:
+        """Let the workers end, and wait for it."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
+            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        ray.kill(self._server)
+
+    def _run_workers(self, is_private: bool) -> None:
+        try:
+            _trainer(self.shape, self._server, is_private=is_private).fit()
+        except BaseException as error:  # raised where the training is waited for
+            self._error = error
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+
+
+def _trainer(shape: LaneShape, server: Any, *, is_private: bool) -> PolicedTrainer:
+    from vit_ray.train.worker import serve_lane
+
+    # How soon Ray Train notices that a worker has ended or died.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(shape.collective_timeout_s))
+    # An elastic group must give up the size that a node lost a moment ago had allowed.
+    os.environ[_START_TIMEOUT] = _GIVEN_START_TIMEOUT or ("60" if shape.is_elastic else "600")
+    if is_private:  # nobody takes its one node away, and nobody reads its metrics
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
+    gpus = {"GPU": 1} if shape.use_gpu else {}
+    scaling = ScalingConfig(
+        num_workers=shape.num_workers,
+        use_gpu=shape.use_gpu,
+        resources_per_worker={"CPU": shape.cpus_per_worker, **gpus},
+    )
+    current_job = _CurrentJob(server)
+    callbacks: list[Any] = [SaveBeforeResize(current_job)] if shape.is_elastic else []
+    policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
+    if shape.is_elastic:
+        policies["scaling_policy"] = DivisorScalingPolicy(scaling, shape.sizes, shape.reading_cpus)
+    return PolicedTrainer(
+        policies,
+        is_private=is_private,
+        train_loop_per_worker=serve_lane,
+        train_loop_config={"server": server},
+        scaling_config=scaling,
+        run_config=RunConfig(
+            name=f"lane-{server._actor_id.hex()}",
+            # Ray Train's own notes: the runs' folders and MLflow have everything that is read.
+            storage_path=os.path.join(tempfile.gettempdir(), "vit_ray-lanes"),
+            # Ray leaves a machine's GPUs visible to workers that did not ask for one.
+            worker_runtime_env=(
+                {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if shape.hides_gpus else None
+            ),
+            callbacks=callbacks,
+        ),
+    )
+
+
+class _IdleLanes:
+    """Lanes that wait for their next training; for several threads."""
+
+    def __init__(self) -> None:
+        self._lanes: list[Lane] = []
+        self._lock = threading.Lock()
+
+    def take(self, shape: LaneShape) -> Lane | None:
+        """One of the shape. Where there is none, those of other shapes give up their places."""
+        with self._lock:
+            fitting = [lane for lane in self._lanes if lane.shape == shape and lane.is_open]
+            if fitting:
+                self._lanes.remove(fitting[0])
+                return fitting[0]
+            others, self._lanes = self._lanes, []
+        for lane in others:
+            lane.close()
+        return None
+
+    def give(self, lane: Lane) -> None:
+        with self._lock:
+            self._lanes.append(lane)
+
+    def close(self) -> None:
+        with self._lock:
+            lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+
+
+_IDLE: ContextVar[_IdleLanes | None] = ContextVar("idle_lanes", default=None)
+
+
+@contextlib.contextmanager
+def kept_lanes() -> Iterator[None]:
+    """Inside the block, lanes stay open for the next training of their shape.
+
+    Threads that train in it must be started in a copy of its context.
+    """
+    if _IDLE.get() is not None:
+        yield
+        return
+    idle = _IdleLanes()
+    token = _IDLE.set(idle)
+    try:
+        yield
+    finally:
+        _IDLE.reset(token)
+        idle.close()
+
+
+@contextlib.contextmanager
+def borrowed_lane(shape: LaneShape, *, is_private: bool) -> Iterator[Lane]:
+    """A lane of this shape; after an error in the block it is closed, and no other run gets it."""
+    idle = _IDLE.get()
+    lane = idle.take(shape) if idle is not None else None
+    lane = lane or Lane(shape, is_private=is_private)
+    try:
+        yield lane
+    except BaseException:
+        lane.close()
+        raise
+    if idle is None or not lane.is_open:
+        lane.close()
+    else:
+        idle.give(lane)

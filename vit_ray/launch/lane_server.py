@@ -1,0 +1,77 @@
+"""The actor of a lane: hands one training after another to its workers, and runs their streams."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+from vit_ray.data.stream.stream_server import Pass, StreamServer
+from vit_ray.train.job import TrainJob
+from vit_ray.train.lane_link import Assignment
+
+ANSWER_S: Final = 5.0
+"""Longest time that a call waits before it answers that there is nothing new."""
+
+
+class LaneServer:
+    """Runs as an actor with a thread for every call; the driver that made it owns it."""
+
+    def __init__(self) -> None:
+        self._streams = StreamServer()
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
+        self._has_ended = True
+        self._ended: dict[str, set[int]] = {}
+        self._is_open = True
+
+    def next_block(self, one: Pass, rank: int, index: int) -> list[Any]:
+        """As `StreamServer.next_block`."""
+        return self._streams.next_block(one, rank, index)
+
+    def assign(self, assignment: Assignment) -> None:
+        """The next training; the one before it has ended."""
+        with self._changed:
+            self._assignment, self._has_ended, self._ended = assignment, False, {}
+            self._changed.notify_all()
+
+    def current_job(self) -> TrainJob | None:
+        """The training under way, or the last one."""
+        return self._assignment.job if self._assignment else None
+
+    def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
+        """Whether all workers are done with the training, now or within some seconds."""
+        with self._changed:
+            return (
+                self._changed.wait_for(lambda: self._has_ended or not self._is_open, timeout_s)
+                and self._has_ended
+            )
+
+    def next_assignment(self, after: int) -> tuple[bool, Assignment | None]:
+        """Whether the lane is open, and the training under way if its number is above `after`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_new(after) or not self._is_open, ANSWER_S)
+            return self._is_open, self._assignment if self._has_new(after) else None
+
+    def end_rank(self, number: int, group: str, rank: int, world_size: int) -> None:
+        """A worker is done; the training has ended when all of one group are."""
+        with self._changed:
+            if self._assignment is None or number != self._assignment.number:
+                return
+            done = self._ended.setdefault(group, set())
+            done.add(rank)
+            if len(done) == world_size:
+                self._has_ended = True
+                self._streams.close()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the workers end."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+        self._streams.close()
+
+    def _has_new(self, after: int) -> bool:
+        return (
+            self._assignment is not None and not self._has_ended and self._assignment.number > after
+        )

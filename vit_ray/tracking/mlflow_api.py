@@ -1,0 +1,14 @@
+"""The names of MLflow that this room uses, imported without what they do not need.
+
+As in mlflow-skinny, which has neither pandas nor SciPy: together they take longer to import than
+the rest.
+"""
+
+from vit_ray.imports import hide_modules
+
+with hide_modules("pandas", "scipy"):
+    from mlflow.entities import Metric, Param, Run, RunTag
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+__all__ = ["Metric", "MlflowClient", "MlflowException", "Param", "Run", "RunTag"]

@@ -1,0 +1,51 @@
+"""The one actor that records all runs of a driver.
+
+Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
+one process. `run_handle` has the handles through which a run is reached.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from vit_ray.tracking.run_status import RunOpening, RunStatus
+
+
+class RunHost:
+    """Runs as an actor with concurrent methods."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Any] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def call(
+        self, key: str, opening: RunOpening, method: str, *arguments: Any, **named: Any
+    ) -> Any:
+        """The answer of one run's record; the first call for a key opens it."""
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._runs:
+                self._runs[key] = _open(opening)
+        return getattr(self._runs[key], method)(*arguments, **named)
+
+    def status_of(self, log_path: str) -> RunStatus | None:
+        """Of the run that writes this log; None if there is none here."""
+        runs = [run for key, run in list(self._runs.items()) if key.startswith(f"{log_path} ")]
+        status: RunStatus | None = runs[-1].standing() if runs else None
+        return status
+
+    def forget(self, key: str) -> None:
+        """Drop a run that has ended."""
+        with self._lock:
+            self._runs.pop(key, None)
+            self._locks.pop(key, None)
+
+
+def _open(opening: RunOpening) -> Any:
+    # Here and not above: the driver, which has this class too, needs no MLflow.
+    from vit_ray.tracking.run_actor import Recorder
+
+    return Recorder(opening)

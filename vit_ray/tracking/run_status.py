@@ -1,0 +1,68 @@
+"""What is known of a run while it is recorded: plain data, for the driver and its display."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vit_ray.config.training import TrackingConfig
+
+
+@dataclass
+class Event:
+    """Something that happened to the run, for its history."""
+
+    kind: str
+    text: str
+    step: int
+    time_s: float
+
+
+@dataclass
+class Stage:
+    """Runs of one kind under this one, such as trials of a sweep, as the display counts them."""
+
+    what: str
+    count: int
+    ended: int = 0
+    best: tuple[float, str] | None = None
+    """The best score of those that ended, and whose it is."""
+
+    def end_one(self, label: str, score: float | None) -> None:
+        """One of them has ended; without a score if it failed."""
+        self.ended += 1
+        if score is not None and (self.best is None or score > self.best[0]):
+            self.best = (score, label)
+
+    def __str__(self) -> str:
+        text = f"{self.what} {min(self.ended + 1, self.count)} of {self.count}"
+        return text if self.best is None else f"{text}, best {self.best[0]:.2%} ({self.best[1]})"
+
+
+@dataclass
+class RunStatus:
+    """Where the run is, as the display shows it."""
+
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    stage: str = ""
+    """Which of the runs under this one it is at; empty for a run without any."""
+
+
+@dataclass(frozen=True)
+class RunOpening:
+    """How a run's record is opened, in its host."""
+
+    config: TrackingConfig
+    run_name: str
+    log_path: Path
+    run_id: str | None
+    """MLflow run to continue."""
+    params: dict[str, str]
+    tags: dict[str, str]
+    resume_step: int | None
+    """Step of the checkpoint that training goes on from."""
+    parent: Any = None
+    """Handle of the sweep or study that the run is part of."""

@@ -1,0 +1,88 @@
+"""The process group of one training: joined before it, left and forgotten after it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+_LINEAR: Final = torch.nn.functional.linear
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+@contextlib.contextmanager
+def joined_process_group(
+    place: RankPlace, address: str, *, backend: str, timeout_s: float
+) -> Iterator[None]:
+    """A process group of its own inside the block, and nothing of it in this process afterwards.
+
+    Args:
+        address: `host:port` that rank 0 can listen on.
+        backend: `nccl` or `gloo`.
+        timeout_s: a collective operation that takes longer fails.
+    """
+    host, _, port = address.rpartition(":")
+    # As torchrun sets them; DeepSpeed reads some.
+    os.environ |= {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "NODE_RANK": str(place.node_rank),
+    }
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{address}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Destroy the group, and what libraries keep of it and of the models that it trained."""
+    deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
+    if deepspeed is not None and deepspeed.cdb is not None:
+        deepspeed.destroy_process_group()  # its own clones of the world group too
+        deepspeed.cdb = None  # it would go on with a communicator that is gone (0.19.8)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # ZeRO 3 puts its own in place (0.19.8), whose sums are taken in another order.
+    torch.nn.functional.linear = _LINEAR
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def free_address(host: str) -> str:
+    """`host:port` with a port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{host}:{probe.getsockname()[1]}"

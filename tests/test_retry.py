@@ -26,6 +26,8 @@ TRANSIENT = [
     "AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 28, Timeout was reached",
     "AWS Error SERVICE_UNAVAILABLE during PutObject operation",
     "AWS Error INTERNAL_FAILURE during GetObject operation",
+    'bucket/key: Could not connect to the endpoint URL: "http://127.0.0.1:1/bucket/key"',
+    "bucket/key: Connection was closed before we received a valid response from endpoint URL",
 ]
 
 

@@ -18,7 +18,7 @@ from transformers import ViTForImageClassification
 
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
-from vit_ray import storage
+from vit_ray import s3, storage
 from vit_ray.commands.export import export
 from vit_ray.commands.inspect import inspect, read_images
 from vit_ray.commands.trained_model import load_trained_model
@@ -223,8 +223,10 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         }.items():
             monkeypatch.setenv(name, value)
         storage._s3.cache_clear()
+        s3.client.cache_clear()
         yield folder
     storage._s3.cache_clear()
+    s3.client.cache_clear()
 
 
 @pytest.mark.parametrize("place", ["here", "there"])

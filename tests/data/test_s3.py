@@ -18,7 +18,8 @@ import pytest
 from tests.data.pictures import jpeg
 from tests.data.prepare.test_sources import add
 from tests.data.s3_server import SECRET_KEY, FaultProxy, s3_environment, serve_s3
-from vit_ray import s3, storage
+from vit_ray import s3 as s3_client
+from vit_ray import storage
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
@@ -57,11 +58,11 @@ def s3(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
     for name, value in s3_environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     storage._s3.cache_clear()
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     proxy.faults.set("", 0)
     yield proxy
     storage._s3.cache_clear()
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
 
 
 def batch_of(manifest: Manifest) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def test_a_wrong_key_fails_soon_and_clearly(
     remote = open_dataset("s3://sets/small")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     storage._s3.cache_clear()
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     with pytest.raises(OSError, match=r"ACCESS_DENIED|403") as caught:
         open_dataset("s3://sets/small")
     assert "wrong" not in str(caught.value)

@@ -18,6 +18,7 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.config.commands import SweepConfig
+from vit_ray.config.validation import require
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
@@ -83,13 +84,11 @@ def sweep_of(recipe: Recipe) -> SweepConfig:
     Raises:
         ValueError: it has none, or nothing to fine-tune, or nothing to test on.
     """
-    if recipe.sweep is None:
-        raise ValueError("sweep is not set; give sweep.learning_rates, such as [0.003, 0.01, 0.03]")
-    if recipe.init_from is None:
-        raise ValueError("init_from is not set; give the run, checkpoint or file to fine-tune")
-    if recipe.data.eval is None:
-        raise ValueError("data.eval is not set; give the test set for the chosen learning rate")
-    return recipe.sweep
+    rates = "sweep.learning_rates, such as [0.003, 0.01, 0.03]"
+    sweep = require(recipe.sweep, "sweep", rates)
+    require(recipe.init_from, "init_from", "the run, checkpoint or file to fine-tune")
+    require(recipe.data.eval, "data.eval", "the test set for the chosen learning rate")
+    return sweep
 
 
 def trial_recipe(recipe: Recipe, learning_rate: float) -> Recipe:

@@ -20,6 +20,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 _TRANSIENT: Final = re.compile(
     r"SLOW_DOWN|SlowDown|INTERNAL_FAILURE|InternalError|SERVICE_UNAVAILABLE|NETWORK_CONNECTION"
+    r"|ConditionalRequestConflict|OperationAborted"
     r"|REQUEST_TIMEOUT|RequestTimeout|THROTTLING|Throttl|HTTP status (?:408|429|5\d\d)|curlCode"
     r"|timed? ?out|Connection (?:reset|was closed|refused|broken)|Could(?:n't| not) connect",
     re.IGNORECASE,

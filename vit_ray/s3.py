@@ -74,7 +74,10 @@ def put_if_none(path: str, content: bytes) -> bool:
 
 def delete(path: str) -> None:
     """Delete `bucket/key` and every key below it; nothing if there is none."""
-    keys = [path.partition("/")[2], *(key for key, _ in _list(path))]
+    _delete_keys(path, [path.partition("/")[2], *(key for key, _ in _list(path))])
+
+
+def _delete_keys(path: str, keys: list[str]) -> None:
     for first in range(0, len(keys), _DELETES_AT_ONCE):
         objects = [{"Key": key} for key in keys[first : first + _DELETES_AT_ONCE]]
         answer = _request("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
@@ -96,7 +99,7 @@ def move(path: str, target: str) -> None:
     copied = {root + key.removeprefix(new_root): size for key, size in _list(target)}
     if not sizes.items() <= copied.items():
         raise OSError(f"{path} could not be copied to {target}; it stays as it is")
-    delete(path)
+    _delete_keys(path, list(sizes))  # and nothing that has come since
 
 
 def _copy(bucket: str, key: str, new_key: str, size: int) -> None:

@@ -256,15 +256,18 @@ def locate(path: str) -> Location:
         ValueError: if the address has another scheme, or holds credentials, which are not repeated.
     """
     if path.startswith("s3://"):
-        if "@" in path.split("/")[2]:
+        # A secret may itself have a slash in it, so that its @ comes later.
+        if set("@:") & set(path.split("/")[2]):
             raise ValueError(
-                "an s3:// address has an @ in its bucket; credentials come from the environment "
-                "only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret."
+                "an s3:// address has an @ or a : in its bucket; credentials come from the "
+                "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its "
+                "secret."
             )
         return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
     if "://" in path and not path.startswith("file://"):
         raise ValueError(
-            f"path {path!r} has a scheme that is not served; use a local path or s3://bucket/folder."
+            f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "
+            "served; use a local path or s3://bucket/folder."
         )
     local = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
     return Location(fs.LocalFileSystem(), local)

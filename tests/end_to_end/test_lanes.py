@@ -38,5 +38,4 @@ def test_a_warm_lane_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed
         assert started[-1].is_open
     assert not started[-1].is_open
     assert same_weights(weights_of(cold), weights_of(warm))
-    # A failure costs its lane at most.
-    assert len(started) <= 3
+    assert len(started) == 2  # a run that all workers end together does not even cost its lane

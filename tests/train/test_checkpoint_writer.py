@@ -139,6 +139,15 @@ def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.M
     assert steps(run) == [4, 2]
 
 
+def test_a_loss_that_is_not_finite_is_never_the_best(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch)
+    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, float("nan"))):
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [4, 2]
+
+
 def test_permanent_ones_are_kept_beside_the_newest(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

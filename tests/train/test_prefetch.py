@@ -51,3 +51,17 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
 def test_without_a_gpu_nothing_is_copied() -> None:
     one = batch(3)
     assert pin_batch(one)["image"] is one["image"]
+
+
+def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> None:
+    def endless() -> Iterator[Batch]:
+        while True:
+            yield batch(0)
+
+    before = set(threading.enumerate())
+    prefetched = prefetch(endless(), doubled, 3)
+    next(prefetched)
+    (reader,) = set(threading.enumerate()) - before
+    del prefetched
+    reader.join(timeout=30)
+    assert not reader.is_alive()

@@ -104,7 +104,7 @@ def _describe_unknown(schema: type[BaseModel], where: list[Any]) -> str:
 
 
 def _nearest(schema: type[BaseModel], prefix: str, unknown: str, valid: list[str]) -> str | None:
-    """The key that was meant: an alias here, a near key here, then either anywhere."""
+    """The key that was meant: an alias here, a near or longer key here, then either anywhere."""
     everything = dotted_keys(schema)
     alias = _ALIASES.get(unknown)
     alias = alias if alias in everything else None
@@ -112,6 +112,8 @@ def _nearest(schema: type[BaseModel], prefix: str, unknown: str, valid: list[str
         return alias
     if near := difflib.get_close_matches(unknown, valid, 1, 0.6):
         return f"{prefix}{near[0]}"
+    if begun := [key for key in valid if key.startswith(f"{unknown}_")]:
+        return f"{prefix}{begun[0]}"  # train.zero
     last = {key.rpartition(".")[2]: key for key in reversed(everything)}
     far = difflib.get_close_matches(unknown, last, 1, 0.75)
     return alias or (last[far[0]] if far else None)

@@ -7,6 +7,7 @@ what costs seconds to start (workers, streams, MLflow) serves one trial after an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -58,7 +59,8 @@ def run_trials(
     """Outcomes by index; None for a trial that did not come to its end.
 
     Args:
-        train: called in threads of this process, `max_concurrent` at a time; must not raise.
+        train: called in threads of this process, `max_concurrent` at a time; an error becomes the
+            outcome `{"error": text}`.
         name, storage_path: where Ray Tune keeps its own state.
     """
     desk: Any = ray.remote(TrialDesk).options(num_cpus=0, max_concurrency=1000).remote()
@@ -83,9 +85,9 @@ def run_trials(
         grid = _tuner(trial, count, max_concurrent, name, storage_path).fit()
     finally:
         ended.set()
+        ray.kill(desk)  # those that wait for a request stop waiting
         for thread in threads:
             thread.join(2 * ANSWER_S)
-        ray.kill(desk)
     outcomes: list[Outcome | None] = [None] * count
     for found in (grid[k] for k in range(len(grid))):
         if found.config and found.metrics and found.error is None:
@@ -110,7 +112,15 @@ def _tuner(
 
 
 def _serve(desk: Any, train: Callable[[int], Outcome], ended: threading.Event) -> None:
-    while not ended.is_set():
-        index = ray.get(desk.next_request.remote())
-        if index is not None:
-            ray.get(desk.answer.remote(index, train(index)))
+    with contextlib.suppress(ray.exceptions.RayActorError):  # the desk is closed at the end
+        while not ended.is_set():
+            index = ray.get(desk.next_request.remote())
+            if index is not None:
+                ray.get(desk.answer.remote(index, _outcome_of(train, index)))
+
+
+def _outcome_of(train: Callable[[int], Outcome], index: int) -> Outcome:
+    try:
+        return train(index)
+    except BaseException as error:  # without an answer the trial would wait for ever
+        return {"error": str(error) or repr(error)}

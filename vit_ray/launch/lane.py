@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -138,10 +139,13 @@ class Lane:
         source = StreamSource(self._server, ray.put(streams))
         assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
         self._num_assigned += 1
-        ray.get(self._server.assign.remote(assignment))
-        while not ray.get(self._server.wait_until_ended.remote()):
-            if not self._thread.is_alive():
-                raise LaneEndedError(str(self._error)) from self._error
+        try:
+            ray.get(self._server.assign.remote(assignment))
+            while not ray.get(self._server.wait_until_ended.remote()):
+                if not self._thread.is_alive():
+                    raise LaneEndedError(str(self._error)) from self._error
+        except ray.exceptions.RayActorError as error:
+            raise LaneEndedError("the process that runs the streams has died") from error
 
     def close(self) -> None:
         """Let the workers end, and wait for it."""
@@ -151,15 +155,20 @@ class Lane:
         ray.kill(self._server)
 
     def _run_workers(self, is_private: bool) -> None:
+        # Ray Train's own notes: the runs' folders and MLflow have everything that is read.
+        notes = tempfile.mkdtemp(prefix="vit_ray-lane-")
         try:
-            _trainer(self.shape, self._server, is_private=is_private).fit()
+            _trainer(self.shape, self._server, notes, is_private=is_private).fit()
         except BaseException as error:  # raised where the training is waited for
             self._error = error
+        shutil.rmtree(notes, ignore_errors=True)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
 
 
-def _trainer(shape: LaneShape, server: Any, *, is_private: bool) -> PolicedTrainer:
+def _trainer(
+    shape: LaneShape, server: Any, storage_path: str, *, is_private: bool
+) -> PolicedTrainer:
     from vit_ray.train.worker import serve_lane
 
     # How soon Ray Train notices that a worker has ended or died.
@@ -189,8 +198,7 @@ def _trainer(shape: LaneShape, server: Any, *, is_private: bool) -> PolicedTrain
         scaling_config=scaling,
         run_config=RunConfig(
             name=f"lane-{server._actor_id.hex()}",
-            # Ray Train's own notes: the runs' folders and MLflow have everything that is read.
-            storage_path=os.path.join(tempfile.gettempdir(), "vit_ray-lanes"),
+            storage_path=storage_path,
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.
             worker_runtime_env=(
                 {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if shape.hides_gpus else None
@@ -205,6 +213,7 @@ class _IdleLanes:
 
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def take(self, shape: LaneShape) -> Lane | None:
@@ -221,11 +230,14 @@ class _IdleLanes:
 
     def give(self, lane: Lane) -> None:
         with self._lock:
-            self._lanes.append(lane)
+            if not self._is_closed:
+                self._lanes.append(lane)
+                return
+        lane.close()
 
     def close(self) -> None:
         with self._lock:
-            lanes, self._lanes = self._lanes, []
+            lanes, self._lanes, self._is_closed = self._lanes, [], True
         for lane in lanes:
             lane.close()
 

@@ -35,8 +35,8 @@ class LaneServer:
             self._changed.notify_all()
 
     def current_job(self) -> TrainJob | None:
-        """The training under way, or the last one."""
-        return self._assignment.job if self._assignment else None
+        """The training under way; None between two of them."""
+        return None if self._has_ended or self._assignment is None else self._assignment.job
 
     def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
         """Whether all workers are done with the training, now or within some seconds."""

@@ -46,8 +46,8 @@ class PolicedTrainer(DataParallelTrainer):
     """Ray Train's workers under policies of our own.
 
     Streams and process groups are the workers' own affair: without Ray's data sets and its torch
-    backend, neither the driver nor the controller imports torch, and no process is started for
-    data sets that there are none of.
+    backend the controller does not import torch, and no process is started for data sets that
+    there are none of.
     """
 
     def __init__(self, policies: dict[str, Any], *, is_private: bool, **options: Any) -> None:
@@ -98,7 +98,10 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Every failure becomes part of the run's history."""
-        job = self._current_job()
+        try:
+            job = self._current_job()
+        except ray.exceptions.RayActorError:
+            return FailureDecision.RAISE  # of the lane's server: the lane ends, and its group
         if job is None:
             return super().make_decision(training_failed_error)
         text = cause(training_failed_error)
@@ -198,7 +201,10 @@ class SaveBeforeResize(ControllerCallback):
         """Wait for a checkpoint when Ray has decided to change the size of a running group."""
         if not isinstance(current_state, ResizingState):
             return
-        job = self._current_job()
+        try:
+            job = self._current_job()
+        except ray.exceptions.RayActorError:
+            return
         if job is None or job.kind != "train":
             return
         before = newest_step(job.run_folder)

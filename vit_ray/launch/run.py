@@ -154,6 +154,7 @@ def _run(
     finally:
         with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
             ray.get(recorder.finish.remote(status))
+        with contextlib.suppress(ray.exceptions.RayError):
             recorder.release()
 
 

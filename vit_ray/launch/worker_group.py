@@ -30,6 +30,8 @@ def run_workers(
     error: BaseException | None = None
     try:
         with borrowed_lane(shape, is_private=cluster.is_private) as lane:
+            # While the lane's workers import: what keeps the record from being opened ends the run.
+            ray.get(job.recorder.run_id.remote())
             lane.run(job, streams)
     except LaneEndedError as ended:
         error = ended.__cause__ or ended

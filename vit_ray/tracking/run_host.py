@@ -17,19 +17,27 @@ class RunHost:
 
     def __init__(self) -> None:
         self._runs: dict[str, Any] = {}
+        self._ended: set[str] = set()
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def call(
         self, key: str, opening: RunOpening, method: str, *arguments: Any, **named: Any
     ) -> Any:
-        """The answer of one run's record; the first call for a key opens it."""
+        """The answer of one run's record; the first call for a key opens it.
+
+        A call that comes after the run has ended is answered with None: opening it again would
+        set it back to running, for nobody to end.
+        """
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
+            if key in self._ended:
+                return None
             if key not in self._runs:
                 self._runs[key] = _open(opening)
-        return getattr(self._runs[key], method)(*arguments, **named)
+            run = self._runs[key]
+        return getattr(run, method)(*arguments, **named)
 
     def status_of(self, log_path: str) -> RunStatus | None:
         """Of the run that writes this log; None if there is none here."""
@@ -40,6 +48,7 @@ class RunHost:
     def forget(self, key: str) -> None:
         """Drop a run that has ended."""
         with self._lock:
+            self._ended.add(key)
             self._runs.pop(key, None)
             self._locks.pop(key, None)
 

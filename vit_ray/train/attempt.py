@@ -73,6 +73,12 @@ class Attempt:
             return
         try:
             self._train()
+        except UnrecoverableError as error:
+            if error.is_agreed:  # the process goes on to another training
+                self.watchdog.pause()
+                with contextlib.suppress(UnrecoverableError, TimeoutError):
+                    self.hooks.saver.wait_until_written()
+            raise
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from vit_ray.config.training import CheckpointConfig
@@ -111,7 +112,7 @@ class CheckpointWriter:
             self._run_folder.child(NONE_YET).delete()
             keep = self._permanent()
             prune(self._run_folder, keep_last, keep, self._read_back, self._tell_set_aside)
-        except OSError as error:  # the next one removes it
+        except (OSError, ValueError) as error:  # the next one removes it, or a newer version
             self._tell("old checkpoint left", f"{self._run_folder.path}: {error}", self._step)
 
     def _tell_set_aside(self, text: str) -> None:
@@ -125,10 +126,10 @@ class CheckpointWriter:
         return kept | self._best_step() if self._keep.keep_best else kept
 
     def _best_step(self) -> set[int]:
-        opened = [open_checkpoint(folder) for _, folder in list_checkpoints(self._run_folder)]
-        losses = {
-            c.position.step: c.position.progress.metrics["eval/loss"]
-            for c in opened
-            if c is not None and c.position.progress.eval_step == c.position.step
-        }
-        return {min(losses, key=lambda step: losses[step])} if losses else set()
+        opened = {s: open_checkpoint(folder) for s, folder in list_checkpoints(self._run_folder)}
+        # What cannot be opened now may be the best: `prune` judges whether it is damaged.
+        unknown = {step for step, found in opened.items() if found is None}
+        measured = [found.position.progress for found in opened.values() if found is not None]
+        losses = {p.step: p.metrics["eval/loss"] for p in measured if p.eval_step == p.step}
+        finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+        return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())

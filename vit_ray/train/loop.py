@@ -234,7 +234,8 @@ def _evaluate_if_due(recipe: Recipe, progress: Progress, hooks: LoopHooks, is_la
     if loss is None:
         return False
     progress.eval_step = progress.step
-    if progress.best_eval_loss is None or loss < progress.best_eval_loss:
+    best = progress.best_eval_loss
+    if math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best):
         progress.best_eval_loss, progress.evals_without_best = loss, 0
         return True
     progress.evals_without_best += 1

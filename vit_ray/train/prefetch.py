@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from queue import Queue
+from queue import Empty, Queue
 
 import torch
 
@@ -18,20 +19,7 @@ def prefetch(
 
     Reading begins at once. An error of `batches` is raised where its batch was due.
     """
-    ready: Queue[Batch | BaseException | None] = Queue(maxsize=max(1, ahead))
-
-    def read() -> None:
-        try:
-            for batch in batches:
-                ready.put(prepare(batch))
-        except BaseException as error:
-            ready.put(error)
-        else:
-            ready.put(None)
-
-    # A daemon: where training stops early it waits for ever, and must not hold up the process.
-    threading.Thread(target=read, daemon=True, name="prefetch").start()
-    return _taken(ready)
+    return _Prefetched(batches, prepare, max(1, ahead))
 
 
 def pin_batch(batch: Batch) -> Batch:
@@ -45,8 +33,49 @@ def pin_batch(batch: Batch) -> Batch:
     return {**batch, "image": images.pin_memory()}
 
 
-def _taken(ready: Queue[Batch | BaseException | None]) -> Iterator[Batch]:
-    while (item := ready.get()) is not None:
+class _Prefetched(Iterator[Batch]):
+    """Its thread ends with it: what it holds is not kept where a training stops early."""
+
+    def __init__(
+        self, batches: Iterable[Batch], prepare: Callable[[Batch], Batch], ahead: int
+    ) -> None:
+        self._ready: Queue[Batch | BaseException | None] = Queue(maxsize=ahead)
+        self._closed = threading.Event()
+        # A daemon, and no reference to this object: the thread must hold up nothing.
+        threading.Thread(
+            target=_read,
+            args=(batches, prepare, self._ready, self._closed),
+            daemon=True,
+            name="prefetch",
+        ).start()
+
+    def __next__(self) -> Batch:
+        item = self._ready.get()
+        if item is None:
+            raise StopIteration
         if isinstance(item, BaseException):
             raise item
-        yield item
+        return item
+
+    def __del__(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(Empty):
+            while True:  # lets a thread that waits for a place go on, and see that it is closed
+                self._ready.get_nowait()
+
+
+def _read(
+    batches: Iterable[Batch],
+    prepare: Callable[[Batch], Batch],
+    ready: Queue[Batch | BaseException | None],
+    closed: threading.Event,
+) -> None:
+    last: BaseException | None = None
+    try:
+        for batch in batches:
+            ready.put(prepare(batch))
+            if closed.is_set():
+                return
+    except BaseException as error:
+        last = error
+    ready.put(last)

@@ -35,6 +35,8 @@ def joined_process_group(
 ) -> Iterator[None]:
     """A process group of its own inside the block, and nothing of it in this process afterwards.
 
+    After an error in the block the process is as it was inside, and must end.
+
     Args:
         address: `host:port` that rank 0 can listen on.
         backend: `nccl` or `gloo`.
@@ -58,10 +60,9 @@ def joined_process_group(
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        yield
-    finally:
-        leave_process_group()
+    yield
+    # After an error the process ends, and its group too: leaving could wait for ranks that died.
+    leave_process_group()
 
 
 def leave_process_group() -> None:
@@ -79,6 +80,7 @@ def leave_process_group() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def free_address(host: str) -> str:

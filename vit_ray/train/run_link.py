@@ -61,16 +61,16 @@ class RunLink:
     def beat(self, step: int) -> None:
         """Send a heartbeat and take in what is asked of the workers."""
         with contextlib.suppress(ray.exceptions.RayError):
-            stop, saves = ray.get(
-                self._send(RunActor.poll, self.rank, step), timeout=POLL_TIMEOUT_S
-            )
+            answer = ray.get(self._send(RunActor.poll, self.rank, step), timeout=POLL_TIMEOUT_S)
+            stop, saves = answer or (None, self._saves_requested)  # None: the run has ended
             self.stop_reason = stop or self.stop_reason
             self._saves_requested = saves
             self._saves_seen = saves if self._saves_seen is None else self._saves_seen
 
     def current_stop_reason(self, step: int) -> str | None:
         """Asked of the actor now: another worker's heartbeat may have had the answer first."""
-        return self._call(RunActor.poll, self.rank, step)[0]
+        answer = self._call(RunActor.poll, self.rank, step)
+        return answer[0] if answer else None
 
     def take_save_request(self) -> bool:
         """Whether the driver has requested a checkpoint; true once for each request, on rank 0."""

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
-from vit_ray.retry import with_retries
+from vit_ray.retry import is_denied, is_transient, with_retries
 from vit_ray.storage import Location
 
 
@@ -146,7 +146,10 @@ def problem_of_shard(location: Location, rows: list[int], num_bytes: int) -> str
         return "the file is missing" if size is None else f"it has {size} bytes, not {num_bytes}"
     try:
         found = with_retries(lambda: _rows_in_footer(location), f"reading {location.path}")
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        # A footer that cannot be parsed is an OSError of pyarrow's; storage that is away is not.
+        if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+            raise
         return f"its footer cannot be read ({error})"
     return None if found == rows else f"its row groups have {found[:5]} rows, not {rows[:5]}"
 

@@ -11,6 +11,7 @@ row group and a piece of the index.
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -359,11 +360,17 @@ class _ShardMaker:
 _REJECTED_SHOWN: Final = 1000
 
 
+_HALF_WRITTEN: Final = re.compile(
+    r"(part-\d+-of-\d+\.parquet|manifest\.parquet|rejected\.parquet|report\.json)\.[0-9a-f]{8}\.tmp"
+)
+"""Names that `AtomicOutput` gives to files of a data set; others are somebody else's."""
+
+
 def _delete_abandoned(folder: Location) -> None:
-    """Half-written files of killed processes; on S3 such a file never comes to be."""
+    """Half-written files of killed conversions; on S3 such a file never comes to be."""
     if folder.is_local:
         for info in folder.list_files(recursive=False):
-            if info.base_name.endswith(".tmp"):
+            if _HALF_WRITTEN.fullmatch(info.base_name):
                 os.remove(info.path)
 
 

@@ -134,6 +134,16 @@ def test_passes_and_hooks_are_given_the_step() -> None:
     assert hooks.noted == [8, 9, 10]
 
 
+@pytest.mark.parametrize("count", [0, MICRO, BATCH - 1, 2 * BATCH])
+def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
+    engine = FakeEngine()
+    context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
+    stream = ({k: np.resize(v, (count, *v.shape[1:])) for k, v in b.items()} for b in batches())
+    with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
+        run_training(engine, stream, recipe(), context, FakeHooks(), Progress(), Compute(1_000_000))
+    assert engine.seen == engine.rates == []
+
+
 def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
     hooks = FakeHooks()
     run(FakeEngine(), hooks, recipe())

@@ -240,6 +240,8 @@ def _finished_cells(
 def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
     before = {**run.data.params, "the data": run.data.tags.get("vit_ray.data_fingerprint")}
     now = {**cell.recipe.flat(), "the data": plan.manifest.fingerprint}
+    # `auto` is what the run began with, which it has recorded.
+    now = {key: value for key, value in now.items() if value != "auto"}
     decisive = ["the data", *(key for key in now if key.startswith(_DECISIVE))]
     changed = [
         f"{key} was {before[key]} and is {now[key]}"

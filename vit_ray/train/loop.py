@@ -121,6 +121,7 @@ def run_training(
     while progress.step < context.total_steps:
         start_s = clock()
         batch = _next_batch(batches, progress.step)
+        _check_size(batch, context.batch_size_per_rank(recipe.train.global_batch_size))
         wait_s = clock() - start_s
         rate = lr_at(progress.step, recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
@@ -178,6 +179,15 @@ def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
             f"the stream ended before step {step}; it was planned to last to the end of the run"
         )
     return batch
+
+
+def _check_size(batch: Batch, expected: int) -> None:
+    """Averages over a share of another size would be of other samples than the order's."""
+    if len(batch["sample"]) != expected:
+        raise RuntimeError(
+            f"a batch of {len(batch['sample'])} images came from the stream for a rank's share of "
+            f"{expected}; this is a defect of the stream, and no step was taken with it"
+        )
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -59,6 +60,17 @@ def test_any_number_of_ranks_gets_the_same_global_batches(
 def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
     order = Order(spec.manifest.rows, spec.seed, window=spec.window)
     for step, batch in enumerate(global_batches(spec, 2, 0, 15 * BATCH)):
+        expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
+        np.testing.assert_array_equal(batch["sample"], expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 8])
+def test_blocks_of_tiny_images_are_not_joined(spec: StreamSpec, world_size: int, size: int) -> None:
+    """Labels and sample numbers are then most of a block, and a task makes many of them."""
+    tiny = dataclasses.replace(spec, augmentation=Augmentation("resize", size=size, flip=False))
+    order = Order(spec.manifest.rows, spec.seed, window=spec.window)
+    for step, batch in enumerate(global_batches(tiny, world_size, 0, 15 * BATCH)):
         expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
         np.testing.assert_array_equal(batch["sample"], expected)
 

@@ -8,7 +8,7 @@ Where the device decodes, training batches have the columns of `encoded` in the 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,8 @@ from vit_ray.data.order.partition import BlockShape, Partition
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import RowSelection
 from vit_ray.data.order.shuffle import ShuffleWindow
+from vit_ray.data.stream.blocks import Batch
 from vit_ray.data.stream.encoded import EncodedColumns
-
-Batch = dict[str, NDArray[Any]]
 
 _PADDING_SAMPLE: Final = -1
 

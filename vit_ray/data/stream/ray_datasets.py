@@ -15,7 +15,7 @@ import cv2
 import ray
 import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
-from ray.data.block import Block, BlockAccessor, BlockMetadata
+from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from vit_ray.data.order.partition import (
@@ -27,6 +27,7 @@ from vit_ray.data.order.partition import (
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.stream.blocks import as_one_row
 from vit_ray.data.stream.encoded import packed
 
 __all__ = ["StreamSpec", "evaluation_datasets", "training_datasets"]
@@ -94,19 +95,14 @@ def _segment(job: StreamJob, job_ref: Any, first: int, last: int) -> ray.data.Da
         concurrency=_most_tasks(job),
         override_num_blocks=1,
     )
-    _shape_blocks_as_given(dataset.context, job)
+    _configure(dataset.context, job.spec)
     return dataset
 
 
-def _shape_blocks_as_given(context: DataContext, job: StreamJob) -> None:
-    """Make Ray Data emit each block as it is made.
-
-    Its output buffer emits what exceeds `target_max_block_size` and slices what exceeds 1.5 times
-    that, by whole rows. Between the two lies the full block of pixels, and a smaller one is the
-    only one of its task. A block of encoded images is one row, which exceeds anything.
-    """
-    spec = job.spec
-    context.target_max_block_size = 1 if job.is_encoded else _block_bytes(job) * 3 // 4
+def _configure(context: DataContext, spec: StreamSpec) -> None:
+    # Ray Data's output buffer joins what is below this size, and slices what is above, by whole
+    # rows. A block of ours is one row: it is neither joined nor sliced, and is emitted at once.
+    context.target_max_block_size = 1
     limits = ExecutionResources.inf()
     if spec.object_store_mib is not None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
@@ -213,4 +209,4 @@ class _Blocks:
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batches.batch(rank, first, last)
             reader.limit.note(bad)
-            yield packed(batch) if reader.is_encoded else BlockAccessor.batch_to_block(batch)
+            yield packed(batch) if reader.is_encoded else as_one_row(batch)

@@ -17,13 +17,11 @@ from typing import Any, Final
 
 import ray
 import ray.data
-from numpy.typing import NDArray
-from ray.data.block import Block, BlockAccessor
+from ray.data.block import Block
 
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.blocks import Batch, cut
 from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets
-
-Batch = dict[str, NDArray[Any]]
 
 RESTART_S: Final = 60.0
 """For which a server that has died is waited for."""
@@ -207,11 +205,11 @@ class RankStreams:
 
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches of `share` rows: the batch contract of `batches`, not to be written to."""
-        return _cut(self.training_blocks(share, start, stop), share)
+        return cut(self.training_blocks(share, start, stop), share)
 
     def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Batch]:
         """The whole of an evaluation stream, in batches of equal size with weights."""
-        return _cut(self._blocks(name, batch_size), batch_size)
+        return cut(self._blocks(name, batch_size), batch_size)
 
     def _blocks(self, name: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(name, 0)
@@ -236,14 +234,6 @@ class RankStreams:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-
-
-def _cut(blocks: Iterator[Block], batch_size: int) -> Iterator[Batch]:
-    """Views of whole batches; a block holds a multiple of them."""
-    for block in blocks:
-        columns = BlockAccessor.for_block(block).to_batch_format("numpy")
-        for first in range(0, len(columns["sample"]), batch_size):
-            yield {name: column[first : first + batch_size] for name, column in columns.items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Blocks through Ray Data's own output buffer, which joins and slices by size."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
+
+from vit_ray.data.stream.blocks import as_one_row, cut
+
+Batch = dict[str, Any]
+
+
+def batch(count: int, size: int, first: int = 0) -> Batch:
+    rng = np.random.default_rng(first)
+    return {
+        "image": rng.integers(0, 256, (count, size, size, 3), np.uint8),
+        "labels": rng.integers(0, 9, (count, 2), np.int32),
+        "sample": np.arange(first, first + count),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 8, 224])
+def test_ray_data_neither_joins_nor_slices_a_block(size: int) -> None:
+    given = [batch(count, size, first) for count, first in [(64, 0), (64, 64), (8, 128)]]
+    buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
+    blocks = []
+    for one in given:
+        buffer.add_block(as_one_row(one))
+        blocks.extend(buffer.iter_ready_blocks())
+    assert len(blocks) == 3
+    for block, expected in zip(blocks, given, strict=True):
+        [got] = cut([block], len(expected["sample"]))
+        for name, column in expected.items():
+            np.testing.assert_array_equal(got[name], column)
+            assert got[name].dtype == column.dtype
+
+
+def test_a_block_is_cut_into_batches_that_are_views() -> None:
+    whole = batch(24, 8)
+    block = as_one_row(whole)
+    batches = list(cut([block], 8))
+    assert [b["sample"].tolist() for b in batches] == np.arange(24).reshape(3, 8).tolist()
+    assert all(np.shares_memory(b["image"], next(cut([block], 24))["image"]) for b in batches)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        as_one_row(batch(20, 8)),
+        pa.concat_tables([as_one_row(batch(8, 8)), as_one_row(batch(8, 8))]),
+        as_one_row(batch(16, 8) | {"sample": np.arange(8)}),
+    ],
+    ids=["no whole batches", "two joined", "columns of unlike length"],
+)
+def test_a_block_of_another_size_is_refused(block: pa.Table) -> None:
+    with pytest.raises(RuntimeError, match="multiple of 8 images"):
+        list(cut([block], 8))

@@ -29,7 +29,7 @@ from vit_ray.launch.ray_policies import (
 )
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
-from vit_ray.train.checkpoint_files import DamagedCheckpointError
+from vit_ray.train.checkpoint_format import DamagedCheckpointError
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 from vit_ray.train.progress import Progress
 

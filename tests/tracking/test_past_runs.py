@@ -3,7 +3,7 @@
 import pytest
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 from vit_ray.tracking.past_runs import finished_children, newest_run
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import run_actor
 from vit_ray.tracking.run_actor import Recorder
 from vit_ray.tracking.run_handle import start_recorder

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,

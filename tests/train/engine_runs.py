@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, write_snapshot

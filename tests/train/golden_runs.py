@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.train.engine import DeepSpeedEngine

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.train.engine_runs import PLAIN_LINEAR, loss_of, small_model
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.measure.memory import sum_precision
 from vit_ray.train.engine import DeepSpeedEngine
 

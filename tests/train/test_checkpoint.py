@@ -17,7 +17,7 @@ from vit_ray.train.checkpoint import (
     read_checkpoint,
     write_snapshot,
 )
-from vit_ray.train.checkpoint_files import (
+from vit_ray.train.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vit_ray.config.training import CheckpointConfig
+from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate
 from vit_ray.train import checkpoint_writer

@@ -7,7 +7,7 @@ import torch
 
 from tests.train.engine_runs import IMAGES, build_engine, run_steps
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
 # makes machine code, which takes long; the other captures the same graphs, and runs them as torch.

@@ -20,7 +20,7 @@ from tests.train.engine_runs import (
     straight_and_saved,
 )
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.train.optim import build_optimizer
 
 STAGES = (0, 1, 2, 3)

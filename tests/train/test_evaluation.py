@@ -8,7 +8,7 @@ import torch
 
 from tests.train.engine_runs import build_engine
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import EvalConfig, TrainConfig
+from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.train.evaluation import collect_features, measure_accuracy, measure_few_shot
 
 NUM_IMAGES, BATCH = 19, 4

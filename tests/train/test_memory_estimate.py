@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.measure.activation_memory import kept_bytes
 from vit_ray.measure.memory import BUCKET_ELEMENTS, GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.train.objective import (

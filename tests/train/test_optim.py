@@ -3,7 +3,7 @@
 import torch
 
 from tests.train.engine_runs import small_model
-from vit_ray.config.training import OptimConfig
+from vit_ray.config.training_sections import OptimConfig
 from vit_ray.train.optim import build_optimizer, state_names
 
 

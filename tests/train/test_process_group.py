@@ -7,7 +7,7 @@ import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
 from tests.train.ranks import run_ranks
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.train.process_group import (
     RankPlace,
     free_address,

@@ -10,7 +10,7 @@ from tests.train.test_checkpoint import write
 from vit_ray.storage import Location, locate
 from vit_ray.train import run_checkpoints
 from vit_ray.train.checkpoint import folder_name, open_checkpoint, read_checkpoint
-from vit_ray.train.checkpoint_files import COMMIT
+from vit_ray.train.checkpoint_format import COMMIT
 from vit_ray.train.run_checkpoints import (
     NONE_YET,
     NoUsableCheckpointError,

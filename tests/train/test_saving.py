@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
-from vit_ray.config.training import CheckpointConfig
+from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.train import saving
 from vit_ray.train.checkpoint_writer import CheckpointWriter

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vit_ray.config.training import OptimConfig
+from vit_ray.config.training_sections import OptimConfig
 from vit_ray.train.schedule import lr_at
 
 TOTAL, WARMUP, PEAK = 50, 10, 0.3

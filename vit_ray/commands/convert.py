@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.commands import ConvertConfig
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.convert import ConvertReport, convert
 from vit_ray.launch.cluster import connect
 

@@ -10,7 +10,7 @@ from vit_ray.commands.plan import (
     planned_cluster,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.training import accumulation_steps
+from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.sweep import sweep_of, trial_recipe
 from vit_ray.launch.preflight import check_batch
 from vit_ray.measure.memory import MemoryEstimate

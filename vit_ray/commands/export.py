@@ -9,7 +9,7 @@ from torch import nn
 
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
-from vit_ray.config.commands import ExportConfig
+from vit_ray.config.command_sections import ExportConfig
 from vit_ray.models.weights.files import check_suffix
 from vit_ray.models.weights.load_save import save_weights
 from vit_ray.models.weights.state_dicts import LoadReport

@@ -10,7 +10,7 @@ from pyarrow import fs
 
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
-from vit_ray.config.commands import InspectConfig
+from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.crops import Augmentation, BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
 from vit_ray.storage import Location, locate

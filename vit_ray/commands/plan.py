@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vit_ray.config import Recipe
-from vit_ray.config.training import accumulation_steps
+from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
 from vit_ray.launch.preflight import check_model, plan_run
 from vit_ray.measure.devices import Device, device_names, find_device

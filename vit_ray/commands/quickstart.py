@@ -8,7 +8,7 @@ from pathlib import Path
 from vit_ray.commands.convert import convert_from
 from vit_ray.commands.tables import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.commands import ConvertConfig
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep

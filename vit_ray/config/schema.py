@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vit_ray.config.commands import (
+from vit_ray.config.command_sections import (
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
@@ -22,7 +22,7 @@ from vit_ray.config.commands import (
     VerifyConfig,
 )
 from vit_ray.config.section import NotNegative, Section
-from vit_ray.config.training import (
+from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.commands import StudyModel
+from vit_ray.config.command_sections import StudyModel
 from vit_ray.experiments.page import page_of
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes

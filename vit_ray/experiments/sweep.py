@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.config.commands import SweepConfig
+from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.cluster import connect

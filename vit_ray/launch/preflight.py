@@ -15,7 +15,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training import AugmentConfig
+from vit_ray.config.training_sections import AugmentConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.manifest import Manifest

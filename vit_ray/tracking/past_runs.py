@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_api import MlflowClient, Run
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from vit_ray.config.training import TrackingConfig
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.metrics_log import MetricsLog, Record, Sent
 from vit_ray.tracking.mlflow_api import MlflowException
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri

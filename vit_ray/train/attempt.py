@@ -15,8 +15,8 @@ from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
-from vit_ray.train.micro_batch import is_out_of_memory
 from vit_ray.train.nonfinite import NonfinitePolicy
+from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.saving import CheckpointSaver

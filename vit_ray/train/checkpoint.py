@@ -1,6 +1,6 @@
 """Sharded checkpoints in a canonical form: any worker count and any ZeRO stage can read them.
 
-A checkpoint is a folder `step-00001000` under the run's folder, of files as `checkpoint_files` has
+A checkpoint is a folder `step-00001000` under the run's folder, of files as `checkpoint_format` has
 them: fp32 fragments of parameters, their averages and the optimizer's states, and the run's
 position. Which of a run's folders counts is decided in `run_checkpoints`.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vit_ray.storage import Location
-from vit_ray.train.checkpoint_files import (
+from vit_ray.train.checkpoint_format import (
     FORMAT_VERSION,
     DamagedCheckpointError,
     PartialCheckpointError,

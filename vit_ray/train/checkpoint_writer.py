@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from vit_ray.config.training import CheckpointConfig
+from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_snapshot
-from vit_ray.train.checkpoint_files import DamagedCheckpointError, is_committed, missing_ranks
+from vit_ray.train.checkpoint_format import DamagedCheckpointError, is_committed, missing_ranks
 from vit_ray.train.run_checkpoints import NONE_YET, list_checkpoints, prune
 
 MAX_FAILED_SAVES = 3

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_ray.config.training import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.imports import hide_modules
 from vit_ray.measure.memory import sum_precision
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from vit_ray.config import Recipe
-from vit_ray.config.training import EvalConfig, TrainConfig
+from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.train.collectives import all_rows, all_sum
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch
-from vit_ray.train.micro_batch import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.watchdog import Watchdog
 

@@ -12,7 +12,7 @@ import torch
 from pyarrow import fs
 from torch import nn
 
-from vit_ray.config.training import ModelConfig
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
 from vit_ray.models.weights.files import (

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 
-import torch
-
 from vit_ray.config import Recipe
-from vit_ray.config.training import accumulation_steps
+from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.storage import Location
 
 LIMIT_FILE = "micro_batch_limit.json"
@@ -43,27 +41,6 @@ def read_limit(run_folder: Location) -> int | None:
     """What earlier attempts of the run found to fit at most; None = nothing was too large."""
     file = run_folder.child(LIMIT_FILE)
     return int(json.loads(file.read())["images"]) if file.exists() else None
-
-
-# Of torch's allocators, and of the CUDA libraries that take memory past them.
-_EXHAUSTED = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER
-    "Failed to CUDA calloc",  # NCCL
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass failed for want of memory on this worker, whichever library found out.
-
-    Errors of data tasks, which arrive through Ray, are not of the pass.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    is_of_torch = isinstance(error, RuntimeError) and not type(error).__module__.startswith("ray")
-    return is_of_torch and any(words in str(error) for words in _EXHAUSTED)
 
 
 def lower_limit(run_folder: Location, failed: int) -> int:

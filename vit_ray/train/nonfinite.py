@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first

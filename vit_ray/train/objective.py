@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_ray.config import Recipe
-from vit_ray.config.training import TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective

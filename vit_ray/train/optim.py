@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vit_ray.config.training import OptimConfig
+from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.catalog import decayed_parameters
 
 

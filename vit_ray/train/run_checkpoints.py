@@ -16,7 +16,7 @@ from typing import Final
 
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, open_checkpoint, read_checkpoint
-from vit_ray.train.checkpoint_files import DamagedCheckpointError, PartialCheckpointError
+from vit_ray.train.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
 
 LOOK_AGAIN_S: Final = (0.5, 2.0)
 """Pauses before a folder that looks damaged is looked at again: storage has weak moments, too."""

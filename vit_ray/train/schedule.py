@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vit_ray.config.training import OptimConfig
+from vit_ray.config.training_sections import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:

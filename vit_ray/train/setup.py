@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vit_ray.config.training import accumulation_steps
+from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.weights.state_dicts import LoadReport

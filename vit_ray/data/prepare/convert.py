@@ -34,6 +34,7 @@ from vit_ray.data.format.schema import (
     shard_name,
 )
 from vit_ray.data.format.shard_writer import ShardWriter, problem_of_shard
+from vit_ray.data.prepare.class_names import LabelsAre
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
 from vit_ray.data.prepare.shard_lists import (
@@ -42,7 +43,7 @@ from vit_ray.data.prepare.shard_lists import (
     shuffled_rows,
     write_shard_lists,
 )
-from vit_ray.data.prepare.source_index import LabelsAre, SourceIndex, build_index, read_many
+from vit_ray.data.prepare.source_index import SourceIndex, build_index, read_many
 from vit_ray.data.prepare.sources.entries import IndexEntry, printable
 from vit_ray.data.prepare.sources.formats import Format, list_units
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file

@@ -7,13 +7,12 @@ Nobody ever reads it at random places: `shard_lists.py` draws it into another or
 import functools
 import hashlib
 import json
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from vit_ray.data.prepare.class_names import (
+    LabelsAre,
+    check_class_count,
+    class_names,
+    declared_classes,
+)
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import (
     INDEX_SCHEMA,
@@ -36,15 +41,11 @@ from vit_ray.storage import Location, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
 """Rows of a row group of an index file."""
-MOST_CLASSES: Final = 1_000_000
 _READERS: Final = 16
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
 )
-_INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
-
-LabelsAre = Literal["auto", "names", "indices"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,12 @@ def build_index(
             f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
             f"that were looked at; check its format."
         )
-    names, are_indices = class_names(facts, classes, labels_are)
+    declared = [(fact.path, fact.declared) for fact in facts if fact.declared]
+    labels = {label for fact in facts for label in fact.labels}
+    kinds = {kind for fact in facts for kind in fact.kinds}
+    names, are_indices = class_names(
+        labels, kinds, classes or declared_classes(declared), labels_are
+    )
     digest = hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
     may_repeat = units[0].format in ("csv", "jsonl", "webdataset")
     return SourceIndex(
@@ -278,14 +284,7 @@ class _Tally:
         self.kinds.add(entry.label_kind)
         self.bytes += max(entry.length, 0)
         self.unknown_lengths += entry.length < 0
-        _check_class_count(len(self.labels), unit.path)
-
-
-def _check_class_count(count: int, source: str) -> None:
-    if count > MOST_CLASSES:
-        raise ValueError(
-            f"{source!r} has more than {MOST_CLASSES:,} different labels; are they labels?"
-        )
+        check_class_count(len(self.labels), unit.path)
 
 
 class _PartWriter:
@@ -327,73 +326,6 @@ def table_entries(table: pa.Table) -> Iterator[IndexEntry]:
     """The rows of an index table."""
     for row in table.to_pylist():
         yield IndexEntry(**{**row, "labels": tuple(row["labels"])})
-
-
-def class_names(
-    facts: list[_UnitFacts], classes: list[str] | None, labels_are: LabelsAre
-) -> tuple[list[str], bool]:
-    """Class names in label order, and whether labels are indices into them.
-
-    They are the given names; else those that the source declares; else its labels, sorted, as
-    numbers where they are integers.
-
-    Raises:
-        ValueError: parts of the source declare different names, or a label is none of them.
-    """
-    labels = sorted({label for fact in facts for label in fact.labels})
-    kinds = {kind for fact in facts for kind in fact.kinds}
-    _check_class_count(len(labels), "the source")
-    names = classes or _declared(facts)
-    if names is None and labels_are == "indices":
-        raise ValueError(
-            "convert.labels_are=indices needs the names that they are indices of; give them by "
-            "convert.classes."
-        )
-    if names is None:
-        are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
-        return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
-    are_indices = _are_indices(labels, kinds, names, labels_are)
-    allowed = {str(i) for i in range(len(names))} if are_indices else set(names)
-    if unknown := [label for label in labels if label not in allowed]:
-        what = f"indices of the {len(names)} classes" if are_indices else "in the classes"
-        raise ValueError(
-            f"convert: labels {unknown[:5]} are not {what} {names[:20]}; correct convert.classes, "
-            f"or say by convert.labels_are whether labels are names or indices."
-        )
-    return list(names), are_indices
-
-
-def _declared(facts: list[_UnitFacts]) -> list[str] | None:
-    declaring = [fact for fact in facts if fact.declared]
-    for fact in declaring[1:]:
-        if fact.declared != declaring[0].declared:
-            raise ValueError(
-                f"{declaring[0].path!r} and {fact.path!r} declare different class names; give "
-                f"them by convert.classes, or convert one of the two."
-            )
-    return declaring[0].declared if declaring else None
-
-
-def _are_indices(
-    labels: list[str], kinds: set[str], names: list[str], labels_are: LabelsAre
-) -> bool:
-    """As the source declares; where it does not say, integers are indices into names of words.
-
-    Raises:
-        ValueError: nobody can tell: both labels and class names are numbers, and not the same.
-    """
-    if labels_are != "auto" or kinds <= {"name"} or kinds == {"index"}:
-        return labels_are == "indices" if labels_are != "auto" else kinds == {"index"}
-    if not all(map(_INTEGER.fullmatch, labels)):
-        return False
-    if not any(map(_INTEGER.fullmatch, names)):
-        return True
-    if all(name == str(i) for i, name in enumerate(names)):
-        return False
-    raise ValueError(
-        f"convert: labels such as {labels[:5]} may be names or indices of the classes "
-        f"{names[:5]}; say which by convert.labels_are=names or convert.labels_are=indices."
-    )
 
 
 def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:

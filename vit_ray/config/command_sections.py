@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vit_ray.config.section import Fraction, Positive, PositiveFloat, Section
-from vit_ray.config.training import ModelConfig
+from vit_ray.config.training_sections import ModelConfig
 
 
 class ConvertConfig(Section):

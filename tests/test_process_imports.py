@@ -2,8 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+
+from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.storage import locate
 
 # Each takes a tenth of a second or more to import.
 HEAVY = {
@@ -31,15 +36,58 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_process_imports_what_it_uses_and_no_more(kind: str) -> None:
-    code, allowed = KINDS[kind]
+def imported_by(code: str, *arguments: str) -> set[str]:
+    """Heavy modules that are there after the code has run in a process of its own."""
     show = f"print(*[name for name in {sorted(HEAVY)!r} if name in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}\n{show}"],
+        [sys.executable, "-c", f"import sys\n{code}\n{show}", *arguments],
         capture_output=True,
         text=True,
         check=True,
     )
-    imported = set(done.stdout.splitlines()[-1].split())
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_imports_what_it_uses_and_no_more(kind: str) -> None:
+    code, allowed = KINDS[kind]
+    imported = imported_by(code)
     assert imported <= allowed, imported - allowed
+
+
+_UP_TO_THE_PLAN = """
+import runpy
+from vit_ray.launch import run
+
+class Planned(BaseException):
+    pass
+
+def planned(*_):
+    raise Planned
+
+run._run = planned
+job, *sys.argv[1:] = sys.argv[1:]
+try:
+    runpy.run_path(job, run_name="__main__")
+except Planned:
+    pass
+"""
+
+
+def test_a_driver_that_has_planned_its_run_has_not_imported_torch(
+    tmp_path: Path,
+) -> None:
+    """It builds no model, and a run that cannot work is told of at once."""
+    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 64, 6400)), {})
+    file = ShardFile("part.parquet", 64, 7000)
+    write_manifest(
+        locate(str(tmp_path)), columns, files=[file], classes=["a"], max_labels=1, origin={}
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"name: a\noutput: {tmp_path}\ndata: {{train: {tmp_path}}}\noptim: {{steps: 1}}\n"
+        "train: {global_batch_size: 8}\nmodel: {name: ViT-Ti/16}\n"
+    )
+    job = Path(__file__).parents[1] / "jobs" / "pretrain.py"
+    imported = imported_by(_UP_TO_THE_PLAN, str(job), str(recipe))
+    assert imported <= RAY_DATA | {"cv2", "ray.train", "rich"}

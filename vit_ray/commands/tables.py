@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from vit_ray.experiments.sweep import SweepResult
 from vit_ray.launch.run import RunResult
+
+if TYPE_CHECKING:
+    from vit_ray.experiments.sweep import SweepResult
 
 _SHOWN = (
     ("eval/top1", "top-1 accuracy", "{:.2%}"),

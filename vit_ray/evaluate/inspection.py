@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vit_ray.measure.activation_memory import ActivationMemory
 from vit_ray.models.axial import AxialViT
-from vit_ray.models.positions import Grid
+from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 FloatArray = NDArray[np.float32]

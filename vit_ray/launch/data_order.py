@@ -10,7 +10,6 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.shuffle import ShuffleWindow
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import open_checkpoint
-from vit_ray.train.init_weights import find_weight_file
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 Order = dict[str, Any]
@@ -119,6 +118,8 @@ def _order_of_weights(recipe: Recipe, manifest: Manifest) -> Order | None:
     is_whole = recipe.data.held_out_fraction == 0 and recipe.data.fraction == 1
     if recipe.init_from is None or is_whole:
         return None
+    from vit_ray.train.init_weights import find_weight_file  # with torch, which takes seconds
+
     if find_weight_file(recipe.init_from) is not None:
         return None  # a file, which says nothing of the data
     location = locate(recipe.init_from)

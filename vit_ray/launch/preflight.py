@@ -21,7 +21,7 @@ from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import RowSelection, split_rows
-from vit_ray.data.stream.ray_datasets import StreamSpec
+from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.data_order import (
@@ -33,10 +33,9 @@ from vit_ray.launch.data_order import (
 )
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
-from vit_ray.models.flops import forward_macs
+from vit_ray.models.catalog import as_grid, checked_options, find_spec
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
-from vit_ray.train.init_weights import find_weight_file
 from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.run_checkpoints import (
     NoUsableCheckpointError,
@@ -185,7 +184,9 @@ def check_model(recipe: Recipe) -> None:
         ValueError: as `build_model`.
     """
     model = recipe.model
-    forward_macs(model.name, 1, model.image_size, **model.options())
+    spec, options = find_spec(model.name, model.options())
+    checked_options(model.name, spec, options)
+    as_grid(model.image_size)
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:
@@ -289,6 +290,8 @@ def check_weights(recipe: Recipe) -> None:
     path = recipe.init_from
     if path is None:
         return
+    from vit_ray.train.init_weights import find_weight_file  # with torch, which takes seconds
+
     file = find_weight_file(path)
     if file is None:
         find_weights(path)

@@ -1,5 +1,18 @@
 """The models of the paper by name."""
 
-from vit_ray.models.catalog import build_model, model_names
+from typing import TYPE_CHECKING, Any
+
+from vit_ray.models.catalog import model_names
+
+if TYPE_CHECKING:
+    from vit_ray.models.build import build_model
 
 __all__ = ["build_model", "model_names"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "build_model":
+        raise AttributeError(f"module 'vit_ray.models' has no attribute {name!r}")
+    from vit_ray.models.build import build_model  # torch takes seconds; names and sizes need none
+
+    return build_model

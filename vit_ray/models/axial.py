@@ -11,7 +11,6 @@ root of the key width instead of batch-normalised, a stride by averaging after t
 # B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,31 +26,12 @@ from vit_ray.models.hybrid import (
     standardized,
 )
 from vit_ray.models.layers import Head, XavierLinear
-from vit_ray.models.positions import POSITION_STD, Grid
+from vit_ray.models.positions import POSITION_STD
 from vit_ray.models.recompute import Chain
-from vit_ray.models.resnet import ResNetOptions, ResNetSize
-from vit_ray.models.vit import Pool, VisionTransformer, VitOptions
+from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
+from vit_ray.models.vit import VisionTransformer
 
 NUM_AXIAL_HEADS = 8
-
-
-@dataclass(frozen=True)
-class AxialVitOptions(VitOptions):
-    """Options of a ViT, but for the class token and relative positions, which lines do not have."""
-
-    pool: Pool = "gap"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pool != "gap":
-            raise ValueError(
-                f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
-            )
-        if self.positions == "relative":
-            raise ValueError(
-                "positions='relative' runs over the whole sequence, which an axial ViT never "
-                "attends to; use positions='learned_1d', 'learned_2d' or 'none'."
-            )
 
 
 class AxialBlock(nn.Module):
@@ -97,11 +77,6 @@ class AxialViT(VisionTransformer):
     def _is_bound_to_grid(self) -> bool:
         """Tokens are cut into the lines of one grid, with or without positions."""
         return True
-
-
-@dataclass(frozen=True)
-class AxialResNetOptions(ResNetOptions):
-    """As of a ResNet."""
 
 
 class LineAttention(nn.Module):

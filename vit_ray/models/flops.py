@@ -29,10 +29,8 @@ from vit_ray.models.catalog import (
 )
 from vit_ray.models.layers import same_padding
 from vit_ray.models.masked import Target, num_corrupted, num_predictions
-from vit_ray.models.positions import Grid
 from vit_ray.models.recompute import is_recomputed
-from vit_ray.models.resnet import ResNetSize
-from vit_ray.models.vit import EncoderSize
+from vit_ray.models.sizes import EncoderSize, Grid, ResNetSize
 
 # Classes of JFT-300M: "18k" in the paper, 18,291 in its predecessor (BiT, arXiv 1912.11370).
 JFT_CLASSES = 18_291

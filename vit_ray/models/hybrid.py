@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import PatchProjection, StandardizedConv2d, pad_same
-from vit_ray.models.positions import Grid
 from vit_ray.models.recompute import Chain
-from vit_ray.models.resnet import NUM_GROUPS, ResNetSize
+from vit_ray.models.resnet import NUM_GROUPS
+from vit_ray.models.sizes import Grid, ResNetSize
 from vit_ray.models.vit import GridEmbedding
 
 # flax's group norm, and 1e-5 beside the deviation of the kernel.

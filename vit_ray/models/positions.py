@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Grid = tuple[int, int]
+from vit_ray.models.sizes import Grid
+
 ResizeMode = Literal["bilinear", "bicubic"]
 
 # "from BERT", as the paper's reference code says at this number.

@@ -7,84 +7,18 @@ published weights give its logits.
 
 # B images, C channels, K classes
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.layers import Head, StandardizedConv2d
-from vit_ray.models.positions import Grid
 from vit_ray.models.recompute import Chain
+from vit_ray.models.sizes import ResNetOptions, ResNetSize
 
 NUM_GROUPS = 32
 # big_transfer's `bit_pytorch/models.py`: PyTorch's group norm, and 1e-10 beside the variance.
 GROUP_NORM_EPS = 1e-5
 KERNEL_EPS = 1e-10
-
-
-@dataclass(frozen=True)
-class ResNetSize:
-    """Units per stage, and the factor on every width (64 in the first stage)."""
-
-    stages: tuple[int, ...]
-    width_factor: int = 1
-
-    def __post_init__(self) -> None:
-        if not self.stages or min(self.stages) < 1:
-            raise ValueError(f"stages={self.stages} must name at least one unit in each stage.")
-        if self.width_factor < 1:
-            raise ValueError(f"width_factor={self.width_factor} must be at least 1.")
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Inner channels of each stage; a unit gives four times as many."""
-        return tuple(64 * self.width_factor * 2**index for index in range(len(self.stages)))
-
-    @property
-    def channels_out(self) -> int:
-        """Channels of the last feature map."""
-        return 4 * self.widths[-1]
-
-    def units(self) -> Iterator[tuple[int, int, int]]:
-        """Channels in, inner width and stride of each unit; every stage but the first halves."""
-        channels = self.widths[0]
-        for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
-            for index in range(count):
-                yield channels, width, 2 if stage > 0 and index == 0 else 1
-                channels = 4 * width
-
-    def grid(self, image_size: Grid) -> Grid:
-        """(rows, columns) of the last feature map, rounded up as padding does.
-
-        Raises:
-            ValueError: if the image is smaller than what one pixel of it stands for.
-        """
-        if min(image_size) < self.reduction:
-            raise ValueError(
-                f"image_size={image_size[0]}x{image_size[1]} is smaller than the {self.reduction} "
-                f"pixels that {len(self.stages)} stages reduce to one; raise image_size to at "
-                f"least {self.reduction}."
-            )
-        return -(-image_size[0] // self.reduction), -(-image_size[1] // self.reduction)
-
-    @property
-    def reduction(self) -> int:
-        """Pixels along a side of the image for one of the last feature map."""
-        return int(2 ** (len(self.stages) + 1))
-
-
-@dataclass(frozen=True)
-class ResNetOptions:
-    """`head_bias` is the first value of the head's bias (-10 for ImageNet-21k)."""
-
-    head_bias: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
 
 
 def standardized(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Module:

@@ -2,10 +2,6 @@
 
 # B images, N tokens, D width, H heads, K classes
 
-import math
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -15,73 +11,12 @@ from vit_ray.models.encoder import Block, WeightsSink, layer_norm
 from vit_ray.models.layers import Head, LecunLinear, PatchProjection
 from vit_ray.models.positions import (
     ClassToken,
-    Grid,
     LearnedPositions1d,
     LearnedPositions2d,
     RelativePositions,
 )
 from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
-
-Positions = Literal["none", "learned_1d", "learned_2d", "relative"]
-PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
-Pool = Literal["cls", "gap"]
-
-
-@dataclass(frozen=True)
-class EncoderSize:
-    """Depth, width D, MLP width and heads of a Transformer encoder."""
-
-    depth: int
-    width: int
-    mlp_dim: int
-    num_heads: int
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "width", "mlp_dim", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}.")
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"width={self.width} is not divisible by num_heads={self.num_heads}; "
-                f"change num_heads to a divisor of {self.width}, or change width."
-            )
-
-
-@dataclass(frozen=True)
-class VitOptions:
-    """What may differ between two ViTs of one size.
-
-    `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
-    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8.
-    """
-
-    positions: Positions = "learned_1d"
-    positions_at: PositionsAt = "stem"
-    pool: Pool = "cls"
-    representation: bool = False
-    head_bias: float = 0.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_choice("positions", self.positions, ("none", "learned_1d", "learned_2d", "relative"))
-        _check_choice(
-            "positions_at", self.positions_at, ("stem", "every_layer", "every_layer_shared")
-        )
-        _check_choice("pool", self.pool, ("cls", "gap"))
-        if self.positions in ("none", "relative") and self.positions_at != "stem":
-            raise ValueError(
-                f"positions_at={self.positions_at!r} has no meaning with positions="
-                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}.")
+from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
 
 
 class GridEmbedding(nn.Module):

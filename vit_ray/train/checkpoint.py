@@ -12,11 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
-
-import safetensors.torch
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint_format import (
@@ -33,8 +29,14 @@ from vit_ray.train.checkpoint_format import (
     tensors_name,
     verify_shard,
 )
-from vit_ray.train.fragments import Fragment, State
 from vit_ray.train.progress import Progress
+
+if TYPE_CHECKING:
+    # Torch takes seconds to import: where tensors are written or read, and not where a driver asks
+    # which checkpoint its run goes on from.
+    from torch import Tensor
+
+    from vit_ray.train.fragments import Fragment, State
 
 WEIGHT, AVERAGE = "weight", "average"
 
@@ -127,8 +129,10 @@ def write_snapshot(
         OSError: the storage does not take it; nothing that counts as a checkpoint is left.
         DamagedCheckpointError: what was written is not what can be read.
     """
+    from safetensors.torch import save
+
     index_file = index_name(snapshot.rank, snapshot.world_size)
-    content = safetensors.torch.save(snapshot.tensors)
+    content = save(snapshot.tensors)
     folder.child(tensors_name(index_file)).write(content)
     index: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -164,6 +168,8 @@ class Checkpoint:
 
     def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """All parameters by name, fp32, on the CPU; no GPU, process group or DeepSpeed needed."""
+        import torch
+
         kind = AVERAGE if averaged else WEIGHT
         full = {
             name: torch.full((math.prod(shape),), float("nan"))
@@ -218,9 +224,11 @@ class Checkpoint:
             )
 
     def _load(self, shard: Shard) -> dict[str, Tensor]:
+        from safetensors.torch import load
+
         content = self.folder.child(shard.file).read()
         compare(self.folder, shard, hashlib.sha256(content).hexdigest())
-        tensors = safetensors.torch.load(content)
+        tensors = load(content)
         if {key: values.numel() for key, values in tensors.items()} != shard.tensors:
             raise DamagedCheckpointError(
                 f"checkpoint file {self.folder.path}/{shard.file} holds other tensors than its "
@@ -270,6 +278,8 @@ def _key(kind: str, name: str, start: int) -> str:
 
 
 def _to_host(values: Tensor) -> Tensor:
+    import torch
+
     return values.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 

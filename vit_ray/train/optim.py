@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.models.catalog import decayed_parameters
+from vit_ray.models.build import decayed_parameters
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:

@@ -6,7 +6,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from vit_ray.models.positions import Grid, square_grid
+from vit_ray.models.positions import square_grid
+from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.name_maps import JAX_POSITIONS, LAYOUTS, Tensors
 
 # Pattern and replacement, in order: other spellings of the same tensors.

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vit_ray.models.encoder import LAYER_NORM_EPS
-from vit_ray.models.positions import Grid
 from vit_ray.models.resnet import BitResNet
+from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 from vit_ray.models.weights.name_maps import Tensors
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import Grid, ResizeMode
+from vit_ray.models.positions import ResizeMode
+from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weights.aliases import canonical_names, detect_layout, without_training_state
 from vit_ray.models.weights.files import Origin, read_tensors, write_tensors

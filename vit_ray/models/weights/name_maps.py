@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.hybrid import ResNetEmbedding
-from vit_ray.models.resnet import BitResNet, ResNetSize
+from vit_ray.models.resnet import BitResNet
+from vit_ray.models.sizes import ResNetSize
 from vit_ray.models.vit import VisionTransformer
 
 LAYOUTS = ("jax", "timm", "huggingface", "vit_ray")

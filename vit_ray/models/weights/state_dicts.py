@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import Grid, ResizeMode, resize_line, resize_table, square_grid
+from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
+from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import Origin, origin_of
 from vit_ray.models.weights.name_maps import Tensors, describe
 

@@ -1,0 +1,158 @@
+"""Sizes and options of the models: what is known of a model before there is one.
+
+Nothing here needs torch, which takes seconds to import.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Grid = tuple[int, int]
+"""(rows, columns), or the height and width of an image."""
+Positions = Literal["none", "learned_1d", "learned_2d", "relative"]
+PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
+Pool = Literal["cls", "gap"]
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """Depth, width D, MLP width and heads of a Transformer encoder."""
+
+    depth: int
+    width: int
+    mlp_dim: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "mlp_dim", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}.")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width={self.width} is not divisible by num_heads={self.num_heads}; "
+                f"change num_heads to a divisor of {self.width}, or change width."
+            )
+
+
+@dataclass(frozen=True)
+class VitOptions:
+    """What may differ between two ViTs of one size.
+
+    `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
+    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8.
+    """
+
+    positions: Positions = "learned_1d"
+    positions_at: PositionsAt = "stem"
+    pool: Pool = "cls"
+    representation: bool = False
+    head_bias: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("positions", self.positions, ("none", "learned_1d", "learned_2d", "relative"))
+        _check_choice(
+            "positions_at", self.positions_at, ("stem", "every_layer", "every_layer_shared")
+        )
+        _check_choice("pool", self.pool, ("cls", "gap"))
+        if self.positions in ("none", "relative") and self.positions_at != "stem":
+            raise ValueError(
+                f"positions_at={self.positions_at!r} has no meaning with positions="
+                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if not math.isfinite(self.head_bias):
+            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True)
+class AxialVitOptions(VitOptions):
+    """Options of a ViT, but for the class token and relative positions, which lines do not have."""
+
+    pool: Pool = "gap"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool != "gap":
+            raise ValueError(
+                f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
+            )
+        if self.positions == "relative":
+            raise ValueError(
+                "positions='relative' runs over the whole sequence, which an axial ViT never "
+                "attends to; use positions='learned_1d', 'learned_2d' or 'none'."
+            )
+
+
+@dataclass(frozen=True)
+class ResNetSize:
+    """Units per stage, and the factor on every width (64 in the first stage)."""
+
+    stages: tuple[int, ...]
+    width_factor: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.stages or min(self.stages) < 1:
+            raise ValueError(f"stages={self.stages} must name at least one unit in each stage.")
+        if self.width_factor < 1:
+            raise ValueError(f"width_factor={self.width_factor} must be at least 1.")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Inner channels of each stage; a unit gives four times as many."""
+        return tuple(64 * self.width_factor * 2**index for index in range(len(self.stages)))
+
+    @property
+    def channels_out(self) -> int:
+        """Channels of the last feature map."""
+        return 4 * self.widths[-1]
+
+    def units(self) -> Iterator[tuple[int, int, int]]:
+        """Channels in, inner width and stride of each unit; every stage but the first halves."""
+        channels = self.widths[0]
+        for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
+            for index in range(count):
+                yield channels, width, 2 if stage > 0 and index == 0 else 1
+                channels = 4 * width
+
+    def grid(self, image_size: Grid) -> Grid:
+        """(rows, columns) of the last feature map, rounded up as padding does.
+
+        Raises:
+            ValueError: if the image is smaller than what one pixel of it stands for.
+        """
+        if min(image_size) < self.reduction:
+            raise ValueError(
+                f"image_size={image_size[0]}x{image_size[1]} is smaller than the {self.reduction} "
+                f"pixels that {len(self.stages)} stages reduce to one; raise image_size to at "
+                f"least {self.reduction}."
+            )
+        return -(-image_size[0] // self.reduction), -(-image_size[1] // self.reduction)
+
+    @property
+    def reduction(self) -> int:
+        """Pixels along a side of the image for one of the last feature map."""
+        return int(2 ** (len(self.stages) + 1))
+
+
+@dataclass(frozen=True)
+class ResNetOptions:
+    """`head_bias` is the first value of the head's bias (-10 for ImageNet-21k)."""
+
+    head_bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.head_bias):
+            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+
+
+@dataclass(frozen=True)
+class AxialResNetOptions(ResNetOptions):
+    """As of a ResNet."""

@@ -1,5 +1,6 @@
 """The jobs that look after data sets, run as their commands run them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from vit_ray.commands import datasets
 from vit_ray.commands.datasets import run_deduplicate, run_subset, run_verify
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
+from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.prepare.deduplicate import DeduplicateReport
+from vit_ray.data.prepare.subset import subset
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,12 +40,28 @@ def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):
     assert "restore" in printed
 
 
+def keys_of(manifest):
+    reader = RowGroupReader(manifest)
+    groups = [reader.read(group) for group in range(manifest.num_row_groups)]
+    return {rows.key(row) for rows in groups for row in range(len(rows.keys))}
+
+
 def test_evaluation_images_are_left_out(digits, tmp_path, capsys):
+    """50 of the set's own 300, and what else is equal to one of them."""
+    part = subset(digits.test, str(tmp_path / "part"), count=50)
     target = tmp_path / "clean"
-    section = f"{{source: {digits.test}, evaluation_sets: [{digits.train}], max_distance: 0, "
+    section = f"{{source: {digits.test}, evaluation_sets: [{part.path}], max_distance: 0, "
     assert run_deduplicate(recipe_with(f"deduplicate={section} destination: {target}}}")) == 0
-    assert "near duplicates of 300 images left out" in capsys.readouterr().out
-    assert 0 < open_dataset(str(target)).num_images <= 300
+    clean = open_dataset(str(target))
+    assert not keys_of(part) & keys_of(clean)
+    assert keys_of(clean) < keys_of(open_dataset(digits.test))
+    assert 200 < clean.num_images == len(keys_of(clean)) <= 250
+    printed = capsys.readouterr().out
+    exact, near = re.search(
+        r"(\d+) exact and (\d+) near duplicates of 300 images", printed
+    ).groups()
+    assert int(exact) >= 50
+    assert int(exact) + int(near) == 300 - clean.num_images
 
 
 def test_images_that_nobody_could_compare_are_told(monkeypatch, capsys):

@@ -133,6 +133,14 @@ def test_a_run_of_another_batch_is_not_continued(straight: tuple[Recipe, RunResu
         train(other)
 
 
+def test_a_finished_run_is_not_given_out_as_one_of_another_recipe(
+    straight: tuple[Recipe, RunResult],
+) -> None:
+    recipe, _ = straight
+    with pytest.raises(ValueError, match=r"optim.learning_rate was 0.01 and is 0.02"):
+        train(recipe.with_changes(optim={"learning_rate": 0.02}))
+
+
 @pytest.fixture(scope="module")
 def in_parts(digits: Digits, folder: Path) -> list[tuple[Recipe, RunResult]]:
     """The straight run in three: 8 steps, 8 more, and the last 8 on 1 worker under ZeRO 3."""

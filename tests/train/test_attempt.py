@@ -11,14 +11,19 @@ import torch
 from tests.train.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
 from vit_ray.storage import locate
 from vit_ray.train.attempt import run_attempt
-from vit_ray.train.job import SmallerMicroBatchError, UnrecoverableError
-from vit_ray.train.micro_batch import read_limit
+from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.train.micro_batch import limit_key, read_limit
 from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.train.setup import device_name
 
 
 def newest_step(worker: Worker) -> int:
     checkpoint = newest_checkpoint(locate(worker.job.run_folder))
     return -1 if checkpoint is None else checkpoint.position.step
+
+
+def kept_limit(job: TrainJob) -> int | None:
+    return read_limit(locate(job.run_folder), limit_key(job.recipe, 1, device_name()))
 
 
 def run(worker: Worker) -> None:
@@ -74,7 +79,7 @@ def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path
     worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
     with pytest.raises(SmallerMicroBatchError, match="4 images per pass do not fit"):
         run(worker)
-    assert read_limit(locate(worker.job.run_folder)) == MICRO * 3 // 4
+    assert kept_limit(worker.job) == MICRO * 3 // 4
     assert worker.actor.events[-1][0::2] == ("out of memory", 1)
     assert worker.actor.failure is None
     assert worker.engine.is_closed
@@ -89,7 +94,7 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     with pytest.raises(UnrecoverableError, match=r"evaluate\.batch_size=256 images do not fit"):
         run(worker)
     assert worker.actor.failure is not None
-    assert read_limit(locate(job.run_folder)) is None
+    assert kept_limit(job) is None
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])

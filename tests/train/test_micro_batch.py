@@ -1,6 +1,7 @@
 """Images per pass: divisors of the share, under a limit that only falls."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
 from vit_ray.train.micro_batch import (
+    LIMIT_FILE,
+    limit_key,
     lower_limit,
     micro_batch_size,
     read_limit,
@@ -19,6 +22,9 @@ def recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
     return recipe_from_dict(
         {"name": "a", "train": train, "workers": {"num_workers": workers}}, "test"
     )
+
+
+KEY = limit_key(recipe("auto"), 4, "GPU, 80 MiB")
 
 
 @pytest.mark.parametrize(
@@ -53,11 +59,11 @@ def test_a_number_is_the_most_for_an_elastic_group() -> None:
 
 def test_the_limit_falls_and_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
     folder = locate(str(tmp_path / "run"))
-    assert read_limit(folder) is None
-    assert lower_limit(folder, 24) == 18
-    assert read_limit(folder) == 18
+    assert read_limit(folder, KEY) is None
+    assert lower_limit(folder, KEY, 24) == 18
+    assert read_limit(folder, KEY) == 18
     with pytest.raises(ValueError, match="one image per pass does not fit"):
-        lower_limit(folder, 1)
+        lower_limit(folder, KEY, 1)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,44 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
     folder = locate(str(tmp_path / "run"))
     images = [micro_batch_size(recipe("auto", world), world)]
     while images[-1] > 1:
-        limit = lower_limit(folder, images[-1])
-        assert micro_batch_size(recipe("auto", world), world, read_limit(folder)) <= limit
+        limit = lower_limit(folder, KEY, images[-1])
+        assert micro_batch_size(recipe("auto", world), world, read_limit(folder, KEY)) <= limit
         images.append(micro_batch_size(recipe("auto", world), world, limit))
     assert images == tried
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"image_size": 384}},
+        {"train": {"precision": "fp32"}},
+        {"train": {"zero_stage": 3}},
+        {"train": {"activation_checkpointing": 1}},
+        {"train": {"offload": True}},
+        {"optim": {"name": "sgd"}},
+        {"data": {"decode": "device"}},
+    ],
+)
+def test_a_limit_is_of_what_decides_memory(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = locate(str(tmp_path / "run"))
+    lower_limit(folder, KEY, 24)
+    other = limit_key(recipe("auto").with_changes(**changes), 4, "GPU, 80 MiB")
+    assert read_limit(folder, other) is None
+    lower_limit(folder, other, 8)
+    assert (read_limit(folder, KEY), read_limit(folder, other)) == (18, 6)
+
+
+def test_a_limit_is_of_a_world_size_and_a_device_and_of_no_learning_rate() -> None:
+    rate = recipe("auto").with_changes(optim={"learning_rate": 0.1, "steps": 9})
+    assert limit_key(rate, 4, "GPU, 80 MiB") == KEY
+    assert limit_key(rate, 2, "GPU, 80 MiB") != KEY
+    assert limit_key(rate, 4, "GPU, 40 MiB") != KEY
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"images": 4}', '{"limits": [4]}'])
+def test_a_file_that_says_nothing_usable_stops_no_start(tmp_path: Path, content: str) -> None:
+    folder = locate(str(tmp_path))
+    folder.child(LIMIT_FILE).write(content.encode())
+    assert read_limit(folder, KEY) is None
+    assert lower_limit(folder, KEY, 24) == 18
+    assert read_limit(folder, KEY) == 18

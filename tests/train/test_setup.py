@@ -27,7 +27,7 @@ def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> 
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     folder = locate(job.run_folder)
     assert choose_micro_batch(job, folder, 1) == 8  # all of a step's, on a CPU
-    error = lower_micro_batch(folder, 8)
+    error = lower_micro_batch(job, 1, 8)
     assert isinstance(error, SmallerMicroBatchError)
     assert str(error) == "8 images per pass do not fit; trying at most 6"
     assert choose_micro_batch(job, folder, 1) == 4  # the largest divisor of 8 up to 6
@@ -35,7 +35,7 @@ def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> 
 
 def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(UnrecoverableError, match="one image per pass does not fit") as caught:
-        lower_micro_batch(locate(str(tmp_path)), 1)
+        lower_micro_batch(make_job(tmp_path), 1, 1)
     assert not caught.value.is_agreed
 
 

@@ -44,9 +44,10 @@ class Recipe(Section):
     """Initial weights, order, augmentation and dropout."""
     output: str = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""
-    resume: bool | Literal["auto", "from_zero"] = "auto"
+    resume: bool | Literal["auto", "from_zero", "changed"] = "auto"
     """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it;
-    `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used."""
+    `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used;
+    `changed` is `auto`, but goes on with a recipe that is not the one it was begun with."""
     init_from: str | None = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     folder of Hugging Face, local or `s3://`; or `hf://OWNER/NAME` of its hub, timm's too."""

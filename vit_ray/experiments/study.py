@@ -16,6 +16,7 @@ import ray
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyModel
+from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
@@ -38,27 +39,6 @@ from vit_ray.tracking.past_runs import finished_children, newest_run
 from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
 from vit_ray.tracking.tracker import Tracker
-
-# What decides a cell's result; a finished cell counts only if these are as they were.
-_DECISIVE = ("seed", "model.", "data.", "optim.", "train.", "evaluate.", "init_")
-# Of these, what changes speed or place but not the result.
-_HARMLESS = (
-    "data.cpus_per_task",
-    "data.eval",
-    "data.max_tasks",
-    "data.object_store_mib",
-    "data.prefetch_batches",
-    "data.task_memory_mib",
-    "data.train",  # the data set's fingerprint tells more than its path
-    "evaluate.batch_size",
-    "evaluate.few_shot_test",
-    "evaluate.few_shot_train",
-    "train.log_every_steps",
-    "train.micro_batch_size",
-    "train.profile_steps",
-    "train.step_timeout_s",
-    "train.zero_stage",
-)
 
 
 @dataclass(frozen=True)
@@ -238,20 +218,13 @@ def _finished_cells(
 
 
 def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
-    before = {**run.data.params, "the data": run.data.tags.get("vit_ray.data_fingerprint")}
-    now = {**cell.recipe.flat(), "the data": plan.manifest.fingerprint}
-    # `auto` is what the run began with, which it has recorded.
-    now = {key: value for key, value in now.items() if value != "auto"}
-    decisive = ["the data", *(key for key in now if key.startswith(_DECISIVE))]
-    changed = [
-        f"{key} was {before[key]} and is {now[key]}"
-        for key in decisive
-        if key not in _HARMLESS and key in before and before[key] != now[key]
-    ]
-    if changed:
+    before = {**run.data.params, DATA_SET: run.data.tags["vit_ray.data_fingerprint"]}
+    now = {**cell.recipe.flat(), DATA_SET: plan.manifest.fingerprint}
+    moved = EVALUATED_SETS if cell.recipe.resume == "changed" else ()
+    if changed := decisive_changes(before, now, without=moved):
         raise ValueError(
-            f"cell {cell.name!r} was finished with another recipe: {'; '.join(changed)}. Put that "
-            "back, or choose another name for the study"
+            f"cell {cell.name!r} was finished with another recipe: "
+            f"{'; '.join(map(str, changed))}. Put that back, or choose another name for the study"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from vit_ray.launch.data_order import (
     shuffle_window,
     with_order,
 )
+from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.models.catalog import as_grid, checked_options, find_spec
@@ -86,8 +86,8 @@ class PreparedRun:
     plan: RunPlan
     resume_from: Checkpoint | None = None
     """The newest good checkpoint of a run of this name."""
-    damage: tuple[str, ...] = ()
-    """What was found of damaged checkpoints."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """Kind and text of what the run's history is to tell of its start."""
     lock_number: int | None = None
     """By which workers see that the run is still this driver's; None for an evaluation."""
 
@@ -113,6 +113,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     run_folder = locate(recipe.run_folder)
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
+        changes: list[str] = []
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is None:
             check_weights(recipe)
@@ -121,8 +122,16 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
             begun = recorded_order(resume_from.position.recipe)
             if begun != order_of(plan.recipe):
                 plan = plan_run(recipe, begun=begun)
-            check_same_run(plan.recipe, resume_from, plan.manifest.fingerprint)
-        yield PreparedRun(plan.recipe, kind, plan, resume_from, tuple(damage), lock_number)
+            changes = accepted_changes(
+                plan.recipe,
+                resume_from.position,
+                fingerprint=plan.manifest.fingerprint,
+                num_images=plan.num_images,
+                total_steps=plan.total_steps,
+            )
+        notes = [("damaged checkpoint", text) for text in damage]
+        notes += [("recipe changed", text) for text in changes]
+        yield PreparedRun(plan.recipe, kind, plan, resume_from, tuple(notes), lock_number)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
@@ -297,43 +306,6 @@ def check_weights(recipe: Recipe) -> None:
         find_weights(path)
     elif not file.exists():
         raise ValueError(f"init_from={path!r}: no such file")
-
-
-def check_same_run(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> None:
-    """What fixes the meaning of a checkpoint's position must be as it was.
-
-    Raises:
-        ValueError: naming each difference.
-    """
-    position = checkpoint.position
-    begun, order = recorded_order(position.recipe), order_of(recipe)
-    before = Recipe.model_validate_json(json.dumps(position.recipe))
-    changed = [
-        f"{key} was {old!r} and is {new!r}"
-        for key, old, new in (
-            ("seed", before.seed, recipe.seed),
-            ("model", before.model, recipe.model),
-            ("train.global_batch_size", position.global_batch_size, recipe.train.global_batch_size),
-            ("train.loss", before.train.loss, recipe.train.loss),
-            ("optim.name", before.optim.name, recipe.optim.name),
-            ("train.masked_target", before.train.masked_target, recipe.train.masked_target),
-            ("data.fraction", before.data.fraction, recipe.data.fraction),
-            (
-                "data.held_out_fraction",
-                before.data.held_out_fraction,
-                recipe.data.held_out_fraction,
-            ),
-            *((f"data.{key}", begun[key], order[key]) for key in begun),
-            ("data.augment", before.data.augment, recipe.data.augment),
-            ("the data set's fingerprint", position.data_fingerprint, fingerprint),
-        )
-        if old != new
-    ]
-    if changed:
-        raise ValueError(
-            f"run {recipe.name!r} cannot go on from step {position.step}: {'; '.join(changed)}. "
-            "Put that back, or choose another name (init_from takes over the weights)"
-        )
 
 
 def _add_evaluation(

@@ -137,8 +137,8 @@ def _run(
         ),
         parent.node_id if parent else None,
     )
-    for text in prepared.damage:
-        recorder.event.remote("damaged checkpoint", text, 0)
+    for note, text in prepared.notes:
+        recorder.event.remote(note, text, position.step if position else 0)
     job = _job(prepared, cluster, recorder)
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:

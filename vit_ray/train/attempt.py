@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vit_ray.measure.profile import profiled
-from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.evaluation import Evaluator
@@ -82,7 +81,8 @@ class Attempt:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            smaller = lower_micro_batch(locate(self.job.run_folder), self.context.micro_batch_size)
+            context = self.context
+            smaller = lower_micro_batch(self.job, context.world_size, context.micro_batch_size)
             self.link.note_own("out of memory", str(smaller), self.progress.step)
             raise smaller from error
 

@@ -1,18 +1,28 @@
 """How many images a worker takes per pass: as the recipe says, as memory allows, as it turned out.
 
-A pass that runs out of memory lowers the limit, which is kept in the run's folder; the worker
-group is then restarted from its checkpoint, with the same global batches and more accumulation.
+A pass that runs out of memory lowers the limit, which is kept in the run's folder together with
+what it was found under; the worker group is then restarted from its checkpoint, with the same
+global batches and more accumulation.
 """
 
 from __future__ import annotations
 
 import json
+from typing import Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.storage import Location
 
 LIMIT_FILE = "micro_batch_limit.json"
+_DECIDES_MEMORY: Final = (
+    ("optim", "name"),
+    ("data", "decode"),
+    *(("train", key) for key in (
+        "precision", "zero_stage", "offload", "activation_checkpointing", "compile", "averaging",
+        "loss", "masked_target",
+    )),
+)  # fmt: skip
 CPU_MOST = 64  # images; larger passes are no faster on a CPU and only take memory
 
 
@@ -37,13 +47,20 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
     return next(size for size in range(most, 0, -1) if share % size == 0)
 
 
-def read_limit(run_folder: Location) -> int | None:
-    """What earlier attempts of the run found to fit at most; None = nothing was too large."""
-    file = run_folder.child(LIMIT_FILE)
-    return int(json.loads(file.read())["images"]) if file.exists() else None
+def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
+    """What a limit depends on, as text; under anything else the run's memory is another."""
+    sections = recipe.model_dump(mode="json")
+    facts = {f"{part}.{key}": sections[part][key] for part, key in _DECIDES_MEMORY}
+    facts |= {"model": sections["model"], "world_size": world_size, "device": device}
+    return json.dumps(facts, sort_keys=True)
 
 
-def lower_limit(run_folder: Location, failed: int) -> int:
+def read_limit(run_folder: Location, key: str) -> int | None:
+    """What the run's attempts under `key` found to fit at most; None = nothing was too large."""
+    return _limits(run_folder).get(key)
+
+
+def lower_limit(run_folder: Location, key: str, failed: int) -> int:
     """Remember that `failed` images did not fit; returns the new limit, 3/4 of them.
 
     With it no divisor of the share is passed over that is as much as 3/4 of what failed, and 96
@@ -57,6 +74,18 @@ def lower_limit(run_folder: Location, failed: int) -> int:
             "one image per pass does not fit into device memory; use train.zero_stage=3, "
             "train.activation_checkpointing=1 or train.offload=true, or a smaller model"
         )
-    limit = failed * 3 // 4
-    run_folder.child(LIMIT_FILE).write(json.dumps({"images": limit}).encode())
-    return limit
+    limits = {**_limits(run_folder), key: failed * 3 // 4}
+    run_folder.child(LIMIT_FILE).write(json.dumps({"limits": limits}).encode())
+    return limits[key]
+
+
+def _limits(run_folder: Location) -> dict[str, int]:
+    """Images by key; none of a file that is damaged, or does not say what its limit depends on.
+
+    What is forgotten is found again, by one pass that runs out of memory.
+    """
+    try:
+        found = json.loads(run_folder.child(LIMIT_FILE).read())["limits"]
+        return {str(key): max(1, int(images)) for key, images in found.items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

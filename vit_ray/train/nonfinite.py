@@ -78,8 +78,8 @@ class NonfinitePolicy:
         if train.nonfinite == "stop" or progress.nonfinite_steps >= train.max_nonfinite_steps:
             raise UnrecoverableError(
                 f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
-                "steps in a row; lower optim.learning_rate, or set train.nonfinite to skip or "
-                "rollback"
+                "steps in a row; lower optim.learning_rate (with resume=changed), or set "
+                "train.nonfinite to skip or rollback"
             )
         if train.nonfinite == "rollback":
             restored = self._roll_back()

@@ -11,21 +11,22 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.weights.state_dicts import LoadReport
-from vit_ray.storage import Location
+from vit_ray.storage import Location, locate
 from vit_ray.train.device_decode import DeviceDecoder
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.init_weights import initialize_weights
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch
 from vit_ray.train.memory_estimate import largest_micro_batch, step_macs
-from vit_ray.train.micro_batch import CPU_MOST, lower_limit, micro_batch_size, read_limit
+from vit_ray.train.micro_batch import CPU_MOST, limit_key, lower_limit, micro_batch_size, read_limit
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.prefetch import pin_batch, prefetch
 
 
 def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> int:
     """Images per pass: as the recipe says, within what is estimated and what was found to fit."""
-    recipe, limit = job.recipe, read_limit(run_folder)
+    recipe = job.recipe
+    limit = read_limit(run_folder, limit_key(recipe, world_size, device_name()))
     if job.kind == "evaluate":
         return 1  # nothing is accumulated; evaluate.batch_size decides
     if recipe.train.micro_batch_size == "auto" and limit is None:
@@ -36,14 +37,23 @@ def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> 
     return micro_batch_size(recipe, world_size, limit)
 
 
-def lower_micro_batch(run_folder: Location, failed: int) -> SmallerMicroBatchError:
+def device_name() -> str:
+    """The kind of device that this worker computes on, with its memory."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    found = torch.cuda.get_device_properties(0)
+    return f"{found.name}, {found.total_memory >> 20} MiB"
+
+
+def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMicroBatchError:
     """Have the next attempt take fewer images per pass; returns the error that ends this one.
 
     Raises:
         UnrecoverableError: a single image did not fit.
     """
     try:
-        limit = lower_limit(run_folder, failed)
+        key = limit_key(job.recipe, world_size, device_name())
+        limit = lower_limit(locate(job.run_folder), key, failed)
     except ValueError as error:
         raise UnrecoverableError(str(error), is_agreed=False) from None
     return SmallerMicroBatchError(f"{failed} images per pass do not fit; trying at most {limit}")

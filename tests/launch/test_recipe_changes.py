@@ -1,0 +1,165 @@
+"""What of a recipe may change in the middle of a run: on checkpoints' positions, without a run."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vit_ray.config import Recipe, decisive
+from vit_ray.config.decisive import decisive_changes
+from vit_ray.config.help import key_names
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.launch.recipe_changes import accepted_changes
+from vit_ray.train.checkpoint import Position
+from vit_ray.train.progress import Progress
+
+IMAGES, BATCH = 640, 64
+ORDER = {"shuffle_window": 0, "select_by": "row_group"}
+
+
+def recipe(**sections: Any) -> Recipe:
+    tree = {
+        "name": "run",
+        "data": {"train": "/data/train", "eval": "/data/test", **ORDER},
+        "optim": {"epochs": 2.0, "learning_rate": 0.1, "schedule": "linear"},
+        "train": {"global_batch_size": BATCH},
+    }
+    return recipe_from_dict(tree, "test").with_changes(**sections)
+
+
+def position(step: int, begun: Recipe | None = None) -> Position:
+    saved = (begun or recipe()).model_dump(mode="json")
+    return Position(Progress(step=step), step, step * BATCH, BATCH, {}, saved, "print")
+
+
+def accepted(now: Recipe, at: Position) -> list[str]:
+    steps = now.optim.total_steps(IMAGES, BATCH)
+    return accepted_changes(now, at, fingerprint="print", num_images=IMAGES, total_steps=steps)
+
+
+def test_the_same_recipe_goes_on_without_a_word() -> None:
+    assert accepted(recipe(), position(20)) == []
+    assert accepted(recipe(), position(7)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "before", "now"),
+    [
+        ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate", "0.1", "0.3"),
+        ({"optim": {"weight_decay": 0.3}}, "optim.weight_decay", "0.0", "0.3"),
+        ({"optim": {"schedule": "cosine"}}, "optim.schedule", "linear", "cosine"),
+        ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps", "0", "3"),
+        ({"optim": {"epochs": 1.5}}, "optim.epochs", "2.0", "1.5"),
+        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing", "0.0", "0.1"),
+        ({"train": {"precision": "fp32"}}, "train.precision", "bf16", "fp32"),
+        ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area", "0.05", "0.5"),
+        ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
+        ({"evaluate": {"shots": [1, 5]}}, "evaluate.shots", r"\[1, 5, 10, 25\]", r"\[1, 5\]"),
+        ({"init_from": "/weights"}, "init_from", "None", "/weights"),
+    ],
+)
+def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
+    changes: dict[str, Any], key: str, before: str, now: str
+) -> None:
+    told = f"{key} was {before} and is {now}"
+    with pytest.raises(
+        ValueError, match=f"{told}.*set resume=changed to go on with it from step 7"
+    ):
+        accepted(recipe(**changes), position(7))
+    (event,) = accepted(recipe(**changes, resume="changed"), position(7))
+    assert event.startswith("goes on with another recipe: ")
+    assert key in event
+
+
+@pytest.mark.parametrize("step", [7, 20])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seed": 3}, "seed was 0 and is 3"),
+        ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
+        ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
+        ({"optim": {"name": "sgd"}}, "optim.name was adamw and is sgd"),
+        ({"data": {"fraction": 0.5}}, "data.fraction was 1.0 and is 0.5"),
+        ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
+    ],
+)
+def test_what_a_checkpoint_stands_for_cannot_change_at_all(
+    changes: dict[str, Any], told: str, step: int
+) -> None:
+    with pytest.raises(ValueError, match=f"cannot go on from step {step}: .*{told}"):
+        accepted(recipe(**changes, resume="changed"), position(step))
+
+
+def test_other_data_cannot_be_gone_on_with() -> None:
+    other = replace(position(7), data_fingerprint="other")
+    with pytest.raises(ValueError, match="the data set's fingerprint was other and is print"):
+        accepted(recipe(resume="changed"), other)
+
+
+def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
+    changed = recipe(optim={"learning_rate": 0.3}, resume="changed")
+    with pytest.raises(ValueError, match=r"is over, .*optim.learning_rate was 0.1 and is 0.3"):
+        accepted(changed, position(20))
+    ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
+    with pytest.raises(ValueError, match="is over"):
+        accepted(changed, ended)
+    moved = recipe(data={"eval": "/data/moved"}, resume="changed")
+    assert "/data/moved" in accepted(moved, position(20))[0]
+
+
+def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> None:
+    (event,) = accepted(recipe(optim={"epochs": 4.0}), position(20))
+    assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps of 20" in event
+    # Linear decay from 0.1 to 0: at its end after 20 of 20 steps, half way after 20 of 40.
+    assert "the learning rate after step 20 is 0.05, and would have been 0" in event
+
+
+def test_a_length_may_be_said_in_another_way() -> None:
+    assert accepted(recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
+
+
+def test_a_run_does_not_end_before_where_it_is() -> None:
+    shorter = recipe(optim={"epochs": 1.0}, resume="changed")
+    with pytest.raises(ValueError, match="trained for 12 steps, and this recipe ends after 10"):
+        accepted(shorter, position(12))
+    assert "optim.epochs was 2.0 and is 1.0" in accepted(shorter, position(7))[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1}},
+        {"train": {"nonfinite": "skip", "log_every_steps": 7}},
+        {"data": {"train": "/moved", "max_tasks": 3, "max_bad_fraction": 0.5}},
+        {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
+        {"data": {"select_by": "auto", "shuffle_window": "auto"}},
+        {"evaluate": {"every_steps": 5}},
+    ],
+)
+def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
+    assert accepted(recipe(**changes), position(7)) == []
+
+
+def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
+    begun = recipe(train={"early_stopping": 2})
+    with pytest.raises(ValueError, match=r"evaluate.every_steps was None and is 5"):
+        accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
+
+
+def test_a_checkpoint_that_says_nothing_of_the_order_has_the_first_one() -> None:
+    begun = position(7)
+    del begun.recipe["data"]["shuffle_window"], begun.recipe["data"]["select_by"]
+    assert accepted(recipe(data={"select_by": "row"}), begun) == []
+    with pytest.raises(ValueError, match=r"data.select_by was row and is row_group"):
+        accepted(recipe(), begun)
+
+
+def test_every_key_that_is_named_exists() -> None:
+    named = {*decisive._HARMLESS, *decisive.EVALUATED_SETS, *decisive.LENGTH, *decisive._FIXED}
+    keys = set(key_names()) | {decisive.DATA_SET, "model."}
+    assert named <= keys
+
+
+def test_a_key_that_nobody_has_thought_of_decides() -> None:
+    before, now = {"optim.new": "1", "workers.new": "1"}, {"optim.new": "2", "workers.new": "2"}
+    assert [change.key for change in decisive_changes(before, now)] == ["optim.new"]

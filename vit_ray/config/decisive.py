@@ -1,0 +1,98 @@
+"""Which keys of a recipe decide what its training results in, and which only speed or place.
+
+A run that goes on, and a cell of a study that is finished, are of the recipe at hand only if what
+decides is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+DATA_SET: Final = "the data set's fingerprint"
+"""Compared as if it were a key."""
+_DECISIVE: Final = (
+    DATA_SET,
+    "seed",
+    "model.",
+    "data.",
+    "optim.",
+    "train.",
+    "evaluate.",
+    "init_",
+)
+_HARMLESS: Final = (
+    "data.cpus_per_task",
+    "data.max_bad_fraction",
+    "data.max_tasks",
+    "data.object_store_mib",
+    "data.prefetch_batches",
+    "data.task_memory_mib",
+    "data.train",  # the data set's fingerprint tells more than its path
+    "evaluate.batch_size",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.log_every_steps",
+    "train.max_nonfinite_steps",
+    "train.micro_batch_size",
+    "train.nonfinite",  # what to do when a step is refused, which is told
+    "train.offload",
+    "train.profile_steps",
+    "train.step_timeout_s",
+    "train.zero_stage",
+)
+EVALUATED_SETS: Final = ("data.eval", "evaluate.few_shot_test", "evaluate.few_shot_train")
+"""They decide what is measured, and nothing of the weights; the same set may have moved."""
+LENGTH: Final = ("optim.epochs", "optim.images", "optim.steps")
+_FIXED: Final = (
+    DATA_SET,
+    "seed",
+    "model.",
+    "data.fraction",
+    "data.held_out_fraction",
+    "data.select_by",
+    "data.shuffle_window",
+    "optim.name",
+    "train.global_batch_size",
+    "train.loss",
+    "train.masked_target",
+)
+"""Without these as they were, a checkpoint's tensors or its place in the data mean nothing."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that decides, and its values as text."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before} and is {self.now}"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no run can go on with it."""
+        return self.key.startswith(_FIXED)
+
+
+def decisive_changes(
+    before: Mapping[str, str], now: Mapping[str, str], without: tuple[str, ...] = ()
+) -> list[Change]:
+    """What decides and differs, in the recipe's order; `auto` stands for what there was before.
+
+    Args:
+        before, now: `Recipe.flat`; a key that is not in both is passed over.
+        without: keys that are passed over, too.
+    """
+    skipped = {*_HARMLESS, *without}
+    if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
+        skipped.add("evaluate.every_steps")  # else it decides when the run stops
+    return [
+        Change(key, before[key], value)
+        for key, value in now.items()
+        if key.startswith(_DECISIVE) and key not in skipped
+        if value != "auto" and before.get(key, value) != value
+    ]

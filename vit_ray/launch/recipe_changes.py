@@ -1,0 +1,91 @@
+"""What of a recipe may differ from the one that a run was begun with, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+from vit_ray.config import Recipe
+from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, LENGTH, Change, decisive_changes
+from vit_ray.launch.data_order import recorded_order
+from vit_ray.train.checkpoint import Position
+from vit_ray.train.schedule import lr_at
+
+
+def accepted_changes(
+    recipe: Recipe, position: Position, *, fingerprint: str, num_images: int, total_steps: int
+) -> list[str]:
+    """What is no longer as it was when the checkpoint was written, for the run's history.
+
+    A longer run is accepted without a word of the user's, anything else with `resume=changed`.
+
+    Args:
+        recipe: with a definite order.
+        fingerprint, num_images, total_steps: of the recipe on the data as they are now.
+
+    Raises:
+        ValueError: a change that is not accepted, or that no run could go on with; names each.
+    """
+    before = _recipe_of(position)
+    then = {DATA_SET: position.data_fingerprint, **before.flat()}
+    now = {DATA_SET: fingerprint, **recipe.flat()}
+    changes = decisive_changes(then, now, without=LENGTH)
+    if fixed := [change for change in changes if change.is_fixed]:
+        raise ValueError(
+            f"run {recipe.name!r} cannot go on from step {position.step}: {_listed(fixed)}. Put "
+            "that back, or choose another name (init_from takes over the weights)"
+        )
+    steps_before = before.optim.total_steps(num_images, position.global_batch_size)
+    length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
+    if total_steps < steps_before:
+        changes += length
+    _refuse_too_late(recipe.name, position, changes, total_steps)
+    if changes and recipe.resume != "changed":
+        raise ValueError(
+            f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. Put that "
+            "back, choose another name, or set resume=changed to go on with it from step "
+            f"{position.step}"
+        )
+    told = [f"goes on with another recipe: {_listed(changes)}"] if changes else []
+    if total_steps > steps_before:
+        told.append(_longer(recipe, before, position.step, length, steps_before, total_steps))
+    return told
+
+
+def _recipe_of(position: Position) -> Recipe:
+    """As it was: a copy by `with_changes` would be checked as a new recipe."""
+    before = Recipe.model_validate_json(json.dumps(position.recipe))
+    data = before.data.model_copy(update=recorded_order(position.recipe))
+    return before.model_copy(update={"data": data})
+
+
+def _refuse_too_late(
+    name: str, position: Position, changes: list[Change], total_steps: int
+) -> None:
+    step, run = position.step, f"run {name!r}"
+    if total_steps < step:
+        raise ValueError(
+            f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
+            "give a length of at least that, or choose another name"
+        )
+    is_over = total_steps == step or bool(position.progress.ended)
+    late = [change for change in changes if change.key not in EVALUATED_SETS]
+    if is_over and late:
+        raise ValueError(
+            f"{run} is over, so nothing would be trained with {_listed(late)}. Put that back, "
+            "choose another name, or make the run longer (with resume=changed)"
+        )
+
+
+def _longer(
+    recipe: Recipe, before: Recipe, step: int, length: list[Change], old: int, new: int
+) -> str:
+    rates = lr_at(step, before.optim, old), lr_at(step, recipe.optim, new)
+    return (
+        f"longer: {_listed(length)}, which makes {new} steps of {old}. The schedule "
+        f"({recipe.optim.schedule}) is that of {new} steps from here on: the learning rate after "
+        f"step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
+    )
+
+
+def _listed(changes: list[Change]) -> str:
+    return "; ".join(map(str, changes))

@@ -105,27 +105,36 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert points_are_counted_once(recipe)
 
 
-def test_sigterm_makes_a_checkpoint_and_ends_clean(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_sigterm_and_ctrl_c_make_a_checkpoint_and_end_clean(
+    ray_cluster: Head,
+    digits: Digits,
+    folder: Path,
+    undisturbed: Recipe,
+    number: signal.Signals,
+    reason: str,
 ) -> None:
-    recipe = long_recipe("told-to-stop", digits, folder)
+    recipe = long_recipe(f"told-to-stop-by-{reason}", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    driver.process.send_signal(signal.SIGTERM)
+    driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
-    assert "stopped: SIGTERM; checkpoint at step" in output
+    assert f"stopped: {reason}; checkpoint at step" in output
     stopped_at = checkpoint_steps(recipe)[-1]
     assert stopped_at < STEPS
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
-def test_sigterm_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
-    ray_cluster: Head, digits: Digits, folder: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
+    ray_cluster: Head, digits: Digits, folder: Path, number: signal.Signals
 ) -> None:
     pretrained = small_recipe("pretrained", digits, folder, optim={"steps": 8})
     train(pretrained)
-    recipe = long_recipe("sweep", digits, folder).with_changes(
+    recipe = long_recipe(f"sweep-{number.name}", digits, folder).with_changes(
         init_from=pretrained.run_folder,
         workers={"num_workers": 1},
         sweep={"learning_rates": [0.001, 0.01], "dev_fraction": 0.1, "seeds": 1},
@@ -134,7 +143,7 @@ def test_sigterm_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     arguments = str(write_recipe(recipe, folder))
     driver = Driver(ray_cluster, "sweep", arguments)
     wait_until(lambda: any(checkpoint_steps(trial) for trial in trials), driver)
-    driver.process.send_signal(signal.SIGTERM)
+    driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
     assert "stopped on request" in output

@@ -12,6 +12,7 @@ from tests.train.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
 from vit_ray.storage import locate
 from vit_ray.train.attempt import run_attempt
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.train.loop import EvaluationCutError
 from vit_ray.train.micro_batch import limit_key, read_limit
 from vit_ray.train.run_checkpoints import newest_checkpoint
 from vit_ray.train.setup import device_name
@@ -154,10 +155,23 @@ def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
 def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
     job = make_job(tmp_path, kind="evaluate")
     worker = Worker(job)
-    worker.hooks.evaluator.evaluate = lambda step: {"eval/top1": 0.5}  # type: ignore[method-assign]
+    figures = {"eval/top1": 0.5}
+    worker.hooks.evaluator.evaluate = lambda step, *_: figures  # type: ignore[method-assign]
     run(worker)
     assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
     assert worker.actor.events == []
+
+
+def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path: Path) -> None:
+    def cut(*_: Any) -> Any:
+        raise EvaluationCutError(is_stopping=True)
+
+    worker = Worker(make_job(tmp_path, kind="evaluate"))
+    worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
+    worker.actor.stop = "Ctrl-C"
+    run(worker)
+    assert worker.actor.logged == []
+    assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no figures", 0)]
 
 
 def test_a_stop_whose_save_does_not_land_says_so(

@@ -1,5 +1,6 @@
 """Features and accuracy of a set that several ranks share, against one rank that has it all."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from tests.train.engine_runs import build_engine
+from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.train.evaluation import collect_features, measure_accuracy, measure_few_shot
+from vit_ray.train.loop import EvaluationCutError
 
 NUM_IMAGES, BATCH = 19, 4
 
@@ -85,3 +88,28 @@ def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
     for rank in shared:
         assert rank[stage][2] == pytest.approx(alone[2], rel=1e-5)
         assert rank[stage][3] == pytest.approx(alone[3])
+
+
+def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
+    """Rank 1 is asked to stop while the second of three batches is computed."""
+    world_size, passed = torch.distributed.get_world_size(), []
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            passed.append(len(images))
+            if rank == 1 and len(passed) == 2:
+                worker.link.stop_reason = "SIGTERM"
+            return images.flatten(1), torch.zeros(len(images), 5)
+
+    job = make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"})
+    batches = share(rank, world_size)
+    worker = Worker(job, Engine(), FakeActor(), lambda name: batches, rank=rank)
+    try:
+        worker.hooks.evaluate(4)
+    except EvaluationCutError as cut:
+        return passed, cut.is_stopping
+    return passed, None
+
+
+def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Batch, RankContext, run_training
+from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, run_training
 from vit_ray.train.progress import Progress
 
 BATCH, MICRO, TOTAL = 8, 4, 10
@@ -65,6 +65,8 @@ class FakeHooks:
     save_at: int | None = None
     stop_at: int | None = None
     steps: int = 0
+    cuts: list[bool] = field(default_factory=list)
+    """Evaluations that are cut short, and whether to stop."""
 
     def note_step(self, step: int) -> None:
         self.noted.append(step)
@@ -74,6 +76,8 @@ class FakeHooks:
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.order.append(f"evaluate {step}")
+        if self.cuts:
+            raise EvaluationCutError(is_stopping=self.cuts.pop(0))
         return {"eval/loss": self.losses.pop(0)} if self.losses else {}
 
     def save(self, progress: Progress) -> None:
@@ -287,3 +291,38 @@ def test_the_norm_of_a_gradient_is_read_only_where_it_is_logged() -> None:
     run(Noted(), hooks, recipe())
     assert len(reads) == len([step for step, metrics in hooks.logged if "train/loss" in metrics])
     assert len(reads) < TOTAL
+
+
+def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
+    hooks, progress = FakeHooks(cuts=[True]), Progress()
+    chosen = recipe(evaluate={"every_steps": 4})
+    assert run(FakeEngine(), hooks, chosen, progress) == "another worker was asked to stop"
+    assert hooks.order == ["evaluate 4", "save 4"]
+    assert not progress.is_over(TOTAL)
+
+
+def test_a_notice_in_an_evaluation_saves_the_step_and_training_goes_on() -> None:
+    hooks = FakeHooks(cuts=[False])
+    assert run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4})) == "finished"
+    assert hooks.order[:3] == ["evaluate 4", "save 4", "evaluate 8"]
+
+
+def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
+    hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
+    assert run(FakeEngine(), hooks, recipe(), progress) == "finished"
+    last = f"evaluate {TOTAL}"
+    assert hooks.order == [last, f"save {TOTAL}", last, last, f"save {TOTAL}"]
+    assert progress.metrics["eval/loss"] == 0.5
+    assert progress.is_over(TOTAL)
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_for_it() -> None:
+    hooks, progress = FakeHooks(cuts=[True]), Progress()
+    assert run(FakeEngine(), hooks, recipe(), progress) != "finished"
+    assert hooks.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
+    assert not progress.is_over(TOTAL)
+    engine, again = FakeEngine(), FakeHooks(losses=[0.5])
+    assert run(engine, again, recipe(), progress) == "finished"
+    assert again.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
+    assert engine.seen == []
+    assert progress.is_over(TOTAL)

@@ -43,6 +43,9 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int:
     try:
         recipe = load_recipe(*split_words(words))
         return _dry_run(command, recipe) if is_dry else command.run(recipe) or 0
+    except KeyboardInterrupt:  # not while a run was trained, which ends it with a checkpoint
+        print("stopped; the same command goes on from what is done", file=sys.stderr)
+        return 130
     except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("VIT_RAY_LOGS") == "1":
             raise

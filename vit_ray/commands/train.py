@@ -5,6 +5,7 @@ from __future__ import annotations
 from vit_ray.commands.tables import print_metrics, print_result
 from vit_ray.config import Recipe
 from vit_ray.launch import run
+from vit_ray.launch.stopping import RunStoppedError
 
 
 def pretrain(recipe: Recipe) -> int:
@@ -18,5 +19,9 @@ def finetune(recipe: Recipe) -> int:
 
 
 def evaluate(recipe: Recipe) -> int:
-    """Measure the weights in `init_from`."""
-    return print_metrics(run.evaluate(recipe))
+    """Measure the weights in `init_from`; exit code 3 if it was stopped on request."""
+    try:
+        return print_metrics(run.evaluate(recipe))
+    except RunStoppedError as stopped:
+        print(stopped)
+        return 3

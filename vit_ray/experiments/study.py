@@ -27,10 +27,10 @@ from vit_ray.launch.run import (
     RunResult,
     finished_status,
     run_facts,
-    stopping_on_sigterm,
     train,
 )
 from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
@@ -157,7 +157,7 @@ def _run_all(
     total_steps = sum(plan.total_steps for plan in plans)
     with (
         shown_progress(recorder, recipe.name, total_steps),
-        stopping_on_sigterm(recorder),
+        stopping_on_signals(recorder),
         kept_lanes(),
     ):
         results = _run_cells(cells, plans, finished, recorder, parent_id)

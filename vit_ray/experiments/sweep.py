@@ -29,10 +29,10 @@ from vit_ray.launch.run import (
     RunResult,
     finished_status,
     run_facts,
-    stopping_on_sigterm,
     train,
 )
 from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 from vit_ray.tracking.run_handle import start_recorder
@@ -142,7 +142,7 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
             total_steps = sum(steps) + config.seeds * plan.total_steps
             with (
                 shown_progress(recorder, recipe.name, total_steps),
-                stopping_on_sigterm(recorder),
+                stopping_on_signals(recorder),
                 kept_lanes(),
             ):
                 outcome = _run_stages(recipe, trials, recorder)

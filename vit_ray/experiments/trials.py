@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -102,6 +103,8 @@ def _tuner(
     name: str,
     storage_path: str,
 ) -> tune.Tuner:
+    # Ctrl-C is the driver's to hear: Tune's own handler would end the trials without checkpoints.
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     # Trials only wait; what their workers take is reserved by Ray Train.
     return tune.Tuner(
         tune.with_resources(trial, {"CPU": 0.01}),

@@ -96,8 +96,7 @@ class PreparedRun:
         """Whether the run has ended before."""
         if self.resume_from is None:
             return False
-        progress = self.resume_from.position.progress
-        return progress.step >= self.plan.total_steps or bool(progress.ended)
+        return self.resume_from.position.progress.is_over(self.plan.total_steps)
 
 
 @contextmanager

@@ -67,9 +67,8 @@ def _refuse_too_late(
             f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
             "give a length of at least that, or choose another name"
         )
-    is_over = total_steps == step or bool(position.progress.ended)
     late = [change for change in changes if change.key not in EVALUATED_SETS]
-    if is_over and late:
+    if late and position.progress.is_over(total_steps):
         raise ValueError(
             f"{run} is over, so nothing would be trained with {_listed(late)}. Put that back, "
             "choose another name, or make the run longer (with resume=changed)"

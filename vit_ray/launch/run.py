@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
 import subprocess
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +25,7 @@ from vit_ray.launch.preflight import (
     prepared_training,
 )
 from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
 from vit_ray.tracking.run_handle import start_recorder
@@ -59,13 +57,16 @@ class RunResult:
     events: list[str] = field(default_factory=list)
     """What happened on the way: restarts, refused steps, failed saves."""
 
+    evaluation_due: bool = False
+    """It was stopped in the evaluation after its last step."""
     ended: str = ""
     """Why it was over before its last step (early stopping); empty if it was not."""
 
     @property
     def is_complete(self) -> bool:
         """Whether it reached its end (and was not stopped on request)."""
-        return self.steps >= self.total_steps or bool(self.ended)
+        is_done = self.steps >= self.total_steps and not self.evaluation_due
+        return is_done or bool(self.ended)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
 
     Raises:
         ValueError: no weights or no data set are given, or they do not fit.
+        RunStoppedError: it was stopped on request.
     """
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
     return _run(prepare_evaluation(recipe)).metrics
@@ -145,12 +147,15 @@ def _run(
         with (
             shown_progress(recorder, recipe.name, plan.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
-            stopping_on_sigterm(recorder) if parent is None else contextlib.nullcontext(),
+            stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
         ):
             run_workers(job, plan.streams, cluster, use_gpu=use_gpu)
         result = _result(job, recorder)
-        status = finished_status(result.is_complete or kind == "evaluate")
+        status = finished_status(result.is_complete)
         return result
+    except RunStoppedError:
+        status = "KILLED"
+        raise
     finally:
         with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
             ray.get(recorder.finish.remote(status))
@@ -188,6 +193,8 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
     was_stopped = any(event.kind == "stopped" for event in standing.events)
+    if was_stopped and job.kind == "evaluate":
+        raise RunStoppedError("the evaluation was stopped; there are no figures of it")
     if job.kind == "train" and not (steps >= job.total_steps or ended or was_stopped):
         raise RunFailedError(
             f"training ended, but its newest whole checkpoint is of step {steps} of "
@@ -199,6 +206,7 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
         name=job.recipe.name,
         steps=steps,
         total_steps=job.total_steps,
+        evaluation_due=checkpoint.position.progress.evaluation_due if checkpoint else False,
         ended=ended,
         metrics=dict(standing.metrics),
         checkpoint=checkpoint.folder.path if checkpoint else "",
@@ -258,21 +266,3 @@ def git_commit() -> str:
 def _git(*arguments: str, cwd: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-@contextmanager
-def stopping_on_sigterm(recorder: Any) -> Iterator[None]:
-    """SIGTERM asks the workers for a checkpoint and a clean end; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread only
-        return
-
-    def on_sigterm(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        recorder.request_stop.remote("SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from vit_ray.measure.profile import profiled
@@ -13,7 +14,7 @@ from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob, UnrecoverableError
-from vit_ray.train.loop import Batch, LoopHooks, RankContext, run_training
+from vit_ray.train.loop import Batch, EvaluationCutError, LoopHooks, RankContext, run_training
 from vit_ray.train.nonfinite import NonfinitePolicy
 from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.progress import Progress
@@ -68,7 +69,7 @@ class Attempt:
             SmallerMicroBatchError: a pass did not fit into memory; the next attempt's may.
         """
         if self.job.kind == "evaluate":
-            self.link.log(0, self.hooks.evaluate(0))
+            self._evaluate()
             return
         try:
             self._train()
@@ -85,6 +86,15 @@ class Attempt:
             smaller = lower_micro_batch(self.job, context.world_size, context.micro_batch_size)
             self.link.note_own("out of memory", str(smaller), self.progress.step)
             raise smaller from error
+
+    def _evaluate(self) -> None:
+        try:
+            figures = self.hooks.evaluator.evaluate(0, self.hooks.is_stopping)
+        except EvaluationCutError:
+            reason = self.link.current_stop_reason(0) or "another worker was asked to stop"
+            self.link.note_last("stopped", f"{reason}; the evaluation has no figures", 0)
+        else:
+            self.link.log(0, figures)
 
     def close(self) -> None:
         """Stop the watchdog and leave the process group as Ray expects it."""
@@ -161,7 +171,8 @@ class WorkerHooks(LoopHooks):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy."""
-        return self.evaluator.evaluate(step)
+        wants_save = partial(self.save_is_wanted, step)
+        return self.evaluator.evaluate(step, self.is_stopping, wants_save)
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
@@ -186,8 +197,12 @@ class WorkerHooks(LoopHooks):
         self.link.note_own("preemption", "a node is about to leave: checkpoint at once", step)
         return True
 
+    def is_stopping(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.link.stop_reason is not None
+
     def stop_reason(self) -> str | None:
-        """By the last heartbeat (SIGTERM)."""
+        """By the last heartbeat (SIGTERM, Ctrl-C)."""
         return self.link.stop_reason
 
 

@@ -18,7 +18,7 @@ from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.train.collectives import all_rows, all_sum
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.job import TrainJob, UnrecoverableError
-from vit_ray.train.loop import Batch
+from vit_ray.train.loop import Batch, EvaluationCutError
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.run_link import RunLink
@@ -46,16 +46,26 @@ class Evaluator:
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(
+        self,
+        step: int,
+        is_stopping: Callable[[], bool] = lambda: False,
+        is_save_wanted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
 
         Figures that cannot be computed fail an evaluation's own run; in a training run they
         become an event, and there are no metrics.
 
+        Args:
+            is_stopping, is_save_wanted: asked between two batches, on every rank.
+
         Raises:
+            EvaluationCutError: one of them was true on some rank.
             UnrecoverableError: as said, or a batch does not fit into memory.
         """
         self._watchdog.expect_long_steps()
+        self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
         try:
             metrics = self._measure_all()
         except ValueError as error:
@@ -98,7 +108,14 @@ class Evaluator:
     def _watched(self, name: str) -> Iterator[Batch]:
         for batch in self._open_batches(name):
             self._watchdog.note_move()
+            self._cut_if_wanted()
             yield batch
+
+    def _cut_if_wanted(self) -> None:
+        wanted = [self._is_stopping(), self._is_save_wanted()]
+        stops, saves = all_sum(wanted, self._engine.device)
+        if stops or saves:
+            raise EvaluationCutError(is_stopping=stops > 0)
 
 
 def measure_accuracy(

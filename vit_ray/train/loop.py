@@ -57,6 +57,15 @@ class Collectives(Protocol):
         """Element-wise maximum over ranks."""
 
 
+class EvaluationCutError(Exception):
+    """An evaluation was given up between two batches, on all ranks: there may be no time for it."""
+
+    def __init__(self, *, is_stopping: bool) -> None:
+        """`is_stopping`: a rank was asked to stop; else one wants a checkpoint at once."""
+        super().__init__("the evaluation was cut short")
+        self.is_stopping = is_stopping
+
+
 class LoopHooks(Protocol):
     """What the loop calls at set moments; `evaluate`, `save`, `handle_nonfinite` on all ranks."""
 
@@ -67,7 +76,11 @@ class LoopHooks(Protocol):
         """Take metrics of a step; must not block."""
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the model; the same figures on every rank."""
+        """Evaluate the model; the same figures on every rank.
+
+        Raises:
+            EvaluationCutError: a stop or a save is wanted.
+        """
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint."""
@@ -159,8 +172,16 @@ def run_training(
             hooks.save(progress)
             last_save_s = clock()
             if is_stopping:
-                return hooks.stop_reason() or "another worker was asked to stop"
-        is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
+                return _reason_to_stop(hooks)
+        try:
+            is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
+        except EvaluationCutError as cut:
+            progress.evaluation_due = is_last
+            hooks.save(progress)
+            last_save_s = clock()
+            if cut.is_stopping:
+                return _reason_to_stop(hooks)
+            continue
         is_due = (
             is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step)
         )
@@ -169,7 +190,20 @@ def run_training(
             last_save_s = clock()
         if progress.ended:
             return progress.ended
-    return "finished"
+    while progress.evaluation_due:
+        try:
+            _evaluate_if_due(recipe, progress, hooks, is_last=True)
+        except EvaluationCutError as cut:
+            if cut.is_stopping:
+                return _reason_to_stop(hooks)
+        else:
+            progress.evaluation_due = False
+            hooks.save(progress)
+    return progress.ended or "finished"
+
+
+def _reason_to_stop(hooks: LoopHooks) -> str:
+    return hooks.stop_reason() or "another worker was asked to stop"
 
 
 def _next_batch(batches: Iterator[Batch], step: int) -> Batch:

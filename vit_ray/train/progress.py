@@ -17,9 +17,15 @@ class Progress:
     """Step of the last evaluation; -1 before the first."""
     ended: str = ""
     """Why the run is over before its last step (early stopping); empty if it is not."""
+    evaluation_due: bool = False
+    """The last step is done, and the evaluation after it was cut short by a stop or a notice."""
     train_seconds: float = 0.0
     """Time spent training, all attempts together."""
     nonfinite_steps: int = 0
     """Refused steps in a row."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of every metric."""
+
+    def is_over(self, total_steps: int) -> bool:
+        """Whether nothing is left to do of a run of so many steps."""
+        return bool(self.ended) or (self.step >= total_steps and not self.evaluation_due)

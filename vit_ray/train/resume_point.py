@@ -20,8 +20,10 @@ class ResumePoint:
     """The checkpoint that all workers of a group open, and the stream's place that goes with it."""
 
     step: int | None
-    """Of the checkpoint; None = there is none. The run's last step if there is nothing to do."""
+    """Of the checkpoint; None = there is none."""
     samples_seen: int
+    is_over: bool = False
+    """There is nothing left to do."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | None, total_steps: int) -> ResumePoint:
@@ -29,8 +31,8 @@ class ResumePoint:
         if checkpoint is None:
             return cls(None, 0)
         position = checkpoint.position
-        is_over = bool(position.progress.ended)
-        return cls(total_steps if is_over else position.step, position.samples_seen)
+        is_over = position.progress.is_over(total_steps)
+        return cls(position.step, position.samples_seen, is_over)
 
 
 def choose_resume_point(

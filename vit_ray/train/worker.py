@@ -114,7 +114,7 @@ def set_up_attempt(
     point = ResumePoint(None, 0)
     if job.kind == "train":
         point = _agreed_point(job, link, run_folder, place.rank)
-        if point.step == job.total_steps:
+        if point.is_over:
             return None
     context = _rank_context(job, run_folder, place, device)
     batches = _training_batches(job, context, streams, point.samples_seen, device)
@@ -177,9 +177,9 @@ def _training_batches(
     samples_seen: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    if job.kind != "train":
-        return iter(())
     batch = job.recipe.train.global_batch_size
+    if job.kind != "train" or samples_seen >= job.total_steps * batch:
+        return iter(())  # nothing, or its last evaluation only, is left of a run
     share = context.batch_size_per_rank(batch)
     span = share, samples_seen, job.total_steps * batch
     if job.recipe.data.decode == "device":

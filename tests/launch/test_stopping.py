@@ -1,0 +1,70 @@
+"""What real signals do to a driver, as a process whose run is a fake one."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+DRIVER = """
+import signal, time
+from vit_ray.launch.stopping import stopping_on_signals
+
+class Recorder:
+    stop = None
+    class request_stop:
+        @staticmethod
+        def remote(reason):
+            Recorder.stop = reason
+
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+with stopping_on_signals(Recorder()):
+    print("training", flush=True)
+    while Recorder.stop is None:
+        time.sleep(0.01)
+    print("asked to stop:", Recorder.stop, flush=True)
+    if input() == "land":
+        print("checkpoint", flush=True)
+assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+raise SystemExit(3)
+"""
+
+
+def start() -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def line(driver: subprocess.Popen[str]) -> str:
+    assert driver.stdout is not None
+    return driver.stdout.readline().strip()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
+    number: signal.Signals, reason: str
+) -> None:
+    driver = start()
+    assert line(driver) == "training"
+    driver.send_signal(number)
+    assert line(driver) == f"asked to stop: {reason}"
+    output, errors = driver.communicate("land\n", timeout=60)
+    assert output == "checkpoint\n"
+    assert errors == f"{reason}: writing a checkpoint, then ending; again to end at once\n"
+    assert driver.returncode == 3
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_at_once(second: signal.Signals) -> None:
+    driver = start()
+    assert line(driver) == "training"
+    driver.send_signal(signal.SIGINT)
+    assert line(driver) == "asked to stop: Ctrl-C"
+    driver.send_signal(second)
+    output, _ = driver.communicate(timeout=60)
+    assert output == ""
+    assert driver.returncode == -second

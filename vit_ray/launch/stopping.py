@@ -1,0 +1,46 @@
+"""SIGTERM and Ctrl-C: the first asks for a checkpoint and a clean end, the second ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+REASONS: Final = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
+class RunStoppedError(RuntimeError):
+    """A run without checkpoints (an evaluation) was stopped on request."""
+
+
+@contextmanager
+def stopping_on_signals(recorder: Any) -> Iterator[None]:
+    """Inside the block the first of these signals stops the run of `recorder`, and those under it.
+
+    Ray's own processes block SIGINT, which a terminal sends to all of them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread only
+        return
+
+    def on_signal(number: int, _: Any) -> None:
+        for each in REASONS:
+            signal.signal(each, signal.SIG_DFL)
+        reason = REASONS[signal.Signals(number)]
+        recorder.request_stop.remote(reason)
+        # Not by `print`, in the middle of which the signal may have come.
+        os.write(
+            sys.stderr.fileno(),
+            f"{reason}: writing a checkpoint, then ending; again to end at once\n".encode(),
+        )
+
+    before = {number: signal.signal(number, on_signal) for number in REASONS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

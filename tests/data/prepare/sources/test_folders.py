@@ -1,5 +1,7 @@
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,3 +109,63 @@ def test_bytes_and_labels_come_as_they_are(serial: None, tmp_path: Path) -> None
     assert found == {key: (image, [key.split("/")[0]]) for key, image in IMAGES.items()}
     order = [list(IMAGES).index(key) for key in found]
     assert abs(np.corrcoef(order, np.arange(18))[0, 1]) < 0.6
+
+
+def test_a_link_to_itself_is_one_rejected_row(serial: None, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "source")
+    os.symlink("itself", root / "cat" / "itself")
+    assert len(converted(root, tmp_path / "set")) == 18
+    assert rejections(tmp_path / "set") == {
+        "cat/itself": "it cannot be read: Too many levels of symbolic links"
+    }
+
+
+def test_a_folder_that_cannot_be_looked_into_is_an_error(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how many images it has; the superuser, who runs some tests, may look anyway."""
+    root = write_images(tmp_path / "source")
+    look = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("/dog"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ValueError, match=r"folder '.*/dog' cannot be read \(Permission denied\)"):
+        converted(root, tmp_path / "set")
+
+
+def test_braces_stand_for_splits(serial: None, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / "source", split)
+    source = f"{tmp_path}/source/{{train,val}}"
+    with pytest.raises(ValueError, match=r"has several splits: train, validation"):
+        converted(source, tmp_path / "set")
+    found = converted(source, tmp_path / "train", split="train")
+    assert labels_of(found) == {f"train/{key}": key.split("/")[0] for key in IMAGES}
+    assert len(converted(source, tmp_path / "all", split="all")) == 36
+
+
+def test_a_pattern_may_stand_for_the_one_root(serial: None, tmp_path: Path) -> None:
+    found = converted(f"{write_images(tmp_path / 'source')}*", tmp_path / "set")
+    assert {key: image for key, (image, _) in found.items()} == IMAGES
+
+
+def test_folders_of_folders_are_not_taken_for_classes(serial: None, tmp_path: Path) -> None:
+    for part in ("part-1", "part-2"):
+        write_images(tmp_path / "source", part)
+    source = f"{tmp_path}/source/part-*"
+    with pytest.raises(ValueError, match=r"nothing but folders .* if they hold the classes, give"):
+        converted(source, tmp_path / "set")
+    both = f"{tmp_path}/source/part-{{1,2}}/*"
+    assert set(labels_of(converted(both, tmp_path / "all")).values()) == {"cat", "dog"}
+
+
+def test_folders_of_archives_are_not_taken_for_classes(serial: None, tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "0.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"the format 'webdataset'; give .*/\*.tar"):
+        converted(f"{tmp_path}/{{a,b}}", tmp_path / "set")

@@ -1,6 +1,8 @@
 import csv
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,32 @@ def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(
     files = open_dataset(str(folder / "set")).files
     assert len(files) > 1
     assert sum(f.bytes for f in files) / len(files) == pytest.approx(0.01 * 2**20, rel=0.35)
+
+
+def test_a_path_that_no_disk_has_is_one_rejected_row(serial: None, folder: Path) -> None:
+    os.symlink("itself", folder / "itself")
+    bad = {
+        "x" * 300: "File name too long",
+        "/".join(["y" * 200] * 30): "File name too long",
+        "itself": "Too many levels of symbolic links",
+        "itself/0.jpg": "Too many levels of symbolic links",
+        "000.jpg/0.jpg": "Not a directory",
+    }
+    file = write_csv(folder / "list.csv", [[name, "cat"] for name in [*IMAGES, *bad]])
+    assert len(converted(file, folder / "set", max_rejected_fraction=0.5)) == len(IMAGES)
+    found = rejections(folder / "set")
+    assert found == {name: f"it cannot be read: {reason}" for name, reason in bad.items()}
+
+
+def test_a_process_without_files_to_open_rejects_nothing(
+    serial: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the image."""
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    file = write_csv(folder / "list.csv", [[name, "cat"] for name in IMAGES])
+    monkeypatch.setattr("vit_ray.data.prepare.sources.entries.os.stat", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        next(index_unit(list_units(str(file))[0], locate("pack"))).read()

@@ -3,13 +3,16 @@ import json
 import struct
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import converted, labels_of, rejections, tar_of
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.sources import labels
+from vit_ray.data.prepare.sources import labels, tars
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
+from vit_ray.storage import locate
 
 IMAGES = [jpeg(i, 30, 40) for i in range(20)]
 FILES = [
@@ -220,3 +223,37 @@ def test_json_tells_text_from_numbers(serial: None, tmp_path: Path) -> None:
 def test_limits_are_those_that_the_reasons_tell() -> None:
     assert labels.MOST_TEXT_BYTES == 65_536
     assert labels.MOST_JSON_BYTES == 1_048_576
+
+
+def test_names_of_several_dots_are_rejected_one_by_one(serial: None, tmp_path: Path) -> None:
+    """As WebDataset reads them, all are files of one sample; so each is counted."""
+    dotted = [
+        (f"img.{i:04d}.{suffix}", content)
+        for i in range(2)
+        for suffix, content in (("jpg", IMAGES[i]), ("cls", b"0"))
+    ]
+    beside = [("x.jpg", IMAGES[0]), ("x.mask.png", IMAGES[1]), ("x.cls", b"1")]
+    (tmp_path / "a.tar").write_bytes(tar_of([*FILES, *dotted, *beside]))
+    rows = converted(tmp_path / "a.tar", tmp_path / "set")
+    assert rows["a/x"] == (IMAGES[0], ["1"])
+    found = rejections(tmp_path / "set")
+    assert set(found) == {"a/img.0000.jpg", "a/img.0001.jpg"}
+    assert all("its name has several dots" in reason for reason in found.values())
+
+
+def test_a_sample_of_very_many_files_is_taken_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tars, "MOST_FILES", 3)
+    (tmp_path / "a.tar").write_bytes(tar_of([(f"img.{i:04d}.jpg", b"x") for i in range(10)]))
+    lengths: list[int] = []
+    whole = tars._entries
+
+    def noted(path: str, key: str, members: Any, file: Any) -> Any:
+        lengths.append(len(members))
+        return whole(path, key, members, file)
+
+    monkeypatch.setattr(tars, "_entries", noted)
+    (unit,) = list_units(str(tmp_path / "a.tar"))
+    assert len(list(index_unit(unit, locate("pack")))) == 10
+    assert lengths == [3, 3, 3, 1]

@@ -6,6 +6,7 @@ text. Whatever is wrong with one image is the `problem` of its row; only what ma
 images unknowable is an error, `DamagedUnitError`.
 """
 
+import errno
 import os
 import stat
 from dataclasses import dataclass, replace
@@ -129,25 +130,31 @@ def is_hidden(path: str) -> bool:
     return any(part.startswith(".") for part in path.split("/"))
 
 
-_UNREADABLE: Final = (PermissionError, IsADirectoryError, NotADirectoryError)
+_OF_THE_FILE: Final = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
+"""What is wrong with one file, or with its path, and not with the disk or this process."""
+_MOST_KEY_BYTES: Final = 1024
+"""Of an object on S3."""
 
 
 def _read_file(location: Location) -> bytes:
     if not location.is_local:
-        size = location.info().size
-        _check_size(size or 0)
+        key = location.path.partition("/")[2]
+        if len(key.encode()) > _MOST_KEY_BYTES:
+            raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
+        _check_size(location.info().size or 0)
         return location.read()
     try:
         status = os.stat(location.path)
-    except _UNREADABLE as error:
-        raise ValueError(f"it cannot be read: {error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{location.path} is not a regular file")
-    _check_size(status.st_size)
-    try:
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{location.path} is not a regular file")
+        _check_size(status.st_size)
         return location.read()
-    except _UNREADABLE as error:
-        raise ValueError(f"it cannot be read: {error}") from error
+    except OSError as error:
+        if error.errno not in _OF_THE_FILE:
+            raise
+        raise ValueError(f"it cannot be read: {os.strerror(error.errno)}") from error
 
 
 def _check_size(size: int) -> None:

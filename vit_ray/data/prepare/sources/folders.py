@@ -66,15 +66,35 @@ def _walk(folder: str, root: str) -> Iterator[_FileFound]:
             yield path, 0, "it is a link to a folder that is read already"
             continue
         seen.add(_identity(path))
-        with os.scandir(path) as scan:
-            items = list(scan)
+        items = _items_in(path)
+        folders = [item for item in items if _is_folder(item)]
         # Links are taken last, so that a folder has the name of its own wherever it has one.
-        links = sorted(item.path for item in items if item.is_dir() and item.is_symlink())
-        waiting[:0] = links
-        waiting += sorted(
-            (i.path for i in items if i.is_dir() and not i.is_symlink()), reverse=True
-        )
-        yield from (_file(item.path) for item in items if not item.is_dir())
+        waiting[:0] = sorted(item.path for item in folders if item.is_symlink())
+        waiting += sorted((i.path for i in folders if not i.is_symlink()), reverse=True)
+        yield from (_file(item.path) for item in items if not _is_folder(item))
+
+
+def _is_folder(item: os.DirEntry[str]) -> bool:
+    try:
+        return item.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _items_in(folder: str) -> list[os.DirEntry[str]]:
+    """What lies in a folder.
+
+    Raises:
+        ValueError: it cannot be looked into, so that nobody knows how many images it has.
+    """
+    try:
+        with os.scandir(folder) as scan:
+            return list(scan)
+    except PermissionError as error:
+        raise ValueError(
+            f"convert.source: the folder {folder!r} cannot be read ({error.strerror}); give the "
+            f"right to read it, or move it away."
+        ) from error
 
 
 def _identity(path: str) -> tuple[int, int]:

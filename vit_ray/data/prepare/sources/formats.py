@@ -153,8 +153,8 @@ def _units_of_matches(
 ) -> list[SourceUnit]:
     """Units of the files that a pattern stands for, or of its folders as class folders."""
     chosen = [match.path for match in matches if match.is_folder]
-    if chosen and len(chosen) == len(matches) and format in ("auto", "folder"):
-        return [SourceUnit("folder", path, _folder_of(chosen)) for path in chosen]
+    if chosen and len(chosen) == len(matches):
+        return _units_of_folders(source, chosen, format, split)
     if chosen:
         raise ValueError(
             f"convert.source={source!r} stands for files and folders; match one or the other."
@@ -167,6 +167,50 @@ def _units_of_matches(
             f"match one of {', '.join(_SUFFIX_OF)}, or class folders."
         )
     return _units_of_files(source, files, _folder_of(files), found[0], split)
+
+
+def _units_of_folders(
+    source: str, paths: list[str], format: Format, split: str | None
+) -> list[SourceUnit]:
+    """Class folders, or the one folder that is the source, or splits with class folders in them.
+
+    Raises:
+        ValueError: nobody can tell which, or they hold files of another format.
+    """
+    locations = [locate(path) for path in paths]
+    has_images = any(map(folders.loose_images, locations))
+    given = None if format in ("auto", "folder") else format
+    found = given or (None if has_images else _format_of_folder(locations[0], source))
+    if found is None and (has_images or not any(map(_folders_in, locations))):
+        return [SourceUnit("folder", path, _folder_of(paths)) for path in paths]
+    if len(paths) == 1:
+        return list_units(paths[0], format, split)
+    if found is not None:
+        raise ValueError(
+            f"convert.source={source!r} stands for folders of the format {found!r}; give their "
+            f"files, such as {source}/*.{_SUFFIX_OF[found]}."
+        )
+    return _units_of_roots(source, locations, split)
+
+
+def _units_of_roots(source: str, roots: list[Location], split: str | None) -> list[SourceUnit]:
+    """Class folders in folders that are named as splits are."""
+    splits: dict[str | None, list[Location]] = {}
+    for root in roots:
+        splits.setdefault(named_split(root.path.rsplit("/", 1)[-1]), []).append(root)
+    if None in splits:
+        raise ValueError(
+            f"convert.source={source!r} stands for folders with nothing but folders in them; if "
+            f"they are classes, give the folder that holds them; if they hold the classes, give "
+            f"{source}/*."
+        )
+    common = locate(_folder_of([root.uri for root in roots]))
+    chosen = choose_split(splits, split, source)
+    return [unit for root in chosen for unit in _units_of_root(source, root, common)]
+
+
+def _folders_in(folder: Location) -> list[str]:
+    return [name for name in folder.list_folders() if not is_hidden(name)]
 
 
 def _folder_of(paths: list[str]) -> str:
@@ -223,7 +267,7 @@ def _class_folders(source: str, root: Location, split: str | None) -> list[Sourc
 
 
 def _units_of_root(source: str, root: Location, folder: Location) -> list[SourceUnit]:
-    names = [name for name in root.list_folders() if not is_hidden(name)]
+    names = _folders_in(root)
     if not names:
         raise ValueError(
             f"convert.source={source!r} holds nothing of the format 'folder'; "
@@ -240,7 +284,7 @@ def _split_folders(root: Location) -> list[Location]:
     One of them has class folders in it and no images. A class may be called `train`, too; so where
     only one folder is named so, none beside it may hold images.
     """
-    names = [name for name in root.list_folders() if not is_hidden(name)]
+    names = _folders_in(root)
     named = [root.child(name) for name in names if named_split(name)]
     others = [root.child(name) for name in names if not named_split(name)]
     if not any(at.list_folders() and not folders.loose_images(at) for at in named):

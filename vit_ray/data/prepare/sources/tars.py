@@ -1,5 +1,8 @@
 """WebDataset tar shards: neighbouring members that share a name are one sample.
 
+The name ends at the first dot of the file's, as in WebDataset, so that `img.0001.jpg` is the file
+`0001.jpg` of the sample `img`, and no image of it. Each such image is a rejected row.
+
 tarfile ends quietly at the first header that it cannot read. Here an archive ends at its end
 marker, with nothing but zeros after it, or it is damaged.
 """
@@ -33,6 +36,8 @@ _BUFFER: Final = 1 << 20
 """tarfile reads 512 bytes at a time, each a request to an object store."""
 MOST_HEADER_BYTES: Final = 1 << 20
 """Of a name or other property of a member, which tarfile takes into memory whole."""
+MOST_FILES: Final = 1000
+"""Of a sample; more are files whose names differ after their first dot only."""
 
 _Members = list[tuple[str, tarfile.TarInfo]]
 """Suffix and header of each file of one sample."""
@@ -49,7 +54,7 @@ def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     with location.filesystem.open_input_file(location.path) as opened:
         file = io.BufferedReader(opened, _BUFFER)
         for name, members in _samples(_members(file, opened.size(), unit.path)):
-            yield _entry(unit.path, f"{shard}/{name}", members, file)
+            yield from _entries(unit.path, f"{shard}/{name}", members, file)
 
 
 class _BoundedReads:
@@ -118,6 +123,7 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
     """Neighbouring members with one name, up to the first dot of the file's."""
     current: str | None = None
     sample: _Members = []
+    suffixes: set[str] = set()
     try:
         for member in members:
             folder, _, file = member.name.rpartition("/")
@@ -125,12 +131,13 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
                 continue
             stem, _, suffix = file.partition(".")
             name = f"{folder}/{stem}" if folder else stem
-            is_again = any(suffix.lower() == known for known, _ in sample)
+            is_again = suffix.lower() in suffixes or len(sample) == MOST_FILES
             if sample and (name != current or is_again):
                 yield str(current), sample
-                sample = []
+                sample, suffixes = [], set()
             current = name
             sample.append((suffix.lower(), member))
+            suffixes.add(suffix.lower())
     except DamagedUnitError:
         # The next file of the sample may have been its label, or another image.
         if sample:
@@ -141,9 +148,25 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
         yield str(current), sample
 
 
+def _entries(path: str, key: str, members: _Members, file: IO[bytes]) -> Iterator[IndexEntry]:
+    """The entry of a sample; where it has no image but files that may be some, one for each."""
+    suffixes = [suffix for suffix, _ in members]
+    images = [s for s in suffixes if s.rpartition(".")[2] in IMAGE_SUFFIXES]
+    if not images or not IMAGE_SUFFIXES.isdisjoint(suffixes):
+        yield _entry(path, key, members, file)
+        return
+    for suffix in images:
+        yield rejected(
+            path,
+            f"{key}.{suffix}",
+            f"its name has several dots, and WebDataset takes it for the file {suffix!r} of the "
+            f"sample {key!r}; write another character for all dots but the last",
+        )
+
+
 def _entry(path: str, key: str, members: _Members, file: IO[bytes]) -> IndexEntry:
     images = [member for suffix, member in members if suffix in IMAGE_SUFFIXES]
-    found = sorted(suffix for suffix, _ in members)
+    found = sorted(suffix for suffix, _ in members)[:20]
     if len(images) != 1:
         how_many = "no image, only" if not images else "several images among"
         return rejected(path, key, f"the sample has {how_many} {found}")

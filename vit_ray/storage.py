@@ -5,11 +5,12 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import pyarrow
 from pyarrow import fs
@@ -73,7 +74,7 @@ class Location:
     def _write_once(self, content: bytes) -> None:
         with (
             self.atomic_output() as target,
-            target.filesystem.open_output_stream(target.path) as stream,
+            closed_after(target.filesystem.open_output_stream(target.path)) as stream,
         ):
             stream.write(content)
 
@@ -198,12 +199,15 @@ class AtomicOutput:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if self._upload is not None:
             self._finish_upload(self._upload, publishes=error_type is None)
-        elif error_type is None:
-            _sync_file(self._target.path)
-            os.replace(self._target.path, self._destination.path)
-            _sync_folder(os.path.dirname(self._destination.path))
-        elif os.path.exists(self._target.path):
-            os.remove(self._target.path)
+            return
+        try:
+            if error_type is None:
+                _sync_file(self._target.path)
+                os.replace(self._target.path, self._destination.path)
+                _sync_folder(os.path.dirname(self._destination.path))
+        finally:
+            with contextlib.suppress(OSError):  # it has its name, or the error is told already
+                os.remove(self._target.path)
 
     def _finish_upload(self, upload: s3.Upload, *, publishes: bool) -> None:
         try:
@@ -215,6 +219,28 @@ class AtomicOutput:
         finally:
             if not publishes:
                 upload.abort()
+
+
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
+Resource = TypeVar("Resource", bound=_Closable)
+
+
+@contextlib.contextmanager
+def closed_after(resource: Resource) -> Iterator[Resource]:
+    """As `contextlib.closing`, but what went wrong in the block is what comes out of it.
+
+    A writer whose storage failed fails again when it is closed, and with another error.
+    """
+    try:
+        yield resource
+    except BaseException:
+        with contextlib.suppress(Exception):
+            resource.close()
+        raise
+    resource.close()
 
 
 class _OneUpload(fs.FSSpecHandler):

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import Head
-from tests.data.pictures import jpeg, write_class_folders
+from tests.data.pictures import encoded, jpeg, write_class_folders
 from vit_ray.data import open_dataset
+from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare import convert as convert_module
 from vit_ray.data.prepare.convert import convert
@@ -341,3 +342,105 @@ def test_all_rejected_files_are_listed_and_some_are_shown(
     assert (report.num_images, report.num_rejected, len(report.rejected)) == (4, 3, 2)
     assert pq.read_table(tmp_path / "set" / "rejected.parquet").num_rows == 3
     assert open_dataset(str(tmp_path / "set")).num_images == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["report.json", "rejected.parquet", "part-00000-of-00001.parquet", "_staging/settings.txt"],
+)
+def test_a_file_of_somebody_else_is_never_replaced(
+    serial: None, image_folder: Path, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "set" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"mine")
+    with pytest.raises(ValueError, match=rf"{file.name}.* move it away"):
+        convert(str(image_folder), str(tmp_path / "set"))
+    assert file.read_bytes() == b"mine"
+    assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == [file]
+
+
+def test_a_file_that_came_meanwhile_is_not_tidied_away(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "set" / "_staging" / "notes" / "shard-000001.json"
+    commit = convert_module._commit
+
+    def with_a_note(*arguments: Any) -> Any:
+        file.parent.mkdir()
+        file.write_bytes(b"mine")
+        return commit(*arguments)
+
+    monkeypatch.setattr(convert_module, "_commit", with_a_note)
+    assert convert(str(image_folder), str(tmp_path / "set")).num_images == 300
+    assert file.read_bytes() == b"mine"
+
+
+def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings stand in the plan, which it wrote after the others had been noted."""
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target), seed=1)
+    plan = target / "_staging" / "plan.json"
+    fields = json.loads(plan.read_text())
+    fields["settings"]["seed"] = 2
+    plan.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="another source or settings"):
+        convert(str(image_folder), str(target), seed=1)
+
+
+def test_what_another_version_has_staged_is_refused(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_commit", is_done=False):
+        convert(str(image_folder), str(target))
+    monkeypatch.setattr(convert_module, "_STAGING_VERSION", 99)
+    with pytest.raises(ValueError, match="of another version of vit_ray"):
+        convert(str(image_folder), str(target))
+
+
+def test_our_own_mistake_is_no_rejected_row(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("a mistake in the writer")
+
+    monkeypatch.setattr(convert_module.ShardWriter, "add", broken)
+    with pytest.raises(ValueError, match="a mistake in the writer"):
+        convert(str(image_folder), str(tmp_path / "set"), max_rejected_fraction=1.0)
+    assert not list((tmp_path / "set").glob("part-*"))
+
+
+def test_each_footer_is_read_once(
+    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = row_groups.ShardReader._footer
+
+    def counted(reader: row_groups.ShardReader) -> bytes:
+        read.append(reader._location.path)
+        return original(reader)
+
+    monkeypatch.setattr(row_groups.ShardReader, "_footer", counted)
+    report = convert(str(image_folder), str(tmp_path / "set"), rows_per_row_group=8, shard_mib=0.1)
+    assert len(read) == len(set(read)) == report.num_shards > 1
+
+
+def test_two_classes_of_one_name_are_refused(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=2)
+    with pytest.raises(ValueError, match=r"convert.classes has several classes .* 'class_0'"):
+        convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=["class_0", "class_0"])
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=9)
+    strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
+    (tmp_path / "source" / "class_0" / "strip.png").write_bytes(strip)
+    report = convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=19)
+    assert report.num_images == 9
+    assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
+    assert convert(str(tmp_path / "source"), str(tmp_path / "whole")).num_images == 10

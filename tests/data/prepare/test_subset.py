@@ -8,6 +8,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.order.samples import Plan
+from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.subset import subset
 
 
@@ -63,3 +64,13 @@ def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> Non
     subset(dataset.path, target, count=3)
     with pytest.raises(ValueError, match="already holds a data set"):
         subset(dataset.path, target, count=4)
+
+
+def test_a_conversion_under_way_is_not_committed_by_a_part(
+    serial: None, image_folder: Path, tmp_path: Path
+) -> None:
+    convert(str(image_folder), str(tmp_path / "whole"))
+    (tmp_path / "set" / "_staging").mkdir(parents=True)
+    (tmp_path / "set" / "_staging" / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"\(_staging\); choose another folder"):
+        subset(str(tmp_path / "whole"), str(tmp_path / "set"), count=7)

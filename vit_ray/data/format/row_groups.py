@@ -196,6 +196,18 @@ class ShardReader:
         return [0, *firsts[1:], self._footer_start]
 
 
+def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
+    """Why a file is not the shard that was written, by its size and its footer; None if it is."""
+    try:
+        with_retries(lambda: ShardReader(location, entry).close(), f"reading {location.path}")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        # What pyarrow cannot parse may be an OSError; storage that is away is none of the shard's.
+        if isinstance(error, OSError) and (is_transient(error) or is_denied(error)):
+            raise
+        return "the file is missing" if isinstance(error, FileNotFoundError) else str(error)
+    return None
+
+
 class RowGroupReader:
     """Reads row groups by their index in the manifest, keeping some files open."""
 

@@ -1,7 +1,8 @@
 """Class names in label order, from the labels of a source and what it declares of them."""
 
 import re
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Final, Literal
 
 MOST_CLASSES: Final = 1_000_000
@@ -45,6 +46,14 @@ def class_names(
             f"or say by convert.labels_are whether labels are names or indices."
         )
     return list(names), are_indices
+
+
+def check_unique(names: Sequence[str], whose: str) -> None:
+    """Raises ValueError if two classes have one name, which would make them one."""
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(
+            f"{whose} has several classes of the name {twice[0]!r}; give each a name of its own."
+        )
 
 
 def declared_classes(declared: list[tuple[str, list[str]]]) -> list[str] | None:

@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     MANIFEST_FILE,
     REJECTED_FILE,
@@ -33,8 +33,8 @@ from vit_ray.data.format.schema import (
     STAGING_FOLDER,
     shard_name,
 )
-from vit_ray.data.format.shard_writer import ShardWriter, problem_of_shard
-from vit_ray.data.prepare.class_names import LabelsAre
+from vit_ray.data.format.shard_writer import ShardWriter
+from vit_ray.data.prepare.class_names import LabelsAre, check_unique
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
 from vit_ray.data.prepare.shard_lists import (
@@ -43,8 +43,13 @@ from vit_ray.data.prepare.shard_lists import (
     shuffled_rows,
     write_shard_lists,
 )
-from vit_ray.data.prepare.source_index import SourceIndex, build_index, read_many
-from vit_ray.data.prepare.sources.entries import IndexEntry, printable
+from vit_ray.data.prepare.source_index import (
+    SourceIndex,
+    build_index,
+    parquet_output,
+    read_many,
+)
+from vit_ray.data.prepare.sources.entries import IndexEntry, printable, relative
 from vit_ray.data.prepare.sources.formats import Format, list_units
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
 from vit_ray.retry import with_retries
@@ -118,6 +123,7 @@ def convert(
             one had other settings, or too much is rejected.
     """
     folder = locate(destination)
+    check_unique(classes or (), "convert.classes")
     _check_free(folder)
     settings = _Settings(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
@@ -129,8 +135,15 @@ def convert(
         plan = _plan(settings, folder, keep_damaged_archives, num_cpus)
         _make_shards(plan, folder, num_cpus)
         report = _commit(plan, folder, max_rejected_fraction, lock_number)
-    folder.child(STAGING_FOLDER).delete()
+    _delete_staging(folder.child(STAGING_FOLDER))
     return report
+
+
+def _delete_staging(staging: Location) -> None:
+    if foreign := _foreign_files(staging):
+        _LOG.warning("%s stays: it holds %r, which is not ours", staging.uri, foreign[0])
+    else:
+        staging.delete()
 
 
 @contextmanager
@@ -154,14 +167,51 @@ def _alone(folder: Location) -> Iterator[int]:
 
 
 def _check_free(folder: Location) -> None:
-    """Refuse a finished data set; one that was stopped between manifest and report is finished."""
-    is_committed = folder.child(MANIFEST_FILE).exists()
-    is_begun = folder.child(STAGING_FOLDER).exists()
-    if is_committed and (folder.child(REPORT_FILE).exists() or not is_begun):
+    """Refuse a finished data set, and files that are somebody else's and that ours would replace.
+
+    A conversion that was stopped between manifest and report is not finished.
+    """
+    names = {info.base_name for info in folder.list_files(recursive=False)}
+    staging = folder.child(STAGING_FOLDER)
+    if foreign := _foreign_files(staging):
+        raise ValueError(
+            f"{staging.uri!r} holds {foreign[0]!r}, which no conversion has put there; choose "
+            f"another convert.destination, or move it away."
+        )
+    is_begun = staging.child(_SETTINGS).exists()
+    if MANIFEST_FILE in names and (REPORT_FILE in names or not is_begun):
         raise ValueError(
             f"convert.destination={folder.uri!r} already holds a data set; "
             f"choose another folder or delete it first."
         )
+    taken = sorted(name for name in names if _OUTPUT.fullmatch(name))
+    if taken and not is_begun:
+        raise ValueError(
+            f"convert.destination={folder.uri!r} has a file {taken[0]!r}, which a conversion would "
+            f"replace; choose another folder, or move it away."
+        )
+
+
+def _foreign_files(staging: Location) -> list[str]:
+    names = [relative(info.path, staging.path) for info in staging.list_files()]
+    return [name for name in names if not is_lock_file(name) and not _STAGED.fullmatch(name)]
+
+
+_SETTINGS: Final = "settings.json"
+_PLAN: Final = "plan.json"
+_HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
+"""What `AtomicOutput` appends to a file's name."""
+_STAGED: Final = re.compile(
+    r"(settings|plan|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
+    rf"({_HALF_WRITTEN})?"
+)
+_OUTPUT: Final = re.compile(
+    r"part-\d+-of-\d+\.parquet|"
+    + "|".join(re.escape(name) for name in (MANIFEST_FILE, REJECTED_FILE, REPORT_FILE))
+)
+"""Names that a conversion gives to files; others are somebody else's."""
+_STAGING_VERSION: Final = 3
+"""Of what the staging folder holds; raised when a restart could not read it."""
 
 
 @dataclass(frozen=True)
@@ -188,22 +238,24 @@ class _Settings:
 def _begin(settings: _Settings, folder: Location) -> None:
     """Note the settings; what an interrupted conversion made with others is no use to these."""
     staging = folder.child(STAGING_FOLDER)
-    file = staging.child("settings.json")
-    content = json.dumps(asdict(settings)).encode()
+    file = staging.child(_SETTINGS)
+    content = json.dumps({"version": _STAGING_VERSION, **asdict(settings)}).encode()
     if file.exists() and file.read() == content:
         return
     if staging.child(_PLAN).exists():
-        raise ValueError(
-            f"{folder.path!r} holds an interrupted conversion with another source or settings; "
-            f"repeat its command to continue it, or delete the folder."
-        )
+        raise _other_settings(folder)
     for info in staging.list_files():
         if not is_lock_file(info.base_name):
             staging.child(info.base_name).delete()
     file.write(content)
 
 
-_PLAN: Final = "plan.json"
+def _other_settings(folder: Location) -> ValueError:
+    return ValueError(
+        f"{folder.uri!r} holds an interrupted conversion with another source or settings, or of "
+        f"another version of vit_ray; repeat its command there to continue it, or delete the "
+        f"folder."
+    )
 
 
 @dataclass(frozen=True)
@@ -232,8 +284,7 @@ def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: f
     staging = folder.child(STAGING_FOLDER)
     file = staging.child(_PLAN)
     if file.exists():
-        fields = json.loads(file.read())
-        return _Plan(**{**fields, "settings": _Settings(**fields["settings"])})
+        return _known_plan(settings, folder)
     with tempfile.TemporaryDirectory() as scratch:
         index = build_index(
             list_units(settings.source, settings.format, settings.split),
@@ -254,6 +305,18 @@ def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: f
         )
     file.write(json.dumps(asdict(plan)).encode())
     return plan
+
+
+def _known_plan(settings: _Settings, folder: Location) -> _Plan:
+    """The plan of an interrupted conversion.
+
+    Raises:
+        ValueError: it has other settings, as when a conversion that had lost the folder wrote it.
+    """
+    fields = json.loads(folder.child(STAGING_FOLDER).child(_PLAN).read())
+    if fields["settings"] != asdict(settings):
+        raise _other_settings(folder)
+    return _Plan(**{**fields, "settings": settings})
 
 
 def _num_shards(settings: _Settings, index: SourceIndex, num_cpus: float) -> int:
@@ -344,10 +407,11 @@ class _ShardMaker:
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
                 try:
-                    writer.add(checked(image, entry.key, labels, settings.shrinking))
+                    row = checked(image, entry.key, labels, settings.shrinking)
                 except ValueError as error:
                     rejected.append((entry.key, printable(str(error))))
                     continue
+                writer.add(row)
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
                     counts[str(label)] = counts.get(str(label), 0) + 1
@@ -361,17 +425,11 @@ class _ShardMaker:
 _REJECTED_SHOWN: Final = 1000
 
 
-_HALF_WRITTEN: Final = re.compile(
-    r"(part-\d+-of-\d+\.parquet|manifest\.parquet|rejected\.parquet|report\.json)\.[0-9a-f]{8}\.tmp"
-)
-"""Names that `AtomicOutput` gives to files of a data set; others are somebody else's."""
-
-
 def _delete_abandoned(folder: Location) -> None:
     """Half-written files of killed conversions; on S3 such a file never comes to be."""
     if folder.is_local:
         for info in folder.list_files(recursive=False):
-            if _HALF_WRITTEN.fullmatch(info.base_name):
+            if re.fullmatch(f"({_OUTPUT.pattern}){_HALF_WRITTEN}", info.base_name):
                 os.remove(info.path)
 
 
@@ -382,22 +440,25 @@ def _commit(
     shown: dict[str, str] = {}
     written: list[_ShardResult] = []
     counts = np.zeros(len(plan.classes), np.int64)
-    with _RejectedWriter(folder.child(REJECTED_FILE)) as rejected:
+    num_rejected = 0
+    with parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output:
         for result in _results(plan, folder.child(STAGING_FOLDER)):
-            rejected.add(result.rejected)
+            if result.rejected:
+                output.write_table(_rejected_table(result.rejected))
+            num_rejected += len(result.rejected)
             shown.update(result.rejected[: max(0, _REJECTED_SHOWN - len(shown))])
             for label, count in result.label_counts.items():
                 counts[int(label)] += count
             if result.rows:
                 written.append(replace(result, rejected=[], label_counts={}))
-    _check_rejected(folder, shown, rejected.count, plan.num_images, max_rejected_fraction)
+    _check_rejected(folder, shown, num_rejected, plan.num_images, max_rejected_fraction)
     _check_shards(plan, folder, written)
     check_lock(folder.child(STAGING_FOLDER), lock_number)
     report = ConvertReport(
-        num_images=plan.num_images - rejected.count,
+        num_images=plan.num_images - num_rejected,
         num_classes=len(plan.classes),
         num_shards=len(written),
-        num_rejected=rejected.count,
+        num_rejected=num_rejected,
         bytes=sum(result.bytes for result in written),
         fingerprint=_write_manifest(plan, folder, written),
         label_histogram=dict(zip(plan.classes, counts.tolist(), strict=True)),
@@ -406,6 +467,11 @@ def _commit(
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
     _delete_abandoned(folder)
     return report
+
+
+def _rejected_table(rejected: list[tuple[str, str]]) -> pa.Table:
+    rows = [dict(zip(REJECTED_SCHEMA.names, row, strict=True)) for row in rejected]
+    return pa.Table.from_pylist(rows, REJECTED_SCHEMA)
 
 
 def _check_rejected(
@@ -429,8 +495,8 @@ def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) ->
     """
 
     def problem_of(result: _ShardResult) -> str | None:
-        location = folder.child(shard_name(result.shard, plan.num_shards))
-        return problem_of_shard(location, result.rows, result.bytes)
+        file = _shard_file(plan, result)
+        return problem_of_shard(folder.child(file.path), file)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         found = zip(written, pool.map(problem_of, written), strict=True)
@@ -446,27 +512,9 @@ def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) ->
         )
 
 
-class _RejectedWriter:
-    """Writes the table of rejected images shard by shard."""
-
-    def __init__(self, destination: Location) -> None:
-        self._output = destination.atomic_output()
-        self.count = 0
-
-    def __enter__(self) -> "_RejectedWriter":
-        target = self._output.__enter__()
-        self._writer = pq.ParquetWriter(target.path, REJECTED_SCHEMA, filesystem=target.filesystem)
-        return self
-
-    def add(self, rejected: list[tuple[str, str]]) -> None:
-        if rejected:
-            columns = [pa.array(column, pa.string()) for column in zip(*rejected, strict=True)]
-            self._writer.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
-        self.count += len(rejected)
-
-    def __exit__(self, *error: Any) -> None:
-        self._writer.close()
-        self._output.__exit__(*error)
+def _shard_file(plan: _Plan, result: _ShardResult) -> ShardFile:
+    name = shard_name(result.shard, plan.num_shards)
+    return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32)
 
 
 def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) -> str:
@@ -478,14 +526,10 @@ def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) 
         dropped={},
         crc32=np.concatenate([r.row_group_crc32 for r in written]),
     )
-    files = [
-        ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes, r.footer_crc32)
-        for r in written
-    ]
     return write_manifest(
         folder,
         columns,
-        files=files,
+        files=[_shard_file(plan, result) for result in written],
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
         origin={"seed": plan.settings.seed, "source_digest": plan.source_digest},

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
 from vit_ray.data.images.perceptual_hash import (
     CROPS,
@@ -97,7 +97,8 @@ def deduplicate(
     """
     if not evaluation_sets:
         raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set.")
-    refuse_existing(destination, MANIFEST_FILE, DUPLICATES_FILE)
+    taken = MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE
+    refuse_existing(destination, *taken)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
     files = [int(i) for i in np.unique(whole.file_index)]
@@ -111,6 +112,7 @@ def deduplicate(
             f"check which set is which."
         )
     duplicates = [Duplicate(**row["duplicate"]) for row in rows]
+    refuse_existing(destination, *taken)  # again: hours may have passed
     _write_list(destination, duplicates)
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
     derive(whole, columns, destination, {**origin, "max_distance": max_distance})

@@ -17,6 +17,9 @@ from vit_ray.data.prepare.sources.entries import IndexEntry
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
 
+_MOST_JPEG_PIXELS: Final = 65_500
+"""Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
+
 
 @dataclass(frozen=True)
 class Shrinking:
@@ -52,7 +55,8 @@ def checked(
     """A row of the data set.
 
     Raises:
-        ValueError: if the image could not be read, is empty, not an image, or cut short.
+        ValueError: if the image could not be read, is empty, not an image, cut short, or cannot
+            be shrunk.
     """
     if isinstance(image, ValueError):
         raise image
@@ -80,6 +84,11 @@ def _shrunk(pixels: NDArray[np.uint8], shrinking: Shrinking) -> tuple[bytes, NDA
     shorter_side = shrinking.shorter_side
     factor = shorter_side / min(pixels.shape[:2])
     height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
+    if max(height, width) > _MOST_JPEG_PIXELS:
+        raise ValueError(
+            f"shrunk to {width} x {height} pixels it is too long for a JPEG, whose sides have at "
+            f"most {_MOST_JPEG_PIXELS:,}"
+        )
     small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
     bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
     encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, shrinking.quality])[1]

@@ -14,11 +14,15 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.order.selection import KeyedPermutation
-from vit_ray.data.prepare.source_index import SourceIndex, read_row_groups, table_entries
+from vit_ray.data.prepare.source_index import (
+    SourceIndex,
+    parquet_output,
+    read_row_groups,
+    table_entries,
+)
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
 from vit_ray.storage import Location
 
@@ -74,11 +78,9 @@ def write_shard_lists(
     _deal(index, shards, seed, scratch)
     for number, first in enumerate(shards.first_shards):
         table = _in_order(_bucket(scratch, number))
-        with staging.child(_list_name(number)).atomic_output() as target:
-            options = {"filesystem": target.filesystem, "compression": "zstd"}
-            with pq.ParquetWriter(target.path, INDEX_SCHEMA, **options) as writer:
-                for part in _per_shard(table, shards, first):
-                    writer.write_table(part, row_group_size=max(1, part.num_rows))
+        with parquet_output(staging.child(_list_name(number)), INDEX_SCHEMA) as writer:
+            for part in _per_shard(table, shards, first):
+                writer.write_table(part, row_group_size=max(1, part.num_rows))
         _bucket(scratch, number).unlink()
 
 

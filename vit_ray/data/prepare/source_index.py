@@ -4,6 +4,7 @@ Each unit's index is a parquet file in the staging folder, so that a restart doe
 Nobody ever reads it at random places: `shard_lists.py` draws it into another order.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -11,8 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +39,7 @@ from vit_ray.data.prepare.sources.entries import (
 )
 from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, closed_after, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
 """Rows of a row group of an index file."""
@@ -236,16 +238,12 @@ class _UnitIndexer:
         return unit.path
 
     def _index(self, staging: Location, unit: SourceUnit) -> _UnitFacts:
-        tally, damage = _Tally(), None
-        with _PartWriter(staging.child(_part_name(unit))) as writer:
-            for entry in _until_damage(unit, staging.child(f"{_name(unit)}.bin")):
-                if isinstance(entry, DamagedUnitError):
-                    damage = str(entry)
-                    entry = rejected(unit.path, unit.name, damage)
-                entry = storable(entry)
-                writer.add(entry)
-                tally.add(entry, unit)
-        declared = None if damage else class_names_in_file(unit)
+        tally = _Tally(unit)
+        entries = map(tally.add, _until_damage(unit, staging.child(f"{_name(unit)}.bin")))
+        with parquet_output(staging.child(_part_name(unit)), INDEX_SCHEMA) as writer:
+            while found := list(islice(entries, ENTRIES_AT_A_TIME)):
+                writer.write_table(entries_table(found))
+        declared = None if tally.damage else class_names_in_file(unit)
         return _UnitFacts(
             unit.path,
             sorted(tally.labels),
@@ -255,7 +253,7 @@ class _UnitIndexer:
             tally.rows,
             tally.bytes,
             tally.unknown_lengths,
-            damage,
+            tally.damage,
         )
 
 
@@ -269,50 +267,42 @@ def _until_damage(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry | Dam
 class _Tally:
     """Counts the entries of one unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: SourceUnit) -> None:
+        self._unit = unit
+        self.damage: str | None = None
         self.labels: set[str] = set()
         self.kinds: set[str] = set()
         self.digest = hashlib.sha256()
         self.rows = self.bytes = self.unknown_lengths = 0
 
-    def add(self, entry: IndexEntry, unit: SourceUnit) -> None:
+    def add(self, found: IndexEntry | DamagedUnitError) -> IndexEntry:
+        """The entry as it is kept."""
+        if isinstance(found, DamagedUnitError):
+            self.damage = str(found)
+            found = rejected(self._unit.path, self._unit.name, self.damage)
+        entry = storable(found)
         self.rows += 1
         self.digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
-        if entry.problem is not None:
-            return
-        self.labels.update(entry.labels)
-        self.kinds.add(entry.label_kind)
-        self.bytes += max(entry.length, 0)
-        self.unknown_lengths += entry.length < 0
-        check_class_count(len(self.labels), unit.path)
+        if entry.problem is None:
+            self.labels.update(entry.labels)
+            self.kinds.add(entry.label_kind)
+            self.bytes += max(entry.length, 0)
+            self.unknown_lengths += entry.length < 0
+            check_class_count(len(self.labels), self._unit.path)
+        return entry
 
 
-class _PartWriter:
-    def __init__(self, destination: Location) -> None:
-        self._output = destination.atomic_output()
-        self._pending: list[IndexEntry] = []
-
-    def __enter__(self) -> "_PartWriter":
-        target = self._output.__enter__()
-        self._writer = pq.ParquetWriter(
-            target.path, INDEX_SCHEMA, filesystem=target.filesystem, compression="zstd"
-        )
-        return self
-
-    def add(self, entry: IndexEntry) -> None:
-        self._pending.append(entry)
-        if len(self._pending) == ENTRIES_AT_A_TIME:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._writer.write_table(entries_table(self._pending))
-        self._pending = []
-
-    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
-        if error_type is None:
-            self._flush()
-        self._writer.close()
-        self._output.__exit__(error_type, error, trace)
+@contextlib.contextmanager
+def parquet_output(
+    destination: Location, schema: pa.Schema, compression: str = "zstd"
+) -> Iterator[pq.ParquetWriter]:
+    """A writer of a file that becomes `destination` when the block ends without an error."""
+    with (
+        destination.atomic_output() as target,
+        closed_after(target.filesystem.open_output_stream(target.path)) as stream,
+        closed_after(pq.ParquetWriter(stream, schema, compression=compression)) as writer,
+    ):
+        yield writer
 
 
 def entries_table(entries: list[IndexEntry]) -> pa.Table:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset, write_manifest
-from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.order.keyed_random import key_of, keys_of
 from vit_ray.storage import locate
 
@@ -56,7 +56,7 @@ def derive(
     Raises:
         ValueError: if the destination holds a data set already.
     """
-    refuse_existing(destination, MANIFEST_FILE)
+    refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     write_manifest(
         locate(destination),
         columns,

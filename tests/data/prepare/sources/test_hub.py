@@ -116,3 +116,10 @@ def test_columns_that_are_not_understood_are_refused(
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=rf"x.parquet'.*{reason}"):
         converted(tmp_path / "x.parquet", tmp_path / "set")
+
+
+def test_a_class_label_with_one_name_twice_is_refused(serial: None, tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    write_hub_file(file, IMAGES, [0, 1, 2] * 4, class_label(["cat", "dog", "cat"]))
+    with pytest.raises(ValueError, match=r"train.parquet' has several classes of the name 'cat'"):
+        converted(file, tmp_path / "set")

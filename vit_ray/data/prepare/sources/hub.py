@@ -11,6 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vit_ray.data.prepare.class_names import check_unique
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
     DamagedUnitError,
@@ -21,7 +22,7 @@ from vit_ray.data.prepare.sources.entries import (
 )
 from vit_ray.data.prepare.sources.labels import Labels, labels_of_value
 from vit_ray.retry import is_denied, is_transient
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, closed_after, locate
 
 _IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
@@ -42,7 +43,7 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     with (
         location.filesystem.open_input_file(location.path) as file,
         pack.atomic_output() as target,
-        target.filesystem.open_output_stream(target.path) as output,
+        closed_after(target.filesystem.open_output_stream(target.path)) as output,
     ):
         source = _opened(file, unit.path)
         columns = _Columns(source.schema_arrow, unit.path)
@@ -106,6 +107,7 @@ class _Columns:
         self.image, self.label = images[0], labels[0]
         self.image_path = self._bytes_of(schema.field(self.image))
         self.class_names = _names(features.get(self.label))
+        check_unique(self.class_names or (), repr(path))
         self._check_labels(schema.field(self.label).type)
 
     def _features(self, schema: pa.Schema) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
         shard_mib=config.shard_mib,
         classes=config.classes,
         labels_are=config.labels_are,
+        columns=config.columns,
         keep_damaged_archives=config.keep_damaged_archives,
         shrink_to=config.shrink_to,
         shrink_quality=config.shrink_quality,

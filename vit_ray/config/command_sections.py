@@ -33,6 +33,9 @@ class ConvertConfig(Section):
     labels_are: Literal["auto", "names", "indices"] = "auto"
     """What labels are: class names, or indices into the classes; auto = as the source declares, and
     indices where it does not, all labels are integers, and no class name is."""
+    columns: tuple[str, ...] = ()
+    """Fields of the source to pass through as text, such as captions and ids: columns of parquet
+    and CSV, keys of JSON, suffixes of a tar's text files."""
     keep_damaged_archives: bool = False
     """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
     shrink_to: Positive | None = None

@@ -9,6 +9,7 @@ de-duplicated set is a manifest alone, whose files lie in another folder.
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -63,6 +64,7 @@ class Manifest:
         num_images: rows in all row groups, without those that a subset leaves out.
         classes: class names; a label is an index into them.
         max_labels: the longest label list; 1 for single-label data.
+        text_columns: those of the shards that came from the source, such as captions.
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
         file_index: int32 per row group, index into `files`.
         row_group: int32 per row group, its index in that file.
@@ -86,6 +88,7 @@ class Manifest:
     bytes: NDArray[np.int64]
     dropped: dict[int, NDArray[np.int32]]
     crc32: NDArray[np.uint32] | None = None
+    text_columns: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -214,6 +217,7 @@ def _from_table(
         fingerprint=fingerprint,
         format_version=version,
         files=[ShardFile(*entry) for entry in header["files"]],
+        text_columns=tuple(header.get("text_columns", ())),
         **vars(columns),
     )
 
@@ -276,6 +280,7 @@ def write_manifest(
     classes: list[str],
     max_labels: int,
     root: str = "",
+    text_columns: Sequence[str] = (),
     origin: dict[str, Any],
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
@@ -291,6 +296,7 @@ def write_manifest(
         "max_labels": max_labels,
         "root": root,
         "origin": origin,
+        **({"text_columns": list(text_columns)} if text_columns else {}),
         "files": [[f.path, f.rows, f.bytes, f.footer_crc32] for f in files],
     }
     header["fingerprint"] = _fingerprint(header, columns)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, ShardFile
-from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
+from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, shard_schema
 from vit_ray.retry import is_denied, is_transient, with_retries
 from vit_ray.storage import Location
 
@@ -128,7 +128,8 @@ class ShardReader:
             raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
         self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
         self._footer_start = self._bytes - len(footer)
-        if not self.metadata.schema.to_arrow_schema().equals(SHARD_SCHEMA):
+        columns = self.metadata.schema.to_arrow_schema()
+        if not columns.equals(shard_schema(columns.names[len(SHARD_SCHEMA) :])):
             raise ValueError(
                 f"shard {location.path!r} has a foreign schema ({self.metadata.schema.names}); "
                 f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them."

@@ -2,10 +2,12 @@
 
 A shard holds one row per image: the encoded bytes as they came, the labels, a key that names the
 image in its source, its size in pixels, and a checksum, by which one damaged image is told from its
-neighbours; that of its row group is in the manifest.
+neighbours; that of its row group is in the manifest. Columns of text that a source has beside its
+images (`convert.columns`) stand behind these; training does not decode them.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -34,6 +36,12 @@ SHARD_SCHEMA: Final = pa.schema(
         pa.field("crc32", pa.uint32(), nullable=False),
     ]
 )
+
+
+def shard_schema(columns: Sequence[str]) -> pa.Schema:
+    """That of shards with columns of text behind those that all have."""
+    return pa.schema([*SHARD_SCHEMA, *((name, pa.string()) for name in columns)])
+
 
 ROW_GROUP_SCHEMA: Final = pa.schema(
     [

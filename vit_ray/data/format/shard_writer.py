@@ -1,26 +1,27 @@
 """One parquet shard: rows in, fixed-size row groups out, and the facts that the manifest needs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.data.format.schema import SHARD_SCHEMA, checksum
+from vit_ray.data.format.schema import checksum, shard_schema
 from vit_ray.storage import Location, closed_after
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One row of a shard before it is written."""
+    """One row of a shard before it is written; `extra` has the values of its text columns."""
 
     image: bytes
     labels: tuple[int, ...]
     key: str
     width: int
     height: int
+    extra: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ class ShardWriter:
     Use as a context; the file becomes visible when the block ends without an error.
     """
 
-    def __init__(self, destination: Location, rows_per_row_group: int) -> None:
+    def __init__(
+        self, destination: Location, rows_per_row_group: int, text_columns: Sequence[str] = ()
+    ) -> None:
         self._destination = destination
         self._rows_per_row_group = rows_per_row_group
+        self._schema = shard_schema(text_columns)
         self._pending: list[EncodedImage] = []
         self._rows: list[int] = []
         self._crc32: list[int] = []
@@ -95,7 +99,7 @@ class ShardWriter:
             self._stream = _ChecksummedOutput(stream)
             writer = pq.ParquetWriter(
                 self._stream,
-                SHARD_SCHEMA,
+                self._schema,
                 compression="none",
                 use_dictionary=False,
                 write_statistics=False,
@@ -129,9 +133,10 @@ class ShardWriter:
             [row.width for row in self._pending],
             [row.height for row in self._pending],
             [checksum(row.image) for row in self._pending],
+            *map(list, zip(*(row.extra for row in self._pending), strict=True)),
         ]
-        arrays = [pa.array(c, type=f.type) for c, f in zip(columns, SHARD_SCHEMA, strict=True)]
-        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=SHARD_SCHEMA))
+        arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
+        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.append(len(self._pending))
         self._crc32.append(self._stream.end_part())
         self._pending = []

@@ -49,6 +49,7 @@ from vit_ray.data.prepare.source_index import (
     parquet_output,
     read_many,
 )
+from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import IndexEntry, printable, relative
 from vit_ray.data.prepare.sources.formats import Format, list_units
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
@@ -92,6 +93,7 @@ def convert(
     shard_mib: float = 256,
     classes: Sequence[str] | None = None,
     labels_are: LabelsAre = "auto",
+    columns: Sequence[str] = (),
     shrink_to: int | None = None,
     shrink_quality: int = 95,
     keep_damaged_archives: bool = False,
@@ -112,6 +114,8 @@ def convert(
         labels_are: what the source's labels are: names, or indices into the classes; `auto` is as
             the source declares, and indices where it does not, all are integers, and no class
             name is.
+        columns: fields of the source that are passed through as text, such as captions: columns of
+            parquet and CSV, keys of JSON, suffixes of a tar's text files.
         shrink_to: re-encode images whose shorter side is longer than this many pixels, as JPEG of
             `shrink_quality`; None keeps every byte as it came.
         keep_damaged_archives: take what stands before the damage of a tar that is cut or broken.
@@ -124,10 +128,11 @@ def convert(
     """
     folder = locate(destination)
     check_unique(classes or (), "convert.classes")
+    check_columns(columns)
     _check_free(folder)
     settings = _Settings(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
-        shrink_to, shrink_quality,
+        list(columns), shrink_to, shrink_quality,
     )  # fmt: skip
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
@@ -226,6 +231,7 @@ class _Settings:
     shard_mib: float
     classes: list[str]
     labels_are: LabelsAre
+    columns: list[str]
     shrink_to: int | None
     shrink_quality: int
 
@@ -292,6 +298,7 @@ def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: f
             Path(scratch),
             classes=settings.classes or None,
             labels_are=settings.labels_are,
+            columns=settings.columns,
             keep_damaged=keep_damaged,
             num_cpus=num_cpus,
         )
@@ -403,7 +410,7 @@ class _ShardMaker:
         counts: dict[str, int] = {}
         max_labels = 0
         destination = folder.child(shard_name(shard, self.plan.num_shards))
-        with ShardWriter(destination, settings.rows_per_row_group) as writer:
+        with ShardWriter(destination, settings.rows_per_row_group, settings.columns) as writer:
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
                 try:
@@ -411,7 +418,7 @@ class _ShardMaker:
                 except ValueError as error:
                     rejected.append((entry.key, printable(str(error))))
                     continue
-                writer.add(row)
+                writer.add(replace(row, extra=entry.extra))
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
                     counts[str(label)] = counts.get(str(label), 0) + 1
@@ -532,5 +539,6 @@ def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) 
         files=[_shard_file(plan, result) for result in written],
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
+        text_columns=plan.settings.columns,
         origin={"seed": plan.settings.seed, "source_digest": plan.source_digest},
     )

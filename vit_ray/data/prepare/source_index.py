@@ -9,9 +9,9 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -117,18 +117,26 @@ def build_index(
     *,
     classes: list[str] | None = None,
     labels_are: LabelsAre = "auto",
+    columns: Sequence[str] = (),
     keep_damaged: bool = False,
     num_cpus: float = 1.0,
 ) -> SourceIndex:
     """Index every unit that has not been indexed.
 
     Args:
+        columns: fields that are passed through.
         keep_damaged: takes what stands before the damage of an archive.
 
     Raises:
-        ValueError: if the source has no images, an archive is damaged, or a label is no given
-            class.
+        ValueError: if the source has no images, an archive is damaged, a label is no given class,
+            or no image has one of the columns.
     """
+    if columns and units[0].format in ("folder", "loose"):
+        raise ValueError(
+            f"convert.columns={list(columns)}: class folders have nothing beside their images; "
+            f"leave it out, or give a list (CSV, JSONL) of the images."
+        )
+    units = [replace(unit, columns=tuple(columns)) for unit in units]
     done = {info.base_name for info in staging.list_files()}
     missing = [unit for unit in units if _facts_name(unit) not in done]
     run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
@@ -145,6 +153,7 @@ def build_index(
             f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
             f"that were looked at; check its format."
         )
+    _check_found(columns, facts)
     declared = [(fact.path, fact.declared) for fact in facts if fact.declared]
     labels = {label for fact in facts for label in fact.labels}
     kinds = {kind for fact in facts for kind in fact.kinds}
@@ -163,6 +172,15 @@ def build_index(
         sum(fact.unknown_lengths for fact in facts),
         find_repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
     )
+
+
+def _check_found(columns: Sequence[str], facts: list["_UnitFacts"]) -> None:
+    found = {name for fact in facts for name in fact.columns}
+    if missing := [name for name in columns if name not in found]:
+        raise ValueError(
+            f"convert.columns={list(columns)}: no image of the source has a field {missing[0]!r}; "
+            f"check its name."
+        )
 
 
 def _forget_damaged(units: list[SourceUnit], facts: list["_UnitFacts"], staging: Location) -> None:
@@ -213,6 +231,7 @@ class _UnitFacts:
     Attributes:
         kinds: of its labels, as `IndexEntry.label_kind`.
         declared: its class names, where it says them.
+        columns: those that are passed through and that an image has.
         damage: where and why its index ends before the unit.
     """
 
@@ -224,6 +243,7 @@ class _UnitFacts:
     rows: int
     bytes: int
     unknown_lengths: int
+    columns: list[str]
     damage: str | None
 
 
@@ -253,6 +273,7 @@ class _UnitIndexer:
             tally.rows,
             tally.bytes,
             tally.unknown_lengths,
+            sorted(tally.columns),
             tally.damage,
         )
 
@@ -272,6 +293,7 @@ class _Tally:
         self.damage: str | None = None
         self.labels: set[str] = set()
         self.kinds: set[str] = set()
+        self.columns: set[str] = set()
         self.digest = hashlib.sha256()
         self.rows = self.bytes = self.unknown_lengths = 0
 
@@ -286,6 +308,8 @@ class _Tally:
         if entry.problem is None:
             self.labels.update(entry.labels)
             self.kinds.add(entry.label_kind)
+            values = zip(self._unit.columns, entry.extra, strict=True)
+            self.columns.update(name for name, value in values if value is not None)
             self.bytes += max(entry.length, 0)
             self.unknown_lengths += entry.length < 0
             check_class_count(len(self.labels), self._unit.path)
@@ -315,7 +339,8 @@ def entries_table(entries: list[IndexEntry]) -> pa.Table:
 def table_entries(table: pa.Table) -> Iterator[IndexEntry]:
     """The rows of an index table."""
     for row in table.to_pylist():
-        yield IndexEntry(**{**row, "labels": tuple(row["labels"])})
+        lists = {name: tuple(row[name]) for name in ("labels", "extra")}
+        yield IndexEntry(**{**row, **lists})
 
 
 def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArray[np.int64]:

@@ -63,6 +63,7 @@ def derive(
         files=whole.files,
         classes=whole.classes,
         max_labels=whole.max_labels,
+        text_columns=whole.text_columns,
         root=locate(whole.root).uri,
         origin=origin,
     )

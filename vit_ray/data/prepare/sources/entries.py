@@ -30,6 +30,7 @@ INDEX_SCHEMA: Final = pa.schema(
         ("key", pa.large_string()),
         ("labels", pa.large_list(pa.large_string())),
         ("problem", pa.large_string()),
+        ("extra", pa.large_list(pa.large_string())),
     ]
 )
 
@@ -56,6 +57,7 @@ class SourceUnit:
         folder: what keys, and the paths of a list, are relative to.
         start, stop: bytes of a list; None = to its end.
         first_line: 1-based number of the line at `start`.
+        columns: names of the fields that are passed through.
     """
 
     format: str
@@ -64,6 +66,7 @@ class SourceUnit:
     start: int = 0
     stop: int | None = None
     first_line: int = 1
+    columns: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,7 +76,10 @@ class SourceUnit:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One image of a source. `problem` says why it cannot be used, before it is even read."""
+    """One image of a source. `problem` says why it cannot be used, before it is even read.
+
+    `extra` has the values of the unit's `columns`.
+    """
 
     path: str
     offset: int
@@ -82,6 +88,7 @@ class IndexEntry:
     labels: tuple[str, ...]
     problem: str | None = None
     label_kind: LabelKind = "text"
+    extra: tuple[str | None, ...] = ()
 
     def read(self) -> bytes:
         """The encoded image.
@@ -108,7 +115,8 @@ def rejected(path: str, key: str, problem: str) -> IndexEntry:
 def storable(entry: IndexEntry) -> IndexEntry:
     """The entry, or, where a name or label of it is no Unicode, a rejected one that can be kept."""
     try:
-        "".join((entry.path, entry.key, entry.problem or "", *entry.labels)).encode()
+        values = (entry.problem, *entry.extra)
+        "".join((entry.path, entry.key, *entry.labels, *filter(None, values))).encode()
         return entry
     except UnicodeEncodeError:
         problem = entry.problem or "its name or its label is not valid UTF-8"

@@ -4,14 +4,17 @@ The type that a file declares for its labels decides what they are: a `ClassLabe
 its names, text is a name, a plain integer is an index into names that are to be given.
 """
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.prepare.class_names import check_unique
+from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,
     DamagedUnitError,
@@ -47,15 +50,16 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     ):
         source = _opened(file, unit.path)
         columns = _Columns(source.schema_arrow, unit.path)
+        columns.check_extra(source.schema_arrow, unit.columns)
         first, offset = 0, 0
         for group in range(source.metadata.num_row_groups):
-            for row, image, label in _rows(source, group, columns):
+            for row, image, read in _rows(source, group, columns, unit.columns):
                 key = f"{stem}/{first + row:08d}"
                 if isinstance(image, Exception):
                     yield rejected(unit.path, key, f"row group {group} is damaged: {image}")
                     continue
                 entry = IndexEntry(pack.uri, offset, len(image), key, ())
-                yield _labelled(entry, label, columns)
+                yield _labelled(entry, read, columns, unit.columns)
                 output.write(image)
                 offset += len(image)
             first += source.metadata.row_group(group).num_rows
@@ -110,6 +114,16 @@ class _Columns:
         check_unique(self.class_names or (), repr(path))
         self._check_labels(schema.field(self.label).type)
 
+    def check_extra(self, schema: pa.Schema, names: Sequence[str]) -> None:
+        """Raises ValueError for columns that are not there, or have no text."""
+        for name in names:
+            kind = schema.field(name).type if name in schema.names else None
+            if kind is None or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+                what = "has no column" if kind is None else "has no text in its column"
+                raise ValueError(
+                    f"{self._path!r} {what} {name!r} of convert.columns; it has {schema.names}."
+                )
+
     def _features(self, schema: pa.Schema) -> dict[str, Any]:
         try:
             metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -159,41 +173,49 @@ def _names(feature: Any) -> list[str] | None:
     return _names(feature.get("feature"))
 
 
-_Row = tuple[int, bytes | Exception, Callable[[], Any]]
-"""Number in the row group, encoded image or why there is none, and its label when asked for."""
+_Row = tuple[int, bytes | Exception, Callable[[str], Any]]
+"""Number in the row group, encoded image or why there is none, and its columns when asked for."""
 
 
-def _rows(source: pq.ParquetFile, group: int, columns: _Columns) -> Iterator[_Row]:
+def _rows(
+    source: pq.ParquetFile, group: int, columns: _Columns, extra: Sequence[str]
+) -> Iterator[_Row]:
     """Every row that the footer tells of, readable or not."""
     expected, row = source.metadata.row_group(group).num_rows, 0
     problem: Exception = ValueError("it ends early")
-    wanted = [columns.image_path, columns.label]
+    wanted = [columns.image_path, columns.label, *extra]
     try:
         for batch in source.iter_batches(_ROWS_AT_A_TIME, row_groups=[group], columns=wanted):
             images = batch.column(columns.image)
             if pa.types.is_struct(images.type):
                 images = pa.compute.struct_field(images, "bytes")
-            labels = batch.column(columns.label)
             for i in range(min(len(batch), expected - row)):
-                yield row, images[i].as_py() or b"", labels[i].as_py
+                yield row, images[i].as_py() or b"", functools.partial(_value, batch, i)
                 row += 1
     except (pa.ArrowException, OSError) as error:
         _raise_if_of_the_store(error)
         problem = error
     for missing in range(row, expected):
-        yield missing, problem, lambda: None
+        yield missing, problem, lambda _: None
 
 
-def _labelled(entry: IndexEntry, label: Callable[[], Any], columns: _Columns) -> IndexEntry:
+def _value(batch: pa.RecordBatch, row: int, column: str) -> Any:
+    return batch.column(column)[row].as_py()
+
+
+def _labelled(
+    entry: IndexEntry, read: Callable[[str], Any], columns: _Columns, extra: Sequence[str]
+) -> IndexEntry:
     try:
         if entry.length > MOST_IMAGE_BYTES:
             raise ValueError(f"it has {entry.length:,} bytes, more than {MOST_IMAGE_BYTES:,}")
         if not entry.length:
             raise ValueError("its image has no bytes")
-        labels, kind = _resolved(labels_of_value(label()), columns.class_names)
+        labels, kind = _resolved(labels_of_value(read(columns.label)), columns.class_names)
+        values = tuple(stored_text(read(name)) for name in extra)
     except ValueError as error:
         return with_problem(entry, str(error))
-    return IndexEntry(entry.path, entry.offset, entry.length, entry.key, labels, label_kind=kind)
+    return replace(entry, labels=labels, label_kind=kind, extra=values)
 
 
 def _resolved(labels: Labels, names: list[str] | None) -> Labels:

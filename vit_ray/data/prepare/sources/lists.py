@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import IO, Any, Final
 
+from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
     WHOLE_FILE,
     IndexEntry,
@@ -137,7 +138,7 @@ def _json_row(unit: SourceUnit, line: bytes, number: int) -> IndexEntry:
             f"line {number} has no path in any of {list(PATH_FIELDS)}; it has {found}",
         )
     try:
-        return _entry(unit, name, labels_of_record(fields))
+        return _entry(unit, name, labels_of_record(fields), extra_of(fields, unit.columns))
     except ValueError as error:
         return with_problem(_entry(unit, name, ((), "text")), str(error))
 
@@ -151,7 +152,8 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as opened:
         file = io.BufferedReader(opened, _BUFFER)
-        header = _header(file, unit)
+        names = _names(file, unit)
+        header = _header(names, unit)
         # What is not UTF-8 is kept as surrogates, so that a row is rejected and not the file.
         lines = (line.decode("utf-8", "surrogateescape") for line in _Lines(file, unit))
         rows = csv.reader(lines)
@@ -159,16 +161,20 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         for row in _without_errors(rows):
             first, last = last + 1, unit.first_line - 1 + rows.line_num
             if row and last > 1:
-                yield from _csv_row(unit, header, row, range(first, last + 1))
+                yield from _csv_row(unit, header, row, range(first, last + 1), names)
 
 
-def _header(file: IO[bytes], unit: SourceUnit) -> list[str]:
-    """Names of the columns, the path's as `path` and the labels' as `label` or `labels`."""
+def _names(file: IO[bytes], unit: SourceUnit) -> list[str]:
+    """Names of the columns, in small letters."""
     text = file.readline(MOST_JSON_BYTES).decode("utf-8-sig", "replace")
     try:
-        names = [name.strip().lower() for name in next(csv.reader([text]), [])]
+        return [name.strip().lower() for name in next(csv.reader([text]), [])]
     except csv.Error as error:
         raise ValueError(f"{unit.path!r}: its header cannot be read ({error})") from error
+
+
+def _header(names: list[str], unit: SourceUnit) -> list[str]:
+    """Names of the columns, the path's as `path` and the labels' as `label` or `labels`."""
     path = next((name for name in PATH_FIELDS if name in names), None)
     label = next((name for name in LABEL_FIELDS if name in names), None)
     if path is None or label is None:
@@ -177,6 +183,10 @@ def _header(file: IO[bytes], unit: SourceUnit) -> list[str]:
             f"{unit.path!r}: no column of {list(expected)} holds the image's {what}; "
             f"found {names[:20]}."
         )
+    if missing := [name for name in unit.columns if name.lower() not in names]:
+        raise ValueError(
+            f"{unit.path!r} has no column {missing[0]!r} of convert.columns; it has {names[:20]}."
+        )
     if repeated := [name for name in (path, label) if names.count(name) > 1]:
         raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; name one otherwise.")
     renamed: dict[str, str] = {path: "path", label: "labels" if label == "labels" else "label"}
@@ -184,12 +194,14 @@ def _header(file: IO[bytes], unit: SourceUnit) -> list[str]:
 
 
 def _csv_row(
-    unit: SourceUnit, header: list[str], row: list[str] | csv.Error, lines: range
+    unit: SourceUnit, header: list[str], row: list[str] | csv.Error, lines: range, names: list[str]
 ) -> Iterator[IndexEntry]:
     """The entry of a row, or a rejected one for each of the lines that were taken for it."""
     problem = _csv_problem(header, row)
     if problem is None and isinstance(row, list):
-        yield _csv_entry(unit, row[header.index("path")], header, row)
+        fields = dict(zip(names, row, strict=True))
+        extra = tuple(fields[name.lower()] for name in unit.columns)
+        yield replace(_csv_entry(unit, row[header.index("path")], header, row), extra=extra)
         return
     for line in lines:
         yield rejected(unit.path, f"{unit.path}#{line}", f"line {line}: {problem}")
@@ -222,8 +234,10 @@ def _csv_labels(header: list[str], row: list[str]) -> Labels:
     return tuple(dict.fromkeys(map(checked_label, texts))), "text"
 
 
-def _entry(unit: SourceUnit, name: str, labels: Labels) -> IndexEntry:
+def _entry(
+    unit: SourceUnit, name: str, labels: Labels, extra: tuple[str | None, ...] = ()
+) -> IndexEntry:
     """A row of a list; a relative path is relative to the list's folder."""
     path = name if name.startswith(("/", "s3://")) else f"{unit.folder}/{name}"
     texts, kind = labels
-    return IndexEntry(path, WHOLE_FILE, WHOLE_FILE, name, texts, label_kind=kind)
+    return IndexEntry(path, WHOLE_FILE, WHOLE_FILE, name, texts, None, kind, extra)

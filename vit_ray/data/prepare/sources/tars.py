@@ -9,9 +9,11 @@ marker, with nothing but zeros after it, or it is damaged.
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any, Final
 
+from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
     IMAGE_SUFFIXES,
     MOST_IMAGE_BYTES,
@@ -25,6 +27,7 @@ from vit_ray.data.prepare.sources.labels import (
     MOST_JSON_BYTES,
     MOST_TEXT_BYTES,
     Labels,
+    json_object,
     labels_of_json,
     labels_of_text,
 )
@@ -54,7 +57,7 @@ def index_tar(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     with location.filesystem.open_input_file(location.path) as opened:
         file = io.BufferedReader(opened, _BUFFER)
         for name, members in _samples(_members(file, opened.size(), unit.path)):
-            yield from _entries(unit.path, f"{shard}/{name}", members, file)
+            yield from _entries(unit, f"{shard}/{name}", members, file)
 
 
 class _BoundedReads:
@@ -148,23 +151,26 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> Iterator[tuple[str, _Members
         yield str(current), sample
 
 
-def _entries(path: str, key: str, members: _Members, file: IO[bytes]) -> Iterator[IndexEntry]:
+def _entries(
+    unit: SourceUnit, key: str, members: _Members, file: IO[bytes]
+) -> Iterator[IndexEntry]:
     """The entry of a sample; where it has no image but files that may be some, one for each."""
     suffixes = [suffix for suffix, _ in members]
     images = [s for s in suffixes if s.rpartition(".")[2] in IMAGE_SUFFIXES]
     if not images or not IMAGE_SUFFIXES.isdisjoint(suffixes):
-        yield _entry(path, key, members, file)
+        yield _entry(unit, key, members, file)
         return
     for suffix in images:
         yield rejected(
-            path,
+            unit.path,
             f"{key}.{suffix}",
             f"its name has several dots, and WebDataset takes it for the file {suffix!r} of the "
             f"sample {key!r}; write another character for all dots but the last",
         )
 
 
-def _entry(path: str, key: str, members: _Members, file: IO[bytes]) -> IndexEntry:
+def _entry(unit: SourceUnit, key: str, members: _Members, file: IO[bytes]) -> IndexEntry:
+    path = unit.path
     images = [member for suffix, member in members if suffix in IMAGE_SUFFIXES]
     found = sorted(suffix for suffix, _ in members)[:20]
     if len(images) != 1:
@@ -178,9 +184,25 @@ def _entry(path: str, key: str, members: _Members, file: IO[bytes]) -> IndexEntr
         return rejected(path, key, f"it has {image.size:,} bytes, more than {MOST_IMAGE_BYTES:,}")
     try:
         labels, kind = _labels(members, file)
+        extra = _extra(members, file, unit.columns)
     except ValueError as error:
         return with_problem(entry, str(error))
-    return IndexEntry(path, image.offset_data, image.size, key, labels, label_kind=kind)
+    return replace(entry, labels=labels, label_kind=kind, extra=extra)
+
+
+def _extra(members: _Members, file: IO[bytes], columns: Sequence[str]) -> tuple[str | None, ...]:
+    """Fields of the sample's `.json`, or the text of its file of that suffix, such as `txt`."""
+    if not columns:
+        return ()
+    files = dict(members)
+    fields: dict[str, Any] = {}
+    for name in {*columns, "json"} & files.keys():
+        try:
+            content = _content(files[name], file, MOST_JSON_BYTES)
+            fields |= json_object(content) if name == "json" else {name: content.decode()}
+        except ValueError as error:
+            raise ValueError(f"its .{name} cannot be passed through ({error})") from error
+    return extra_of(fields, columns)
 
 
 def _labels(members: _Members, file: IO[bytes]) -> Labels:

@@ -1,0 +1,33 @@
+"""Fields of a source that are passed through: captions, ids. All are stored as text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vit_ray.data.format.schema import SHARD_SCHEMA
+
+
+def extra_of(fields: Mapping[str, Any], columns: Sequence[str]) -> tuple[str | None, ...]:
+    """Values of some fields: text as it stands, anything else as JSON, None where there is none."""
+    return tuple(stored_text(fields.get(name)) for name in columns)
+
+
+def check_columns(columns: Sequence[str]) -> None:
+    """Check the names that are asked for.
+
+    Raises:
+        ValueError: one is named twice, or is a column of every data set.
+    """
+    for place, name in enumerate(columns):
+        if name in SHARD_SCHEMA.names or name in columns[:place]:
+            raise ValueError(
+                f"convert.columns={list(columns)}: {name!r} stands there twice, or is one of "
+                f"{SHARD_SCHEMA.names}, which every data set has; name other fields."
+            )
+
+
+def stored_text(value: Any) -> str | None:
+    """The value as it is stored."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -11,7 +11,7 @@ import ray
 from mlflow import MlflowClient
 
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking import run_actor
+from vit_ray.tracking import run_actor, run_handle
 from vit_ray.tracking.run_actor import Recorder
 from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
@@ -51,6 +51,58 @@ def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path
     assert Path(path).read_bytes() == content
 
 
+def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
+    ray_cluster: object, tmp_path: Path
+) -> None:
+    parent = started(tmp_path / "parent")
+    recorder = started(tmp_path, parent)
+    run_id = ray.get(recorder.run_id.remote())
+    recorder.metrics.remote(1, {"train/loss": 1.0, "eval/top1": 0.5})
+    recorder.event.remote("restart", "a worker has died", 1)
+    ray.get(recorder.request_save.remote())
+    ray.get(recorder.fail.remote("the disk is full"))
+    for step in range(2, 40):
+        recorder.metrics.remote(step, {"train/loss": float(step)})
+        if step == 20:
+            ray.kill(run_handle.host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
+    standing = ray.get(recorder.standing.remote())
+    assert (standing.step, standing.metrics["eval/top1"]) == (39, 0.5)
+    assert [event.text for event in standing.events] == ["a worker has died"]
+    assert ray.get(recorder.poll.remote(1, 39)) == (None, 1)
+    assert ray.get(recorder.failure.remote()) == "the disk is full"
+    ray.get(parent.request_stop.remote("SIGTERM"))
+    _wait_until_told(recorder, 1)
+    assert ray.get(recorder.finish.remote("FINISHED"))
+    recorder.release()
+    parent.release()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    points = client.get_metric_history(run_id, "train/loss")
+    assert sorted((p.step, p.value) for p in points) == [
+        (step, float(step)) for step in range(1, 40)
+    ]
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert ray.get(recorder.run_id.remote()) is None
+
+
+def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False)
+    opening = RunOpening(config, "run", tmp_path / "metrics.jsonl", None, {}, {}, None)
+    first = Recorder(opening)
+    run_id = first.run_id()
+    first._tracker.flush(20)
+    first._tracker._points.end(5)
+    first._tracker.record_end("FINISHED")
+    first._writer_lock.close()
+    client = MlflowClient(config.uri)
+    assert client.get_run(run_id).info.status == "RUNNING"
+    second = Recorder(opening)
+    assert second.was_finished
+    assert second.close()
+    assert client.get_run(run_id).info.status == "FINISHED"
+
+
 def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(
     ray_cluster: object, tmp_path: Path
 ) -> None:
@@ -65,9 +117,9 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(
     parent.release()
 
 
-def _wait_until_told(child: Any) -> None:
+def _wait_until_told(child: Any, saves_wanted: int = 0) -> None:
     deadline = time.monotonic() + 60
-    while ray.get(child.poll.remote(0, 1)) != ("SIGTERM", 0):
+    while ray.get(child.poll.remote(0, 1)) != ("SIGTERM", saves_wanted):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

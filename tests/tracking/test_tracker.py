@@ -1,9 +1,11 @@
 """The writer of MLflow runs, against real SQLite files and a real MLflow server."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +17,9 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.tracking import mlflow_client, senders
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,
@@ -23,14 +27,24 @@ from vit_ray.tracking.mlflow_client import (
     redact_uri,
     safe_uri,
 )
+from vit_ray.tracking.mlflow_writer import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """A SQLite file with MLflow's schema, whose making takes seconds."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, empty_store):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
 
 
@@ -52,7 +66,8 @@ def _only_run(uri, experiment="trials"):
 
 
 def test_a_run_holds_what_was_recorded(config, log_path, tmp_path):
-    table = tmp_path / "table.csv"
+    table = log_path.with_name("table.csv")
+    table.parent.mkdir()
     table.write_text("a,b\n1,2\n")
     params = {f"section.key_{i}": str(i) for i in range(250)}  # more than one request takes
     tracker = Tracker.start(
@@ -167,14 +182,14 @@ def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config,
         for step, value in ((3, 3.0), (4, 99.0), (5, 5.0)):
             record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
             file.write(json.dumps({**record, "time_ms": later}) + "\n")
-    first._ends = True  # no more work for its thread: the process is gone
+    first._points.end(5)  # no more work for its thread: the process is gone
     second = Tracker.start(config, "died", log_path, resume_step=4)
     second.metrics(5, {"train/loss": 98.0})
     second.metrics(6, {"train/loss": 6.0})
     assert second.finish()
     expected = [(step, float(step)) for step in range(1, 7)]
     assert _history(config.uri, first.run_id, "train/loss") == expected
-    assert replay(log_path, config.uri) == 0
+    assert replay(log_path, config.uri).num_points == 0
 
 
 def test_a_finished_run_that_goes_on_is_running_again(config, log_path):
@@ -243,6 +258,114 @@ def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog
     assert [r for r in caplog.messages if "refuses" in r and "not#allowed" in r]
 
 
+def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path, monkeypatch):
+    send = RunWriter.send
+
+    def refusing(self, records):
+        if any(record.get("key") == "poison" for record in records):
+            raise OSError("500: the column is too short")
+        return send(self, records)
+
+    monkeypatch.setattr(RunWriter, "send", refusing)
+    monkeypatch.setattr(senders, "FIRST_BACKOFF_S", 0.01)
+    tracker = Tracker.start(config, "odd", log_path)
+    tracker.tag("poison", "x")
+    tracker.metrics(1, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
+
+
+def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_other_files(
+    config, log_path, caplog, tmp_path
+):
+    tracker = Tracker.start(config, "blocked", log_path)
+    store = Path(MlflowClient(config.uri).get_run(tracker.run_id).info.artifact_uri[7:])
+    store.mkdir(parents=True)
+    (store / "tables").write_text("a file where the folder would be")
+    table = log_path.with_name("table.csv")
+    table.write_text("a,b\n1,2\n")
+    tracker.artifact(table, "tables")
+    tracker.artifact_text("note.txt", "kept")
+    for step in range(28):
+        tracker.metrics(step, {"train/loss": float(step)})
+    assert not tracker.finish(timeout_s=20)
+    run = _only_run(config.uri)
+    assert run.info.status == "FINISHED"
+    assert len(_history(config.uri, tracker.run_id, "train/loss")) == 28
+    assert (store / "note.txt").read_text() == "kept"
+    assert len([m for m in caplog.messages if "table.csv cannot be stored" in m]) == 1
+    assert [m for m in caplog.messages if f"does not have {table} of run" in m]
+
+    (store / "tables").unlink()
+    again = Tracker.start(config, "blocked", log_path)
+    assert again.finish()
+    assert (store / "tables" / "table.csv").read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize("way", ["absolute", "dots", "link", "folder with a link"])
+def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
+    way, config, log_path, tmp_path
+):
+    tracker = Tracker.start(config, "victim", log_path)
+    assert tracker.finish()
+    folder = log_path.parent
+    secret = tmp_path / "id_rsa"
+    secret.write_text("private")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "link").symlink_to(secret)
+    path = {
+        "absolute": secret,
+        "dots": f"{folder}/../id_rsa",
+        "link": folder / "inner" / "link",
+        "folder with a link": folder / "inner",
+    }[way]
+    with open(log_path, "a") as file:
+        file.write(json.dumps({"kind": "artifact", "path": str(path), "folder": "", "time_ms": 1}))
+        file.write("\n")
+    Tracker.start(config, "victim", log_path).finish()
+    done = replay(log_path, config.uri)
+    assert ["is not in the run's folder" in text for text in done.refused] == [True]
+    assert MlflowClient(config.uri).list_artifacts(tracker.run_id) == []
+    assert not [
+        p
+        for p in tmp_path.rglob("*")
+        if p.name in ("id_rsa", "link") and p != secret and not p.is_symlink()
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"kind": "metrics", "step": "x", "values": {"a": 1}, "time_ms": 1}',
+        '{"kind": "metrics", "step": 1, "values": {"a": "x"}, "time_ms": 1}',
+        '{"kind": "metrics", "step": 1, "values": [], "time_ms": 1}',
+        '{"kind": "metrics", "step": 1, "values": {"a": 1}}',
+        '{"kind": "artifact", "path": 7, "folder": "", "time_ms": 1}',
+        '{"kind": "tag", "time_ms": 1}',
+        '{"kind": ["tag"], "time_ms": 1}',
+        '{"kind": "start", "time_ms": 1}',
+    ],
+)
+def test_a_damaged_record_costs_only_itself(line, config, log_path):
+    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "damaged", log_path)
+    tracker.finish(timeout_s=0.1)
+    with open(log_path, "a") as file:
+        file.write(line + "\n")
+        file.write('{"kind": "metrics", "step": 1, "values": {"b": 2.0}, "time_ms": 1}\n')
+    done = replay(log_path, config.uri)
+    assert (done.num_points, done.refused) == (1, [])
+
+
+def test_a_sqlite_file_that_another_process_keeps_locked_is_given_up(config, log_path, monkeypatch):
+    monkeypatch.setattr(mlflow_client, "LOCK_S", 0.1)
+    path = config.uri.removeprefix("sqlite:///")
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"mlflow.db.lock for 0.1 s; end the one that"):
+            open_client(config.uri)
+
+
 def test_a_step_with_more_values_than_one_request_takes(config, log_path):
     tracker = Tracker.start(config, "wide", log_path)
     tracker.metrics(1, {f"system/node-{i}/cpu": float(i) for i in range(1500)})
@@ -260,9 +383,9 @@ def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
     tracker.metrics(100, {"train/loss": float("nan")})
     assert tracker.finish()
     other = f"sqlite:///{tmp_path}/other.db"
-    assert replay(log_path, other) == 101
-    assert replay(log_path, other) == 0
-    assert replay(log_path, config.uri) == 0
+    assert replay(log_path, other).num_points == 101
+    assert replay(log_path, other).num_points == 0
+    assert replay(log_path, config.uri).num_points == 0
     run = _only_run(other)
     assert (run.info.run_name, run.info.status) == ("copy", "FINISHED")
     assert (run.data.params, run.data.tags["a"]) == ({"seed": "1"}, "b")
@@ -281,6 +404,26 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
     wrong = subprocess.run([*job, str(log_path) + "x", config.uri], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "no such file" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "foo://user:hunter2@x",
+        "",
+        "sqlite:///",
+        "http://user:hunter2@127.0.0.1:9",
+        "http://[bad",
+        "x",
+    ],
+)
+def test_a_bad_address_for_replay_is_a_message(uri, config, log_path, capsys):
+    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
+    tracker.finish(timeout_s=0.1)
+    assert run_replay(log_path, uri) in (1, 2)
+    told = capsys.readouterr().err
+    assert told.startswith("error: MLflow at ")
+    assert "hunter2" not in told
 
 
 def test_replay_of_something_else_is_refused(tmp_path):
@@ -305,7 +448,7 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path
     assert len([w for w in warnings if "cannot be used" in w]) == 1
     assert "jobs/replay.py" in warnings[-1]
     assert "hunter2" not in log_path.read_text() + "".join(caplog.messages) + tracker.hint
-    assert replay(log_path, config.uri) == 50
+    assert replay(log_path, config.uri).num_points == 50
     run = _only_run(config.uri)
     assert run.info.status == "FAILED"
     assert run.data.params["tracking.uri"] == "http://127.0.0.1:9"
@@ -320,7 +463,7 @@ def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
             tracker.metrics(step, {"train/loss": 1.0})
         assert tracker.run_id is None
         assert not tracker.finish("FAILED", timeout_s=0.2)
-    assert replay(log_path, config.uri) == 1000
+    assert replay(log_path, config.uri).num_points == 1000
 
 
 def test_a_full_disk_loses_records_with_one_warning_but_not_the_training(config, tmp_path, caplog):
@@ -346,6 +489,7 @@ def _record_in_process(uri, folder, name):
 
 
 def test_processes_that_start_at_once_on_a_new_sqlite_file_all_write_everything(config, tmp_path):
+    Path(config.uri.removeprefix("sqlite:///")).unlink()
     context = multiprocessing.get_context("spawn")
     names = [f"trial-{i}" for i in range(3)]
     processes = [
@@ -468,7 +612,7 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
     assert [m for m in caplog.messages if run_id in m and "cannot be used" in m]
     expected = [(step, float(step)) for step in range(41)]
     assert _history(server.uri, run_id, "train/loss") == expected
-    assert replay(log_path, server.uri) == 0
+    assert replay(log_path, server.uri).num_points == 0
     assert _history(server.uri, run_id, "train/loss") == expected
     client = MlflowClient(server.uri)
     assert client.get_run(run_id).info.status == "FINISHED"

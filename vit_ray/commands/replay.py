@@ -9,10 +9,13 @@ from vit_ray.tracking.tracker import replay
 
 
 def run_replay(log: Path, uri: str) -> int:
-    """Bring a run's log to a tracking server; 2 where there is no such log."""
+    """Bring a run's log to a tracking server; 2 where there is no such log, 1 if not all went."""
     try:
-        print(f"{replay(log, uri)} points were new")
-    except ValueError as error:
+        done = replay(log, uri)
+    except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 2 if isinstance(error, ValueError) else 1
+    print(f"{done.num_points} points were new")
+    for refused in done.refused:
+        print(f"not sent: {refused}", file=sys.stderr)
+    return 1 if done.refused else 0

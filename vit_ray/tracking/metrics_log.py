@@ -6,15 +6,41 @@ of the process. Beside the file, `<name>.sent` says how far MLflow has it, and i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Final
 
 Record = dict[str, Any]
+
+FILES: Final = ("text", "artifact")
+"""Kinds of records that become files of the run."""
+_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "start": {
+        "spool_id": str,
+        "run_name": str,
+        "experiment": str,
+        "parent_run_id": (str, NoneType),
+        "params": dict,
+        "tags": dict,
+        "resume_step": (int, NoneType),
+    },
+    "metrics": {"step": int, "values": dict},
+    "tag": {"key": str, "value": str},
+    "text": {"name": str, "text": str},
+    "artifact": {"path": str, "folder": str},
+    "finish": {"status": str},
+    "event": {"event": dict},
+    "wish": {"what": str, "reason": str},
+}
+_START: Final = b'{"kind": "start"'
+SENT_KINDS: Final = frozenset(_FIELDS) - {"event", "wish"}
+"""What MLflow gets; other kinds are for the recorder that opens the log again."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +50,9 @@ class Sent:
     """What MLflow has of a log."""
 
     offset: int = 0
-    """Bytes."""
+    """Bytes up to which it has everything but files."""
+    files_offset: int | None = None
+    """Bytes up to which it has all files; None: as many as of the rest."""
     run_id: str | None = None
     """The run that has them."""
     attempt_ms: int | None = None
@@ -71,6 +99,19 @@ class MetricsLog:
             records.append((_parsed(line), offset))
         return records
 
+    def opened(self, key: str) -> list[Record] | None:
+        """What was recorded since a recorder opened the log under this key; None: none ever did."""
+        found: list[Record] | None = None
+        is_ours = False
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            for line in file:
+                if line.startswith(_START):
+                    is_ours = _parsed(line).get("opening") == key
+                    found = [] if is_ours else found
+                elif is_ours and found is not None:
+                    found.append(_parsed(line))
+        return found
+
     def first_start(self) -> Record | None:
         """The record that opened the file."""
         records = self.read(0)
@@ -113,6 +154,21 @@ class MetricsLog:
 def _parsed(line: bytes) -> Record:
     try:
         record = json.loads(line)
-    except ValueError:
+        return record if _is_whole(record) else {"kind": "torn"}
+    except (ValueError, RecursionError):
         return {"kind": "torn"}
-    return record if isinstance(record, dict) and "kind" in record else {"kind": "torn"}
+
+
+def _is_whole(record: Any) -> bool:
+    """It has what the writer needs of its kind; the file may have been changed by anybody."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return False
+    fields = _FIELDS.get(record["kind"])
+    if fields is None:
+        return True
+    if not isinstance(record.get("time_ms"), int):
+        return False
+    values = record.get("values", {})
+    return all(isinstance(record.get(key), kind) for key, kind in fields.items()) and all(
+        isinstance(value, (int, float)) for value in dict(values).values()
+    )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
+LOCK_S = 60.0
+"""Longest wait for other processes that open the same SQLite file; making its schema takes 10 s."""
 
 # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
 _REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -53,6 +57,7 @@ def open_client(uri: str) -> MlflowClient:
     of one database at once trip over each other.
 
     Raises:
+        TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
         Exception: whatever MLflow raises when the store cannot be used.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -64,7 +69,7 @@ def open_client(uri: str) -> MlflowClient:
         return MlflowClient(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock)
         client = MlflowClient(absolute_uri(uri))
         client.search_experiments(max_results=1)  # the first query makes the schema
     return client
@@ -97,6 +102,20 @@ def page_hint(uri: str, run_id: str | None = None) -> str:
         return f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
     link = safe_uri(uri).rstrip("/")
     return f"{link}/#/runs/{run_id}" if run_id else link
+
+
+def _wait_for(lock: IO[str]) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"another process has held {lock.name} for {LOCK_S:g} s; end the one that "
+                    f"`fuser {lock.name}` shows, or choose another tracking.uri"
+                ) from None
+            time.sleep(0.05)
 
 
 def _create_experiment(client: MlflowClient, uri: str, name: str) -> None:

@@ -28,16 +28,26 @@ NONFINITE = "_nonfinite"
 logger = logging.getLogger(__name__)
 
 
+class ForeignFileError(ValueError):
+    """A record names a file that is not the run's."""
+
+
 class RunWriter:
     """One MLflow run, found or created by `connect`."""
 
     def __init__(
-        self, uri: str, start: Record, run_id: str | None, attempt_ms: int | None = None
+        self,
+        uri: str,
+        start: Record,
+        folder: Path,
+        run_id: str | None,
+        attempt_ms: int | None = None,
     ) -> None:
         """
         Args:
             uri: tracking server or absolute SQLite address.
             start: the record that opened the log: run name, experiment, parent.
+            folder: the run's own; what a record names outside of it is never sent.
             run_id: the run to continue, if one is known.
             attempt_ms: when the attempt began whose records come first, if not with its start.
         """
@@ -45,6 +55,7 @@ class RunWriter:
         self.run_id: str | None = None
         self._uri = uri
         self._start = start
+        self._folder = folder.resolve()
         self._wanted = run_id
         self._client: MlflowClient | None = None
         self._seen: dict[str, SeenSteps] = {}
@@ -76,13 +87,22 @@ class RunWriter:
             self._load_steps(run, self.attempt_ms)
         self.run_id = run.info.run_id
 
+    def takes_writes(self) -> bool:
+        """Whether MLflow can be written to at the moment; what is written changes nothing."""
+        try:
+            run = self.client.get_run(self._id)
+            self.client.set_tag(self._id, ORIGIN, run.data.tags.get(ORIGIN, self._id))
+        except Exception:
+            return False
+        return True
+
     def send(self, records: Sequence[Record]) -> int:
         """Record them in order: metrics in one batch, or a single record of another kind.
 
         Returns:
             Metric points that were new.
         """
-        if records[0]["kind"] == "metrics":
+        if records and records[0]["kind"] == "metrics":
             return self._send_metrics(records)
         for record in records:
             sender = self._senders.get(record["kind"])
@@ -189,10 +209,20 @@ class RunWriter:
         path = Path(record["path"])
         if not path.exists():
             logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
-        elif path.is_dir():
-            self.client.log_artifacts(self._id, str(path), record["folder"] or None)
-        else:
-            self.client.log_artifact(self._id, str(path), record["folder"] or None)
+            return
+        self._check_own(path)
+        send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        send(self._id, str(path), record["folder"] or None)
+
+    def _check_own(self, path: Path) -> None:
+        """All that would be sent lies in the run's folder, links followed.
+
+        Raises:
+            ForeignFileError: some of it does not; a log that was tampered with names any file.
+        """
+        for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+            if not file.resolve().is_relative_to(self._folder):
+                raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
 
     def _tag(self, key: str, value: str) -> None:
         self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])

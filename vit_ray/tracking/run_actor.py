@@ -17,6 +17,7 @@ from typing import IO, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.run_status import Event, RunOpening, RunStatus, Stage
 from vit_ray.tracking.system_metrics import SystemMetrics
 from vit_ray.tracking.tracker import Status, Tracker
@@ -37,6 +38,13 @@ class Recorder:
         self._child_steps: dict[str, int] = {}
         self._children: list[Any] = []
         self._stage: Stage | None = None
+        self._standing = RunStatus()
+        self._stop: str | None = None
+        self._failure: str | None = None
+        self._saves_wanted = 0
+        self.was_finished = False
+        """Its end had been noted before the host died."""
+        self._restore(opening)
         self._tracker = Tracker.start(
             config,
             opening.run_name,
@@ -45,16 +53,41 @@ class Recorder:
             params=opening.params,
             tags=opening.tags,
             resume_step=opening.resume_step,
+            key=opening.key,
         )
-        self._standing = RunStatus()
-        self._stop: str | None = None
-        self._failure: str | None = None
-        self._saves_wanted = 0
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
-        if config.system_metrics and (run := self._tracker.run_id):
+        if config.system_metrics and not self.was_finished and (run := self._tracker.run_id):
             self._system = SystemMetrics(run, config.uri, "node-0").start()
             self._samplers = sample_other_nodes(run, config.uri)
+
+    def _restore(self, opening: RunOpening) -> None:
+        """What this opening had noted before its host died and was started again."""
+        for record in MetricsLog(opening.log_path).opened(opening.key) or ():
+            if record["kind"] == "metrics":
+                self._note_metrics(record["step"], record["values"])
+            elif record["kind"] == "event":
+                self._standing.events.append(Event(**record["event"]))
+            elif record["kind"] == "wish":
+                self._note_wish(record["what"], record["reason"])
+            elif record["kind"] == "finish":
+                self.was_finished = True
+
+    def _note_metrics(self, step: int, values: dict[str, float]) -> None:
+        self._standing.metrics.update(values)
+        self._standing.step = max(self._standing.step, step)
+
+    def _note_wish(self, what: str, reason: str) -> None:
+        if what == "stop":
+            self._stop = reason
+        elif what == "fail":
+            self._failure = reason
+        else:
+            self._saves_wanted += 1
+
+    def _wish(self, what: str, reason: str = "") -> None:
+        self._note_wish(what, reason)
+        self._tracker.note("wish", what=what, reason=reason)
 
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
@@ -68,13 +101,14 @@ class Recorder:
         """Metrics of a step; only the first attempt tells how long starting took."""
         if "startup/first_step_s" in self._standing.metrics:
             values = {k: v for k, v in values.items() if k != "startup/first_step_s"}
-        self._standing.metrics.update(values)
-        self._standing.step = max(self._standing.step, step)
+        self._note_metrics(step, values)
         self._tracker.metrics(step, values)
 
     def event(self, kind: str, text: str, step: int) -> None:
         """Something for the run's history."""
-        self._standing.events.append(Event(kind, text, step, time.time()))
+        event = Event(kind, text, step, time.time())
+        self._standing.events.append(event)
+        self._tracker.note("event", event=vars(event))
 
     def poll(self, rank: int, step: int) -> tuple[str | None, int]:
         """A worker's heartbeat; answers why to stop, if at all, and how many saves were wanted."""
@@ -106,7 +140,7 @@ class Recorder:
 
     def fail(self, reason: str) -> None:
         """The workers end, and a restart would not help."""
-        self._failure = reason
+        self._wish("fail", reason)
 
     def failure(self) -> str | None:
         """The reason given to `fail`."""
@@ -114,13 +148,13 @@ class Recorder:
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers, of the runs under this one too, to checkpoint and end."""
-        self._stop = reason
+        self._wish("stop", reason)
         for child in self._children:
             child.request_stop.remote(reason)
 
     def request_save(self) -> None:
         """Ask the workers for a checkpoint at once."""
-        self._saves_wanted += 1
+        self._wish("save")
 
     def stop_reason(self) -> str | None:
         """The reason given to `request_stop`."""
@@ -161,8 +195,13 @@ class Recorder:
             counts = collections.Counter(event.kind for event in self._standing.events)
             for kind, count in counts.items():
                 self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
+        self._tracker.record_end(status)
+        return self.close()
+
+    def close(self) -> bool:
+        """Bring what is recorded to MLflow and let go of the log; False if not all of it went."""
         try:
-            return self._tracker.finish(status)
+            return self._tracker.close()
         finally:
             self._writer_lock.close()
 

@@ -7,7 +7,6 @@ goes on where the run's log on disk ends.
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, Final
 
 import ray
@@ -59,10 +58,8 @@ def start_recorder(opening: RunOpening, node_id: str | None = None) -> RunHandle
         node_id: where, by default on this node: the node of the SQLite file and of the log.
     """
     host = host_on(node_id or ray.get_runtime_context().get_node_id())
-    handle = RunHandle(host, f"{opening.log_path} {uuid.uuid4().hex}", opening)
+    handle = RunHandle(host, f"{opening.log_path} {opening.key}", opening)
     handle.run_id.remote()  # opens it while the caller goes on
-    if opening.parent is not None:
-        opening.parent.adopt.remote(handle)
     return handle
 
 

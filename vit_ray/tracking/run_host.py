@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import ray
+
 from vit_ray.tracking.run_status import RunOpening, RunStatus
 
 
@@ -35,9 +37,22 @@ class RunHost:
             if key in self._ended:
                 return None
             if key not in self._runs:
-                self._runs[key] = _open(opening)
+                run = _open(opening)
+                if run.was_finished:
+                    self._ended.add(key)
+                    return run.close()
+                self._runs[key] = run
+                self._show_to_parent(key, opening)
             run = self._runs[key]
         return getattr(run, method)(*arguments, **named)
+
+    def _show_to_parent(self, key: str, opening: RunOpening) -> None:
+        """Each time that it is opened: the parent may have lost its children with this process."""
+        if opening.parent is not None:
+            from vit_ray.tracking.run_handle import RunHandle
+
+            host = ray.get_runtime_context().current_actor
+            opening.parent.adopt.remote(RunHandle(host, key, opening))
 
     def status_of(self, log_path: str) -> RunStatus | None:
         """Of the run that writes this log; None if there is none here."""

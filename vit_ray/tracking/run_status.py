@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,5 @@ class RunOpening:
     """Step of the checkpoint that training goes on from."""
     parent: Any = None
     """Handle of the sweep or study that the run is part of."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells this opening from others of the same log; it stays when the host has died between."""

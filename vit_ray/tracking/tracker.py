@@ -1,7 +1,7 @@
 """The one writer of a training's MLflow run; training never waits for MLflow, nor dies with it.
 
-What is recorded goes to a log on disk; a thread brings it to MLflow in batches, keeps trying
-while MLflow is away, and catches up when it returns, with the original times. `Tracker` knows
+What is recorded goes to a log on disk; threads bring it to MLflow in batches, keep trying
+while MLflow is away, and catch up when it returns, with the original times. `Tracker` knows
 nothing of Ray: the driver puts it into an actor beside itself.
 """
 
@@ -12,22 +12,23 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking.metrics_log import MetricsLog, Record, Sent
-from vit_ray.tracking.mlflow_api import MlflowException
+from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, Sent
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri
-from vit_ray.tracking.mlflow_writer import MAX_METRICS, RunWriter
+from vit_ray.tracking.mlflow_writer import RunWriter
+from vit_ray.tracking.senders import (
+    FILE_TRIES_AT_END,
+    FileSender,
+    PointSender,
+    file_name,
+    next_batch,
+)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-BATCH_INTERVAL_S = 1.0  # metrics are gathered this long before they are sent
-FIRST_BACKOFF_S = 1.0
-LAST_BACKOFF_S = 60.0
-# The request itself is wrong, so trying again does not help.
-_REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +36,30 @@ logger = logging.getLogger(__name__)
 class Tracker:
     """Records one run. No method raises, and only `flush` and `finish` wait."""
 
-    def __init__(self, uri: str, log: MetricsLog, writer: RunWriter, offset: int) -> None:
+    def __init__(self, uri: str, log: MetricsLog, writer: RunWriter, sent: Sent) -> None:
         self._uri = uri
         self._log = log
         self._writer = writer
-        self._offset = offset
-        self._backoff_s = 0.0
-        self._is_away = False
         self._has_rejected = False
-        self._ends = False
-        self._wake = threading.Event()
-        self._progress = threading.Condition()
-        self._num_tries = 0
-        self._thread = threading.Thread(target=self._work, name="mlflow-writer", daemon=True)
+        self._noting = threading.Lock()
+        self._points = PointSender(
+            log,
+            writer,
+            sent.offset,
+            on_progress=self._note_progress,
+            on_away=self._note_away,
+            on_back=self._note_back,
+            on_refusal=self._note_refused,
+        )
+        files_offset = sent.offset if sent.files_offset is None else sent.files_offset
+        self._files = FileSender(
+            log,
+            writer,
+            files_offset,
+            self._points,
+            on_progress=self._note_progress,
+            on_failure=self._note_failed_file,
+        )
 
     @classmethod
     def start(
@@ -60,6 +72,7 @@ class Tracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         resume_step: int | None = None,
+        key: str = "",
         wait_s: float = 10.0,
     ) -> Tracker:
         """Open the run and start writing.
@@ -74,6 +87,8 @@ class Tracker:
                 is shown in the tag `vit_ray.changed_params`.
             tags: run tags.
             resume_step: last step of the checkpoint that training goes on from, for the history.
+            key: of this opening; when the log has it already, recording goes on as if it had never
+                stopped.
             wait_s: how long to wait for the run to exist, so that `run_id` is known.
         """
         uri = absolute_uri(config.uri)
@@ -84,11 +99,13 @@ class Tracker:
             sent = Sent()
         record = _start_record(config, uri, run_name, params or {}, tags or {}, resume_step)
         first = file.first_start() or record
-        file.append(record)
-        writer = RunWriter(uri, first, run_id or sent.run_id, sent.attempt_ms)
-        tracker = cls(uri, file, writer, sent.offset)
-        tracker._thread.start()
-        tracker._wait_for_first_try(wait_s)
+        if not key or file.opened(key) is None:
+            file.append({**record, "opening": key})
+        writer = RunWriter(uri, first, log_path.parent, run_id or sent.run_id, sent.attempt_ms)
+        tracker = cls(uri, file, writer, sent)
+        tracker._points.start()
+        tracker._files.start()
+        tracker._points.wait_for_tries(1, wait_s)
         return tracker
 
     @property
@@ -110,35 +127,49 @@ class Tracker:
         """Set a tag of the run."""
         self._record({"kind": "tag", "key": key, "value": redact_uri(str(value), self._uri)})
 
+    def note(self, kind: str, **fields: Any) -> None:
+        """Keep in the log alone what a recorder that opens it again needs to know."""
+        self._record({"kind": kind, **fields})
+
     def artifact_text(self, name: str, text: str) -> None:
         """Keep a text as a file of the run, such as `recipe.yaml`."""
         self._record({"kind": "text", "name": name, "text": redact_uri(text, self._uri)})
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
-        """Keep a local file or folder with the run; it must stay where it is until it is sent."""
+        """Keep a file or folder of the run's folder; it must stay where it is until it is sent."""
         self._record({"kind": "artifact", "path": str(Path(path).resolve()), "folder": folder})
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything recorded so far; False when it does not in time."""
+        """Wait until MLflow has everything recorded so far; False when it does not in time.
+
+        A file that cannot be stored is waited for only while it is tried a few times more.
+        """
         goal, deadline = self._log.size, time.monotonic() + timeout_s
-        with self._progress:
-            while self._offset < goal and (left_s := deadline - time.monotonic()) > 0:
-                self._wake.set()
-                self._progress.wait(min(left_s, 0.5))
-        return self._offset >= goal
+        return self._points.flush(goal, deadline) and self._files.flush(
+            goal, deadline, FILE_TRIES_AT_END
+        )
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
-        """End the run; says how to send what MLflow could not take in time."""
+        """End the run, and `close`."""
+        self.record_end(status)
+        return self.close(timeout_s)
+
+    def record_end(self, status: Status) -> None:
+        """The run has ended; `close` comes next."""
         self._record({"kind": "finish", "status": status})
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Send what is recorded, and no more; says how to send what MLflow did not take in time."""
         is_sent = self.flush(timeout_s)
-        self._ends = True
-        self._wake.set()
-        self._thread.join(timeout_s if is_sent else 0.0)
+        for sender in (self._points, self._files):
+            sender.end(timeout_s if is_sent else 0.0)
         if not is_sent:
+            files = self._files.waiting
             logger.warning(
-                "MLflow at %s does not have all of run %s; when it is back: "
+                "MLflow at %s does not have %s of run %s; when that is mended: "
                 "python jobs/replay.py %s URI",
                 safe_uri(self._uri),
+                ", ".join(files) if files else "all",
                 self.run_id,
                 self._log.path,
             )
@@ -147,111 +178,86 @@ class Tracker:
     def _record(self, record: Record) -> None:
         self._log.append({**record, "time_ms": round(time.time() * 1000)})
 
-    def _wait_for_first_try(self, wait_s: float) -> None:
-        with self._progress:
-            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
-
-    def _work(self) -> None:
-        while not self._ends:
-            self._advance()
-            self._wake.wait(self._backoff_s or BATCH_INTERVAL_S)
-            self._wake.clear()
-
-    def _advance(self) -> None:
-        """Send what there is; an error of whatever kind means: away, try again later."""
-        try:
-            if self.run_id is None:
-                self._writer.connect()
-                self._moved_to(self._offset)
-            while batch := _next_batch(self._log, self._offset):
-                self._send([record for record, _ in batch])
-                self._moved_to(batch[-1][1])
-            self._note_back()
-        except Exception as error:
-            self._note_away(error)
-        with self._progress:
-            self._num_tries += 1
-            self._progress.notify_all()
-
-    def _send(self, records: list[Record]) -> None:
-        try:
-            self._writer.send(records)
-        except MlflowException as error:
-            if error.error_code not in _REJECTIONS:
-                raise
-            if len(records) > 1:
-                for record in records:
-                    self._send([record])
-            else:
-                self._note_rejected(error)
-
-    def _moved_to(self, offset: int) -> None:
-        self._log.mark_sent(Sent(offset, self.run_id, self._writer.attempt_ms))
-        with self._progress:
-            self._offset = offset
-            self._progress.notify_all()
+    def _note_progress(self) -> None:
+        with self._noting:
+            points, files = self._points.offset, self._files.offset
+            self._log.mark_sent(Sent(points, files, self.run_id, self._writer.attempt_ms))
 
     def _note_away(self, error: Exception) -> None:
-        self._backoff_s = min(max(2 * self._backoff_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-        if not self._is_away:
-            self._is_away = True
-            logger.warning(
-                "MLflow at %s cannot be used: run %s goes on, its metrics wait in %s (%s)",
-                safe_uri(self._uri),
-                self.run_id or self._log.path.stem,
-                self._log.path,
-                redact_uri(str(error), self._uri).partition("\n")[0],
-            )
+        logger.warning(
+            "MLflow at %s cannot be used: run %s goes on, its metrics wait in %s (%s)",
+            safe_uri(self._uri),
+            self.run_id or self._log.path.stem,
+            self._log.path,
+            self._reason(error),
+        )
 
     def _note_back(self) -> None:
-        self._backoff_s = 0.0
-        if self._is_away:
-            self._is_away = False
-            logger.info("MLflow at %s is back: run %s", safe_uri(self._uri), self.run_id)
+        logger.info("MLflow at %s is back: run %s", safe_uri(self._uri), self.run_id)
 
-    def _note_rejected(self, error: MlflowException) -> None:
+    def _note_refused(self, error: Exception) -> None:
         if not self._has_rejected:
             self._has_rejected = True
-            reason = redact_uri(str(error), self._uri)
-            logger.warning("MLflow refuses a record of run %s: %s", self.run_id, reason)
+            logger.warning(
+                "MLflow refuses a record of run %s: %s", self.run_id, self._reason(error)
+            )
+
+    def _note_failed_file(self, name: str, error: Exception) -> None:
+        logger.warning(
+            "run %s: %s cannot be stored with it (%s)", self.run_id, name, self._reason(error)
+        )
+
+    def _reason(self, error: Exception) -> str:
+        return redact_uri(str(error), self._uri).partition("\n")[0]
 
 
-def replay(log_path: Path, uri: str) -> int:
+@dataclass
+class Replayed:
+    """What came of a replay."""
+
+    num_points: int = 0
+    """Metric points that were new."""
+    refused: list[str] = field(default_factory=list)
+    """Records that MLflow did not take, or that are not the run's to send, each with the reason."""
+
+
+def replay(log_path: Path, uri: str) -> Replayed:
     """Bring a log into MLflow, into its own run or, where that is unknown, a new one.
 
-    Running it again adds nothing.
-
-    Returns:
-        Metric points that were new.
+    Running it again adds nothing. Only files in the log's own folder are sent.
 
     Raises:
         ValueError: no such log, or the file is none.
+        RuntimeError: MLflow cannot be used at this address.
     """
-    file = MetricsLog(log_path)
-    first = file.first_start()
+    log = MetricsLog(log_path)
+    first = log.first_start()
     if first is None:
         raise ValueError(f"log {str(log_path)!r}: no such file, or it does not begin with a run")
-    writer = RunWriter(absolute_uri(uri), first, file.sent().run_id)
-    writer.connect()
-    num_points, offset = 0, 0
-    while batch := _next_batch(file, offset):
-        num_points += writer.send([record for record, _ in batch])
-        offset = batch[-1][1]
-    return num_points
+    writer = RunWriter(absolute_uri(uri), first, log_path.parent, log.sent().run_id)
+    try:
+        writer.connect()
+    except Exception as error:
+        reason = redact_uri(str(error), uri).partition("\n")[0]
+        raise RuntimeError(f"MLflow at {safe_uri(uri)} cannot be used: {reason}") from None
+    done, offset = Replayed(), 0
+    while (found := next_batch(log, offset))[1] > offset:
+        _replay_batch(writer, found[0], done)
+        offset = found[1]
+    done.refused = [redact_uri(text, uri) for text in done.refused]
+    return done
 
 
-def _next_batch(log: MetricsLog, offset: int) -> list[tuple[Record, int]]:
-    """Metrics up to the size of one request, or one record of another kind."""
-    batch: list[tuple[Record, int]] = []
-    num_points = 0
-    for record, end in log.read(offset):
-        num_points += len(record.get("values", ()))
-        if batch and (record["kind"] != "metrics" or num_points > MAX_METRICS):
-            break
-        batch.append((record, end))
-        if record["kind"] != "metrics":
-            break
-    return batch
+def _replay_batch(writer: RunWriter, records: list[Record], done: Replayed) -> None:
+    try:
+        done.num_points += writer.send(records)
+    except Exception as error:
+        if len(records) > 1:
+            for record in records:
+                _replay_batch(writer, [record], done)
+            return
+        what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
+        done.refused.append(f"{what}: {error}".partition("\n")[0])
 
 
 def _start_record(

@@ -1,0 +1,261 @@
+"""Two threads that bring a log to MLflow: one what is small and ordered, one the files.
+
+A file that cannot be stored holds up nothing: not the metrics, not the end of the run, not the
+files after it. It is tried again, less and less often.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from vit_ray.tracking.metrics_log import FILES, SENT_KINDS, MetricsLog, Record
+from vit_ray.tracking.mlflow_api import MlflowException
+from vit_ray.tracking.mlflow_writer import MAX_METRICS, ForeignFileError, RunWriter
+
+BATCH_INTERVAL_S = 1.0  # metrics are gathered this long before they are sent
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 60.0
+MAX_TRIES = 4  # of a record that MLflow does not take although it takes others
+FILE_TRIES_AT_END = 3
+# The request itself is wrong, so trying again does not help.
+_REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
+
+
+class Sender(ABC):
+    """A thread that sends its part of a log, from an offset on, until it is told to end."""
+
+    def __init__(self, name: str, log: MetricsLog, writer: RunWriter, offset: int) -> None:
+        self._log = log
+        self._writer = writer
+        self._offset = offset
+        self._backoff_s = 0.0
+        self._ends = False
+        self._wake = threading.Event()
+        self._progress = threading.Condition()
+        self._num_tries = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the log up to which MLflow has this sender's part."""
+        return self._offset
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def end(self, join_s: float) -> None:
+        """Send no more after what is under way, for which to wait so long."""
+        self._ends = True
+        self._wake.set()
+        self._thread.join(join_s)
+
+    def wait_for_tries(self, count: int, wait_s: float) -> None:
+        """Wait until so many passes have been made since the start."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_tries >= count, wait_s)
+
+    def flush(self, goal: int, deadline: float, max_tries: int | None = None) -> bool:
+        """Wait until the log is sent up to a byte; False when it is not by then.
+
+        Args:
+            deadline: by `time.monotonic`.
+            max_tries: give up after so many passes.
+        """
+        tried_before = self._num_tries
+        with self._progress:
+            while self._offset < goal and (left_s := deadline - time.monotonic()) > 0:
+                if max_tries is not None and self._num_tries - tried_before >= max_tries:
+                    break
+                self._wake.set()
+                self._progress.wait(min(left_s, 0.5))
+        return self._offset >= goal
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Send what there is; raises nothing."""
+
+    def _work(self) -> None:
+        while not self._ends:
+            self._advance()
+            with self._progress:
+                self._num_tries += 1
+                self._progress.notify_all()
+            self._wake.wait(self._backoff_s or BATCH_INTERVAL_S)
+            self._wake.clear()
+
+    def _back_off(self) -> None:
+        self._backoff_s = min(max(2 * self._backoff_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+
+    def _moved_to(self, offset: int) -> None:
+        with self._progress:
+            self._offset = offset
+            self._progress.notify_all()
+
+
+class PointSender(Sender):
+    """Start, metrics, tags and end, in their order; it also finds or creates the run."""
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        writer: RunWriter,
+        offset: int,
+        *,
+        on_progress: Callable[[], None],
+        on_away: Callable[[Exception], None],
+        on_back: Callable[[], None],
+        on_refusal: Callable[[Exception], None],
+    ) -> None:
+        """
+        Args:
+            on_progress: MLflow has more of the log.
+            on_away, on_back: MLflow can no longer, or again, be used; told once each time.
+            on_refusal: MLflow takes other records, but not this one, which is left out.
+        """
+        super().__init__("mlflow-points", log, writer, offset)
+        self._on_progress, self._on_refusal = on_progress, on_refusal
+        self._on_away, self._on_back = on_away, on_back
+        self._failed_tries = 0
+        self.is_away = False
+
+    def _advance(self) -> None:
+        """Send what there is; an error of whatever kind means: away, try again later."""
+        try:
+            if self._writer.run_id is None:
+                self._writer.connect()
+                self._on_progress()
+            while (found := next_batch(self._log, self._offset, files=False))[1] > self._offset:
+                self._send(found[0])
+                self._failed_tries = 0
+                self._moved_to(found[1])
+                self._on_progress()
+            self._note_back()
+        except Exception as error:
+            self._failed_tries += 1
+            self._note_away(error)
+
+    def _send(self, records: list[Record]) -> None:
+        if not records:
+            return
+        try:
+            self._writer.send(records)
+        except Exception as error:
+            if not self._is_refusal(error):
+                raise
+            if len(records) > 1:
+                for record in records:
+                    self._send([record])
+            else:
+                self._on_refusal(error)
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """MLflow says so, or does not take it again and again while it takes something else."""
+        if _is_rejection(error):
+            return True
+        return self._failed_tries >= MAX_TRIES and self._writer.takes_writes()
+
+    def _note_away(self, error: Exception) -> None:
+        self._back_off()
+        if not self.is_away:
+            self.is_away = True
+            self._on_away(error)
+
+    def _note_back(self) -> None:
+        self._backoff_s = 0.0
+        if self.is_away:
+            self.is_away = False
+            self._on_back()
+
+
+class FileSender(Sender):
+    """Texts and artifacts; each that fails waits for itself alone."""
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        writer: RunWriter,
+        offset: int,
+        points: PointSender,
+        *,
+        on_progress: Callable[[], None],
+        on_failure: Callable[[str, Exception], None],
+    ) -> None:
+        """
+        Args:
+            points: finds the run first, and tells while MLflow is away.
+            on_failure: a file could not be stored; told once for each.
+        """
+        super().__init__("mlflow-files", log, writer, offset)
+        self._points = points
+        self._on_progress, self._on_failure = on_progress, on_failure
+        self._read_to = offset
+        self._waiting: dict[int, Record] = {}  # by the offset before it
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the files that could not be stored so far."""
+        return [file_name(record) for record in self._waiting.values()]
+
+    def _advance(self) -> None:
+        if self._writer.run_id is None or self._points.is_away:
+            return
+        for offset, record in list(self._waiting.items()):
+            self._send(offset, record)
+        while (found := next_batch(self._log, self._read_to, files=True))[1] > self._read_to:
+            for record in found[0]:
+                self._send(self._read_to, record)
+            self._read_to = found[1]
+        if self._waiting:
+            self._back_off()
+        else:
+            self._backoff_s = 0.0
+        self._moved_to(min(self._waiting, default=self._read_to))
+        self._on_progress()
+
+    def _send(self, offset: int, record: Record) -> None:
+        try:
+            self._writer.send([record])
+        except Exception as error:
+            is_final = isinstance(error, ForeignFileError) or _is_rejection(error)
+            if is_final or offset not in self._waiting:
+                self._on_failure(file_name(record), error)
+            if not is_final:
+                self._waiting[offset] = record
+                return
+        self._waiting.pop(offset, None)
+
+
+def _is_rejection(error: Exception) -> bool:
+    return isinstance(error, MlflowException) and error.error_code in _REJECTIONS
+
+
+def next_batch(
+    log: MetricsLog, offset: int, *, files: bool | None = None
+) -> tuple[list[Record], int]:
+    """Metrics up to the size of one request, or one record of another kind, and the offset behind.
+
+    Args:
+        files: files alone, or the rest alone; what is left out is passed over. None: all.
+    """
+    batch: list[Record] = []
+    num_points = 0
+    for record, end in log.read(offset):
+        if record["kind"] in SENT_KINDS and files in (None, record["kind"] in FILES):
+            num_points += len(record.get("values", ()))
+            is_metrics = record["kind"] == "metrics"
+            if batch and (not is_metrics or num_points > MAX_METRICS):
+                break
+            batch.append(record)
+            if not is_metrics:
+                return batch, end
+        offset = end
+    return batch, offset
+
+
+def file_name(record: Record) -> str:
+    """What a person knows a file by."""
+    return str(record["name"] if record["kind"] == "text" else record["path"])

@@ -127,3 +127,13 @@ def digits(ray_cluster: Head, tmp_path_factory: pytest.TempPathFactory) -> Digit
     for split in ("train", "test"):
         convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
     return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with MLflow's schema, to be copied: making it takes seconds."""
+    from vit_ray.tracking.mlflow_client import open_client
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{path}")
+    return path

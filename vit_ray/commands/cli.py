@@ -7,6 +7,7 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from click.shell_completion import CompletionItem
 from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import key_names
+from vit_ray.config.secrets import RedactingFormatter, redact
 from vit_ray.config.shipped import recipe_names
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -47,10 +49,10 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int:
         print("stopped; the same command goes on from what is done", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get("VIT_RAY_LOGS") == "1":
-            raise
         sys.stdout.flush()  # the error comes last
-        print(f"error: {error}", file=sys.stderr)
+        wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
+        text = traceback.format_exc() if wants_all else f"error: {error}"
+        print(redact(text), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 
@@ -70,13 +72,15 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def _dry_run(command: Command, recipe: Recipe) -> int:
-    print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
     print(command.describe(recipe))
     return 0
 
 
 def _quiet_logs() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
 
 
 def _lazily(reference: str, *arguments: Any) -> Any:
@@ -115,7 +119,7 @@ def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
     try:
         recipe = load_recipe(*split_words(others)) if others else None
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return 2
     _lazily("vit_ray.commands.help_pages:print_help", command, program, prefixes, recipe)
     return 0

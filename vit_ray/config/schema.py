@@ -21,6 +21,7 @@ from vit_ray.config.command_sections import (
     SweepConfig,
     VerifyConfig,
 )
+from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
@@ -83,9 +84,13 @@ class Recipe(Section):
         """Where the run of this name keeps its checkpoints."""
         return f"{self.output.rstrip('/')}/{self.name}"
 
+    def recorded(self) -> dict[str, Any]:
+        """Plain data of the whole recipe to keep or to show: without secrets of addresses."""
+        return dict(redacted(self.model_dump(mode="json")))
+
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, as MLflow's parameters take them."""
-        return {key: value_text(value) for key, value in _leaves(self.model_dump(), "")}
+        return {key: value_text(value) for key, value in _leaves(self.recorded(), "")}
 
     def with_absolute_paths(self) -> Recipe:
         """The same with local paths made absolute: workers run in folders of their own."""
@@ -119,6 +124,8 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     Raises:
         ValueError: as `load_recipe`; every problem is listed.
     """
+    if problem := credentials_problem(tree):
+        raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
     rows = recipe.study.models if recipe.study else ()
     models = [

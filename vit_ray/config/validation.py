@@ -10,6 +10,8 @@ from typing import Any, TypeVar, get_args
 import pydantic
 from pydantic import BaseModel
 
+from vit_ray.config.secrets import redact
+
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
@@ -50,7 +52,7 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         # A tuple whose items failed counts as too short as well; only the items' own faults help.
         causes = [p for p in found if p["type"] != "too_short"] or found
         problems = [_describe(schema, problem) for problem in causes]
-        raise ValueError(f"{where}: " + "; ".join(dict.fromkeys(problems))) from None
+        raise ValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems)))) from None
 
 
 def require(value: Value | None, key: str, hint: str) -> Value:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
 
 from vit_ray.report.paper import SOURCE, TABLE_6
 from vit_ray.report.runs import Archive, RecordedRun
@@ -33,6 +36,14 @@ CURVES = {
 _SWEEP_STAGES = {"sweep_trial": "dev split", "finetune": "test set"}
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with what is said below it."""
+
+    caption: str
+    svg: Markup
+
+
 def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Without the parents, which train nothing themselves."""
     return [run for run in runs if run.kind not in ("study", "sweep")]
@@ -45,7 +56,7 @@ def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
     return few_shot + [key for key in ("eval/top1",) if key in held]
 
 
-def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> str:
+def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> Markup:
     """The paper's Figure 5: one point per run, one colour per model family."""
 
     def series(family: str) -> Series:
@@ -66,7 +77,7 @@ def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> str:
     )
 
 
-def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> str | None:
+def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> Markup | None:
     """The paper's Figure 4: one line per model; None where all saw the same data."""
     sizes = {
         run.metrics["study/train_images"] for run in runs if "study/train_images" in run.metrics
@@ -90,7 +101,7 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> str | None:
     )
 
 
-def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[str]:
+def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Figure]:
     """Charts of every curve that there is, at most eight runs in each."""
     charts = []
     names = short_names(runs)
@@ -106,11 +117,8 @@ def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[str]:
             ]
             if series:
                 which = f" ({first + 1} to {first + len(part)})" if len(groups) > 1 else ""
-                charts.append(
-                    f"<figure><figcaption>{axis.title.capitalize()}{which}</figcaption>"
-                    + chart(axis.title, Axis("optimizer step"), axis, series)
-                    + "</figure>"
-                )
+                drawing = chart(axis.title, Axis("optimizer step"), axis, series)
+                charts.append(Figure(f"{axis.title.capitalize()}{which}", drawing))
     return charts
 
 
@@ -210,7 +218,7 @@ def is_tested(run: RecordedRun) -> bool:
     return run.tags.get("vit_ray.sweep_stage") != "sweep_trial"
 
 
-def paper_figure() -> str:
+def paper_figure() -> Markup:
     """The paper's own points, for the shape of the curve."""
 
     def series(family: str) -> Series:

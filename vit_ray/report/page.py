@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from vit_ray.report import figures
+from vit_ray.report.figures import Figure
 from vit_ray.report.paper import SOURCE
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.style import STYLE
 from vit_ray.report.svg import number
 from vit_ray.report.tables import percent
 
+# Names, labels and values come from recipes and folders of any origin: all are escaped.
+_TEMPLATES: Final = Environment(
+    loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
+)
 FACTS = {
     "vit_ray.git_commit": "git commit",
     "vit_ray.data_fingerprint": "data fingerprint",
@@ -52,40 +60,29 @@ def build_report(uri: str, experiment_or_parent_run_id: str, output_path: str | 
 
 
 def _html(archive: Archive, runs: Sequence[RecordedRun]) -> str:
-    title = archive.parent.name if archive.parent else archive.experiment
-    sections = [
-        _section("Accuracy against compute", _compute(runs)),
-        _section("Sweep", _sweep(runs)),
-        _section("Trainings", figures.cells(runs).html() if runs else ""),
-        _section("Learning curves", _columns(figures.learning_curves(archive, runs))),
-        _section("How each run was made", "".join(_facts(run) for run in archive.runs)),
-        _section("The paper's own figures", _paper()),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} - vit_ray report</title><style>{STYLE}</style></head><body>"
-        f"<header><h1>{escape(title)}</h1>{_origin(archive)}</header>"
-        f"<main>{_proxy_notice(runs)}{_tiles(runs)}{''.join(sections)}</main></body></html>\n"
+    text: str = _TEMPLATES.get_template("page.html").render(
+        title=archive.parent.name if archive.parent else archive.experiment,
+        style=Markup(STYLE),
+        experiment=archive.experiment,
+        parent_id=archive.parent.run_id if archive.parent else None,
+        now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        data=_data_names(runs),
+        tiles=_tiles(runs),
+        compute=_compute(runs),
+        sweep=figures.sweep_table(runs),
+        sweep_summary=figures.sweep_summary(runs),
+        cells=figures.cells(runs),
+        curves=figures.learning_curves(archive, runs),
+        runs=[_described(run) for run in archive.runs],
+        source=SOURCE,
+        paper_figure=figures.paper_figure(),
     )
+    return text
 
 
-def _origin(archive: Archive) -> str:
-    what = f"MLflow experiment {escape(archive.experiment)}"
-    if archive.parent:
-        what += f", run {archive.parent.run_id} and the runs below it"
-    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return f"<p>Made from {what}, {now}.</p>"
-
-
-def _proxy_notice(runs: Sequence[RecordedRun]) -> str:
+def _data_names(runs: Sequence[RecordedRun]) -> str:
     data = {_short_path(run.params["data.train"]) for run in runs if "data.train" in run.params}
-    names = ", ".join(escape(path) for path in sorted(data)) or "other data"
-    return (
-        '<p class="notice"><strong>These results are a proxy.</strong> The paper pre-trains on '
-        f"JFT-300M, which is private. The runs here were trained on {names}, so their accuracies "
-        "can be compared with each other, not with the paper's.</p>"
-    )
+    return ", ".join(sorted(data))
 
 
 def _short_path(path: str) -> str:
@@ -93,7 +90,7 @@ def _short_path(path: str) -> str:
     return path if "://" in path else "/".join(Path(path).parts[-3:])
 
 
-def _tiles(runs: Sequence[RecordedRun]) -> str:
+def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
     finished = sum(run.status == "FINISHED" for run in runs)
     tiles = {"trainings": str(len(runs)), "finished": str(finished)}
     tested = [run for run in runs if figures.is_tested(run)]
@@ -107,65 +104,27 @@ def _tiles(runs: Sequence[RecordedRun]) -> str:
         values = [run.metrics[key] for run in runs if key in run.metrics]
         if values:
             tiles[name] = number(sum(values))
-    items = (f"<div><dd>{escape(v)}</dd><dt>{escape(k)}</dt></div>" for k, v in tiles.items())
-    return f'<dl class="tiles">{"".join(items)}</dl>'
+    return tiles
 
 
-def _compute(runs: Sequence[RecordedRun]) -> str:
+def _compute(runs: Sequence[RecordedRun]) -> list[Figure]:
     charts = []
     for key in figures.accuracies_of(runs):
         if any("study/exaflops" in run.metrics for run in runs):
             charts.append(_figure(figures.accuracy_against_compute(runs, key), key, "compute"))
         by_data = figures.accuracy_against_data(runs, key)
-        if by_data:
+        if by_data is not None:
             charts.append(_figure(by_data, key, "data"))
-    if not charts:
-        return ""
-    return (
-        "<p>exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10<sup>18</sup>, the "
-        "convention that reproduces the paper's Table 6. All points are proxy results on the "
-        "data named above.</p>" + _columns(charts)
-    )
+    return charts
 
 
-def _figure(svg: str, key: str, against: str) -> str:
+def _figure(svg: Markup, key: str, against: str) -> Figure:
     name = figures.ACCURACIES[key]
-    caption = f"{name[0].upper()}{name[1:]} against {against} (proxy data)"
-    return f"<figure><figcaption>{caption}</figcaption>{svg}</figure>"
+    return Figure(f"{name[0].upper()}{name[1:]} against {against} (proxy data)", svg)
 
 
-def _sweep(runs: Sequence[RecordedRun]) -> str:
-    table = figures.sweep_table(runs)
-    summary = "".join(f"<p>{sentence}</p>" for sentence in figures.sweep_summary(runs))
-    return summary + table.html() if table.rows else ""
-
-
-def _facts(run: RecordedRun) -> str:
+def _described(run: RecordedRun) -> dict[str, Any]:
     facts = {name: run.tags[key] for key, name in FACTS.items() if key in run.tags}
     facts |= {"MLflow run": run.run_id, "status": run.status.lower()}
-    listed = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()
-    )
     recipe = "\n".join(f"{key} = {value}" for key, value in sorted(run.params.items()))
-    shown = f"<pre>{escape(recipe)}</pre>" if recipe else ""
-    kind = f" <small>{escape(run.kind)}</small>" if run.kind else ""
-    return (
-        f"<details><summary>{escape(run.name)}{kind}</summary>"
-        f'<dl class="facts">{listed}</dl>{shown}</details>'
-    )
-
-
-def _paper() -> str:
-    return (
-        f"<details><summary>The paper's results, not ours</summary><p>{SOURCE}: models pre-trained "
-        "on JFT-300M and fine-tuned on ImageNet. Shown for the shape of the curves only.</p>"
-        f"<figure>{figures.paper_figure()}</figure></details>"
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
-
-
-def _columns(parts: Sequence[str]) -> str:
-    return f'<div class="columns">{"".join(parts)}</div>' if parts else ""
+    return {"name": run.name, "kind": run.kind, "facts": facts, "recipe": recipe}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from markupsafe import Markup
+
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 52
 LETTER = 6.0  # width of a letter of a label, in pixels
@@ -59,7 +61,7 @@ class Scale:
         return _log_ticks(self.low, self.high) if self.is_log else _ticks(self.low, self.high)
 
 
-def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Markup:
     """One chart; points that an axis cannot show (a log axis: 0 and less) are left out.
 
     Returns:
@@ -68,14 +70,15 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     shown = [_drawable(one, x, y) for one in series]
     points = [point for one in shown for point in one.points]
     if not points:
-        return f'<p class="empty">{escape(title)}: no values recorded.</p>'
+        return Markup('<p class="empty">{}: no values recorded.</p>').format(title)
     across = _scale([px for px, _ in points], x, LEFT, WIDTH - RIGHT)
     up = _scale([py for _, py in points], y, HEIGHT - BOTTOM, TOP)
     parts = [_grid(across, up, x, y)]
     parts += [_series(one, i, across, up, x, y) for i, one in enumerate(shown)]
     parts.append(_labels(shown, across, up))
     label = escape(f"{title}: {y.title} against {x.title}", quote=True)
-    return (
+    # Every text in it has been escaped above.
+    return Markup(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
         + "".join(parts)
         + "</svg>"

@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 Value = float | str | None
 
@@ -56,35 +55,23 @@ class Table:
             [[row[i] for i in kept] for row in self.rows],
         )
 
-    def html(self) -> str:
-        """A `<table>` with a caption and headings that a screen reader can follow."""
-        head = "".join(
-            f'<th scope="col"{_number_class(column)}>{escape(column.title)}</th>'
-            for column in self.columns
-        )
-        body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
-        return (
-            f'<div class="scroll"><table><caption>{escape(self.caption)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        )
+    def texts(self) -> list[list[tuple[Column, str]]]:
+        """For each row, each column with what the page shows in it."""
+        return [
+            [
+                (column, _text(column, value))
+                for column, value in zip(self.columns, row, strict=True)
+            ]
+            for row in self.rows
+        ]
 
     def csv(self) -> str:
         """Comma-separated raw values with a heading line."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.title for column in self.columns])
-        writer.writerows([["" if value is None else value for value in row] for row in self.rows])
+        writer.writerows([[_cell(value) for value in row] for row in self.rows])
         return text.getvalue()
-
-    def _row(self, row: Sequence[Value]) -> str:
-        cells = []
-        for i, (column, value) in enumerate(zip(self.columns, row, strict=True)):
-            text = escape(_text(column, value))
-            if i == 0:
-                cells.append(f'<th scope="row"{_number_class(column)}>{text}</th>')
-            else:
-                cells.append(f"<td{_number_class(column)}>{text}</td>")
-        return "".join(cells)
 
 
 def _text(column: Column, value: Value) -> str:
@@ -95,5 +82,9 @@ def _text(column: Column, value: Value) -> str:
     return column.form(value)
 
 
-def _number_class(column: Column) -> str:
-    return ' class="number"' if column.form else ""
+def _cell(value: Value) -> float | str:
+    """A text that a spreadsheet would run as a formula gets a quote before it."""
+    if value is None:
+        return ""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value

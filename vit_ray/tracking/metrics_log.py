@@ -16,6 +16,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final
 
+from vit_ray.config.secrets import redacted
+
 Record = dict[str, Any]
 
 FILES: Final = ("text", "artifact")
@@ -69,8 +71,8 @@ class MetricsLog:
         self.num_lost = 0
 
     def append(self, record: Record) -> None:
-        """Write one record; a full disk loses it with one warning, and training goes on."""
-        line = json.dumps(record) + "\n"
+        """Write one record without secrets; a full disk loses it with one warning, nothing else."""
+        line = json.dumps(redacted(record)) + "\n"
         try:
             with self._lock:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

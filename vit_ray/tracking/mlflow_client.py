@@ -8,8 +8,9 @@ import os
 import time
 from pathlib import Path
 from typing import IO
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
+from vit_ray.config.secrets import redact
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
@@ -33,21 +34,31 @@ def absolute_uri(uri: str, folder: Path | None = None) -> str:
 
 def safe_uri(uri: str) -> str:
     """The address without user, password and query, fit for logs and tags."""
-    parts = urlsplit(uri)
-    if not parts.netloc:
-        return uri.partition("?")[0]
+    parts = _parts(uri)
+    if parts is None or not parts.netloc:
+        return redact(uri).partition("?")[0]
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
 
 
 def redact_uri(text: str, uri: str) -> str:
-    """The text with the address's secrets taken out, such as an error that quotes the address."""
-    parts = urlsplit(uri)
+    """The text with the address's secrets taken out, wherever in an error they are quoted."""
+    text = redact(text.replace(uri, safe_uri(uri)))
+    parts = _parts(uri)
+    if parts is None:
+        return text
     userinfo = parts.netloc.rpartition("@")[0]
-    text = text.replace(uri, safe_uri(uri))
-    for secret in (f"{userinfo}@", f"?{parts.query}"):
+    password = userinfo.partition(":")[2]
+    for secret in (f"{userinfo}@", f"?{parts.query}", password, unquote(password)):
         if len(secret) > 1:
             text = text.replace(secret, "")
     return text
+
+
+def _parts(uri: str) -> SplitResult | None:
+    try:
+        return urlsplit(uri)
+    except ValueError:  # an odd number of brackets
+        return None
 
 
 def open_client(uri: str) -> MlflowClient:

@@ -230,6 +230,8 @@ def replay(log_path: Path, uri: str) -> Replayed:
         ValueError: no such log, or the file is none.
         RuntimeError: MLflow cannot be used at this address.
     """
+    if "://" not in uri and uri not in ("databricks", "uc"):
+        raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
     log = MetricsLog(log_path)
     first = log.first_start()
     if first is None:

@@ -146,7 +146,7 @@ def make_position(
         samples_seen=progress.step * batch,
         global_batch_size=batch,
         shapes=engine.shapes,
-        recipe=job.recipe.model_dump(mode="json"),
+        recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
         tracking_run_id=tracking_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},

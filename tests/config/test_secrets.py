@@ -1,0 +1,101 @@
+"""Secrets in addresses: what is taken out, and what must stay."""
+
+import logging
+
+import pytest
+import yaml
+
+from vit_ray.commands.cli import vit_ray
+from vit_ray.config import load_recipe
+from vit_ray.config.secrets import RedactingFormatter, redact, redacted
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("postgresql://user:hunter2@db:5432/mlflow", "postgresql://db:5432/mlflow"),
+        ("http://hunter2@host/x", "http://host/x"),
+        ("http://user:hun/hunter2@host/x", "http://host/x"),
+        ("s3://KEY:se/hunter2@bucket/folder", "s3://bucket/folder"),
+        (
+            "postgresql://db/m?sslmode=on&password=hunter2",
+            "postgresql://db/m?sslmode=on&password=***",
+        ),
+        ("x://h/?api_key=hunter2", "x://h/?api_key=***"),
+        ("two http://u:hunter2@a/b and http://u:hunter2@c/d", "two http://a/b and http://c/d"),
+        ("('http://u:hunter2@a/b', 'http://c')", "('http://a/b', 'http://c')"),
+    ],
+)
+def test_a_secret_is_taken_out_of_an_address(text, safe):
+    assert redact(text) == safe
+    assert redacted({"a": [text], text: 1}) == {"a": [safe], safe: 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/mail@host/x",
+        "http://host:5000/runs@2",
+        "sqlite:////a/b@c.db",
+        "someone@host",
+        "key=value",
+        "/data/a?b=c",
+        "hf://google/vit-base-patch16-224",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert redact(text) == text
+
+
+def test_credentials_of_s3_are_refused_with_the_recipe_and_not_repeated():
+    for override in (
+        "output=s3://KEY:se/hunter2@bucket/x",
+        "data.train=s3://hunter2@bucket",
+        "convert={source: 's3://KEY:hunter2@bucket', destination: x}",
+    ):
+        key = override.partition("=")[0]
+        with pytest.raises(
+            ValueError, match=rf"{key}.* credentials come from the environment"
+        ) as e:
+            load_recipe("digits", [override])
+        assert SECRET not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["tracking.uri=[http://u:hunter2@h]", "seed=http://u:hunter2@h"]
+)
+def test_an_error_of_the_recipe_does_not_repeat_a_secret(override):
+    with pytest.raises(ValueError, match=override.partition("=")[0]) as error:
+        load_recipe("digits", [override])
+    assert SECRET not in str(error.value)
+
+
+def test_a_dry_run_and_its_errors_show_no_secret(capsys, tmp_path):
+    words = [
+        "digits",
+        "--dry-run",
+        "tracking.uri=postgresql://u:hunter2@db/x",
+        f"output={tmp_path}",
+    ]
+    with pytest.raises(SystemExit):
+        vit_ray.commands["pretrain"].main(words)
+    shown = capsys.readouterr()
+    assert "uri: postgresql://db/x" in shown.out
+    assert SECRET not in shown.out + shown.err
+
+
+def test_what_is_recorded_of_a_recipe_holds_no_secret_and_is_a_recipe_still(tmp_path):
+    recipe = load_recipe("digits", ["tracking.uri=postgresql://u:hunter2@db/x"])
+    assert recipe.flat()["tracking.uri"] == "postgresql://db/x"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.recorded()))
+    assert SECRET not in path.read_text()
+    again = load_recipe(path)
+    assert again == recipe.with_changes(tracking={"uri": "postgresql://db/x"})
+
+
+def test_log_lines_hold_no_secret():
+    record = logging.LogRecord("x", 30, "f", 1, "lost %s", ("http://u:hunter2@h/p",), None)
+    assert RedactingFormatter("%(message)s").format(record) == "lost http://h/p"

@@ -1,0 +1,74 @@
+"""No text of a recipe, a folder or a run becomes markup of the page, or a formula of the table."""
+
+import csv
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from vit_ray.report.page import build_report
+
+PLAIN = "plain"
+EVIL = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</style></title><svg onload=alert(1)>",
+    "{{ 7 * 191 }}{% raw %}",
+    "]]><!--",
+]
+
+
+class Elements(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[str, ...]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, tuple(sorted(name for name, _ in attrs))))
+
+
+def _page(empty_store, folder, text):
+    """A study with a sweep below it, where every text that a user can choose is `text`."""
+    shutil.copy(empty_store, folder / "mlflow.db")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment(f"e {text}")
+    parent = client.create_run(experiment, run_name=text, tags={"vit_ray.kind": "study"})
+    for k, stage in enumerate(("sweep_trial", "finetune")):
+        run_id = client.create_run(experiment, run_name=f"{text} {k}").info.run_id
+        tags = ("kind", "study_label", "git_commit", "data_fingerprint", "cluster", "ray_version")
+        for tag in (*tags, "changed_params", "resumed_at_steps"):
+            client.set_tag(run_id, f"vit_ray.{tag}", text)
+        client.set_tag(run_id, "vit_ray.sweep_stage", stage)
+        client.set_tag(run_id, "mlflow.parentRunId", parent.info.run_id)
+        keys = ("model.name", "data.train", "optim.learning_rate", "seed", "data.fraction", "note")
+        metrics = {"eval/top1": 0.5, "study/exaflops": 1.0 + k, "study/train_images": 10.0 + k}
+        client.log_batch(
+            run_id,
+            params=[Param(key, text) for key in keys],
+            metrics=[Metric(key, value, 0, s) for key, value in metrics.items() for s in (1, 2)],
+        )
+    return build_report(uri, parent.info.run_id, folder / "page.html")
+
+
+@pytest.fixture(scope="module")
+def plain(empty_store, tmp_path_factory):
+    return Elements(_page(empty_store, tmp_path_factory.mktemp("plain"), PLAIN).read_text()).found
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_a_text_from_outside_adds_no_element_and_no_attribute(evil, plain, tmp_path, empty_store):
+    page = _page(empty_store, tmp_path, evil).read_text()
+    assert Elements(page).found == plain
+    assert "1337" not in page
+
+
+def test_a_text_from_outside_is_no_formula_of_a_spreadsheet(tmp_path, empty_store):
+    page = _page(empty_store, tmp_path, "=HYPERLINK(1)")
+    rows = list(csv.reader(page.with_suffix(".csv").open()))
+    cells = [cell for row in rows for cell in row]
+    assert "'=HYPERLINK(1)" in cells
+    assert not [cell for cell in cells if cell.startswith("=")]

@@ -2,6 +2,7 @@
 
 import gzip
 import inspect
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ import ray
 from mlflow import MlflowClient
 
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking import run_actor, run_handle
+from vit_ray.tracking import run_actor
 from vit_ray.tracking.run_actor import Recorder
-from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.start_recorder import host_on, start_recorder
 from vit_ray.train.run_link import RunActor
 
 
-def started(folder: Path, parent: Any = None) -> Any:
+def started(folder: Path, parent: Any = None, name: str = "run") -> Any:
     config = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", system_metrics=False)
-    log_path = folder / "run" / "metrics.jsonl"
-    return start_recorder(RunOpening(config, "run", log_path, None, {}, {}, None, parent))
+    log_path = folder / name / "metrics.jsonl"
+    return start_recorder(RunOpening(config, name, log_path, None, {}, {}, None, parent))
 
 
 def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
@@ -52,11 +53,11 @@ def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path
 
 
 def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
-    ray_cluster: object, tmp_path: Path
+    ray_cluster: object, tmp_path: Path, empty_store: Path
 ) -> None:
-    parent = started(tmp_path / "parent")
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    parent = started(tmp_path, name="parent")
     recorder = started(tmp_path, parent)
-    run_id = ray.get(recorder.run_id.remote())
     recorder.metrics.remote(1, {"train/loss": 1.0, "eval/top1": 0.5})
     recorder.event.remote("restart", "a worker has died", 1)
     ray.get(recorder.request_save.remote())
@@ -64,7 +65,7 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     for step in range(2, 40):
         recorder.metrics.remote(step, {"train/loss": float(step)})
         if step == 20:
-            ray.kill(run_handle.host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
+            ray.kill(host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
     standing = ray.get(recorder.standing.remote())
     assert (standing.step, standing.metrics["eval/top1"]) == (39, 0.5)
     assert [event.text for event in standing.events] == ["a worker has died"]
@@ -73,6 +74,7 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     ray.get(parent.request_stop.remote("SIGTERM"))
     _wait_until_told(recorder, 1)
     assert ray.get(recorder.finish.remote("FINISHED"))
+    run_id = ray.get(recorder.run_id.remote())
     recorder.release()
     parent.release()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -90,8 +92,8 @@ def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
     config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False)
     opening = RunOpening(config, "run", tmp_path / "metrics.jsonl", None, {}, {}, None)
     first = Recorder(opening)
+    assert first._tracker.flush(60)
     run_id = first.run_id()
-    first._tracker.flush(20)
     first._tracker._points.end(5)
     first._tracker.record_end("FINISHED")
     first._writer_lock.close()

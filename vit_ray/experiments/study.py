@@ -36,8 +36,8 @@ from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run
-from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.start_recorder import start_recorder
 from vit_ray.tracking.tracker import Tracker
 
 

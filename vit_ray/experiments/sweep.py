@@ -35,8 +35,8 @@ from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
-from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.start_recorder import start_recorder
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
 

@@ -28,8 +28,8 @@ from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
-from vit_ray.tracking.run_handle import start_recorder
 from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.start_recorder import start_recorder
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint
 

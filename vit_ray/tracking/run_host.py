@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from vit_ray.tracking.run_handle import RunHandle
 from vit_ray.tracking.run_status import RunOpening, RunStatus
 
 
@@ -49,8 +50,6 @@ class RunHost:
     def _show_to_parent(self, key: str, opening: RunOpening) -> None:
         """Each time that it is opened: the parent may have lost its children with this process."""
         if opening.parent is not None:
-            from vit_ray.tracking.run_handle import RunHandle
-
             host = ray.get_runtime_context().current_actor
             opening.parent.adopt.remote(RunHandle(host, key, opening))
 

@@ -16,6 +16,7 @@ from tests.data.s3_server import s3_environment, serve_conditional_s3, serve_s3
 from tests.two_holders import holders
 from vit_ray import lock, s3, storage
 from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
+from vit_ray.retry import ONE_ATTEMPT
 from vit_ray.storage import Location, locate
 
 HOLD = """
@@ -229,3 +230,69 @@ def test_what_cannot_be_renewed_is_told_once_and_kept(
             assert refused.acquire(timeout=10)
         monkeypatch.setattr(Location, "write", plain)
     assert caplog.text.count("cannot be renewed") == 1
+
+
+def test_a_number_that_became_free_again_is_not_used_twice(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, others = lock._create, iter([3])
+
+    def late(place: Location, number: int, *rest: object) -> bool:
+        for newer in others:  # while this one is slow, number 2 comes and goes, and 3 follows
+            elsewhere(place, newer, is_released=True)
+        return create(place, number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lock, "_create", late)
+    elsewhere(folder, 1, is_released=True)
+    with hold_lock(folder, ignore) as number:
+        assert number == 4
+    assert files(folder) == ["lock-00000004.json"]
+
+
+def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
+    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock, "RELEASE_LIMIT_S", 0.1)
+    answers, hangs = threading.Event(), threading.Event()
+    write = Location.write
+
+    def hang(place: Location, *arguments: object) -> None:
+        hangs.set()
+        answers.wait(60)
+        write(place, *arguments)  # type: ignore[arg-type]
+
+    with hold_lock(folder, ignore) as number:
+        monkeypatch.setattr(Location, "write", hang)
+        assert hangs.wait(60)
+    assert "stays behind: its storage has not answered in 0.1 s" in caplog.text
+    (keeper,) = [thread for thread in threading.enumerate() if thread.name == "lock"]
+    answers.set()
+    keeper.join(60)
+    # What was written late does not stand as a sign of life.
+    left = json.loads(folder.child(f"lock-{number:08d}.json").read())
+    assert left["is_released"]
+
+
+def test_a_renewal_is_tried_once(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, policies = threading.Event(), []
+    listed = Location.list_files
+
+    def note(place: Location, **named: object) -> object:
+        policies.append(named.get("policy"))
+        if len(policies) > 2:
+            tried.set()
+        return listed(place, **named)  # type: ignore[arg-type]
+
+    with hold_lock(folder, ignore):
+        monkeypatch.setattr(Location, "list_files", note)
+        assert tried.wait(60)
+        assert set(policies) == {ONE_ATTEMPT}
+
+
+def test_a_lock_file_that_is_listed_and_never_there_is_an_error(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "POLL_S", 0.0)
+    monkeypatch.setattr(lock, "_numbers", lambda *_: [7])
+    with pytest.raises(OSError, match="listed and cannot be read"):
+        lock._newest(folder)

@@ -27,12 +27,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from vit_ray.retry import ONE_ATTEMPT
+from vit_ray.retry import DEFAULT_POLICY, ONE_ATTEMPT, RetryPolicy
 from vit_ray.storage import Creation, Location
 
 RENEW_S = 10.0
-RENEW_LIMIT_S = 30.0
-"""A renewal that has not come back by now is given up; what it wrote late does no harm."""
+RELEASE_LIMIT_S = 30.0
+"""How long the end of a holder waits for its storage; the next one waits until it is sure."""
 PATIENCE_S = 90.0
 """How long a file that nobody renews is watched before its holder is followed."""
 RELEASE_S = 20.0
@@ -42,6 +42,7 @@ SETTLE_S = 4.0
 POLL_S = 0.5
 SHOWN_S = 10.0
 """How late a file may appear on another node: NFS remembers for seconds what a folder held."""
+_MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
 _FILE_BEFORE: Final = "driver.json"
 """Of drivers of version 0.1, which kept one file; it counts as number 0."""
@@ -122,25 +123,30 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
     number, mine = _acquire(folder)
     ended = threading.Event()
     renewing = threading.Thread(
-        target=_renew, args=(folder, number, mine, ended, on_lost), name="lock", daemon=True
+        target=_keep, args=(folder, number, mine, ended, on_lost), name="lock", daemon=True
     )
     renewing.start()
     try:
         yield number
     finally:
         ended.set()
-        renewing.join(RENEW_LIMIT_S)  # a storage that hangs must not keep the process
-        _release(folder, number, mine)
+        renewing.join(RELEASE_LIMIT_S)
+        if renewing.is_alive():  # a storage that hangs must not keep the process
+            logger.warning(
+                "the lock of %s stays behind: its storage has not answered in %g s",
+                folder.uri,
+                RELEASE_LIMIT_S,
+            )
 
 
-def check_lock(folder: Location, number: int) -> None:
+def check_lock(folder: Location, number: int, policy: RetryPolicy = DEFAULT_POLICY) -> None:
     """Return if `number` is still the newest of `folder`; for each process of its holder.
 
     Raises:
         LockLostError: there is a newer one.
         OSError: the folder cannot be read.
     """
-    newest = max(_numbers(folder), default=0)
+    newest = max(_numbers(folder, policy), default=0)
     if newest > number:
         raise LockLostError(
             f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "
@@ -173,8 +179,11 @@ def _acquire(folder: Location) -> tuple[int, Owner]:
             continue
         number = before.number + 1 if before else 1
         if _create(folder, number, mine, looked_s):
-            _delete_older(folder, number)
-            return number, mine
+            if max(_numbers(folder)) == number:
+                _delete_older(folder, number)
+                return number, mine
+            # It was free again: others have held it and a later one since it was looked at.
+            _file(folder, number).delete()
         time.sleep(POLL_S)
 
 
@@ -234,17 +243,18 @@ def _warn_of_store() -> None:
     )
 
 
-def _renew(
+def _keep(
     folder: Location,
     number: int,
     mine: Owner,
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
+    """Renew until the end, and then let go, so that nothing is written after that."""
     has_warned = False
     while not ended.wait(RENEW_S):
         try:
-            check_lock(folder, number)
+            check_lock(folder, number, ONE_ATTEMPT)
             mine = replace(mine, beat=mine.beat + 1)
             _file(folder, number).write(_content(mine), ONE_ATTEMPT)
         except LockLostError as error:
@@ -254,6 +264,7 @@ def _renew(
             if not has_warned:
                 logger.warning("the lock of %s cannot be renewed: %s", folder.uri, error)
             has_warned = True
+    _release(folder, number, mine)
 
 
 def _release(folder: Location, number: int, mine: Owner) -> None:
@@ -265,21 +276,24 @@ def _release(folder: Location, number: int, mine: Owner) -> None:
         logger.warning("the lock of %s stays behind: %s", folder.uri, error)
 
 
-def _numbers(folder: Location) -> list[int]:
-    names = [info.base_name for info in folder.list_files(recursive=False)]
+def _numbers(folder: Location, policy: RetryPolicy = DEFAULT_POLICY) -> list[int]:
+    names = [info.base_name for info in folder.list_files(recursive=False, policy=policy)]
     matches = [_FILE.fullmatch(name) for name in names]
     return [int(match[1]) for match in matches if match] + [0] * (_FILE_BEFORE in names)
 
 
 def _newest(folder: Location) -> _Held | None:
-    numbers = _numbers(folder)
-    if not numbers:
-        return None
-    try:
-        content = _file(folder, max(numbers)).read()
-    except FileNotFoundError:  # followed by a newer one in this moment
-        return _newest(folder)
-    return _Held(max(numbers), _parse(content), content)
+    for _ in range(_MOST_LOOKS):
+        numbers = _numbers(folder)
+        if not numbers:
+            return None
+        try:
+            content = _file(folder, max(numbers)).read()
+        except FileNotFoundError:  # followed by a newer one in this moment
+            time.sleep(POLL_S)
+            continue
+        return _Held(max(numbers), _parse(content), content)
+    raise OSError(f"{folder.uri}: a lock file is listed and cannot be read; look at the storage")
 
 
 def _read(folder: Location, number: int) -> Owner:

@@ -111,10 +111,12 @@ class Location:
         """A context whose target becomes this file when the block ends without an error."""
         return AtomicOutput(self)
 
-    def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
+    def list_files(
+        self, *, recursive: bool = True, policy: RetryPolicy = DEFAULT_POLICY
+    ) -> list[fs.FileInfo]:
         """All files below this folder, or directly in it, sorted by path."""
         selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        found = self._list(selector)
+        found = self._list(selector, policy)
         return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
 
     def list_folders(self) -> list[str]:
@@ -123,14 +125,16 @@ class Location:
         found = self._list(selector)
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
-    def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+    def _list(
+        self, selector: fs.FileSelector, policy: RetryPolicy = DEFAULT_POLICY
+    ) -> list[fs.FileInfo]:
         def list_once() -> list[fs.FileInfo]:
             try:
                 return self.filesystem.get_file_info(selector)
             except FileNotFoundError:  # a folder that came or went while it was looked at
                 return self.filesystem.get_file_info(selector)
 
-        return with_retries(list_once, f"listing {self.path}")
+        return with_retries(list_once, f"listing {self.path}", policy)
 
     def delete(self) -> None:
         """Delete this file, or this folder and all below it; nothing if it is not there.

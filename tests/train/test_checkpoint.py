@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vit_ray.storage import Location, locate
+from vit_ray.train import checkpoint_format
 from vit_ray.train.checkpoint import (
     Position,
     Snapshot,
@@ -21,6 +22,7 @@ from vit_ray.train.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
+    index_name,
 )
 from vit_ray.train.fragments import Fragment
 from vit_ray.train.progress import Progress
@@ -305,3 +307,26 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.position.step == 1
+
+
+def test_a_marker_that_leaves_out_a_file_is_damaged(run: Location) -> None:
+    folder = write(run, 1)
+    marker = json.loads(folder.child(COMMIT).read())["files"]
+    del marker["rank-00001-of-00002.safetensors"]
+    files = {name: (facts["bytes"], facts["sha256"]) for name, facts in marker.items()}
+    folder.child(COMMIT).write(checkpoint_format._marker(files))
+    with pytest.raises(DamagedCheckpointError, match="does not list rank-00001-of-00002"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"position": 3}', '{"position": {"shapes": 1}}'])
+def test_a_position_that_is_no_good_is_damaged_when_it_is_to_be_committed(
+    run: Location, content: str
+) -> None:
+    folder = write(run, 1)
+    index = json.loads(folder.child(index_name(0, 2)).read())
+    del index["position"]
+    index |= json.loads(content)
+    folder.child(index_name(0, 2)).write(json.dumps(index).encode())
+    with pytest.raises(DamagedCheckpointError, match="has no position, or a damaged one"):
+        checkpoint_format.commit(folder, 2, lambda: None)

@@ -102,11 +102,11 @@ def test_saves_are_counted_whole_or_not_whichever_rank_fails(
         return taken.rank == 1 + taken.position.step % 2
 
     disk = FullDisk(run, monkeypatch, refuses, ranks=3)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         disk.save(step)
     with pytest.raises(OSError, match="3 checkpoints in a row"):
-        disk.save(4)
-    told = [text for kind, text in disk.events if "is not whole" in text]
+        disk.save(5)
+    told = [text for kind, text in disk.events if "not whole" in text]
     assert [text.rpartition(" ")[2] for text in told] == ["2", "1", "2"]
 
 
@@ -126,9 +126,35 @@ def test_ranks_that_see_folders_of_their_own_end_the_run(
     """Output on a path that nodes do not share."""
     disk = FullDisk(run, monkeypatch, ranks=2)
     disk.writers[1] = FullDisk(locate(run.path + "-elsewhere"), monkeypatch).writers[0]
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         disk.save(step)
     with pytest.raises(OSError, match="another place that all workers share"):
+        disk.save(5)
+
+
+def test_a_rank_that_still_writes_has_not_failed(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ends its part of a save when rank 0 has begun to write the next."""
+    disk = FullDisk(run, monkeypatch, ranks=2, keep_last=9)
+    first, second = disk.writers
+    for step in range(1, 8):
+        first.write(snapshot(step, 0, 2), folder_name(step))
+        if step > 1:
+            second.write(snapshot(step - 1, 1, 2), folder_name(step - 1))
+    assert disk.events == []
+    assert steps(run)[1:] == [6, 5, 4, 3, 2, 1]
+
+
+def test_failures_of_the_first_rank_count_together_with_those_of_others(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 fails at step 2, rank 0 at steps 3 and 4: at the third of them it is known."""
+    failing = {(2, 1), (3, 0), (4, 0)}
+    disk = FullDisk(run, monkeypatch, lambda t: (t.position.step, t.rank) in failing, ranks=2)
+    for step in (1, 2, 3):
+        disk.save(step)
+    with pytest.raises(OSError, match="3 checkpoints in a row"):
         disk.save(4)
 
 

@@ -327,3 +327,12 @@ def is_as_written(folder: Location, step: int) -> bool:
     if same:
         read_checkpoint(folder).verify()
     return same
+
+
+def test_a_note_of_no_checkpoint_that_was_left_behind_goes_when_one_is_found(run: Location) -> None:
+    begin_without_checkpoint(run, ignore)
+    only = write(run, 1)
+    assert newest_verified_checkpoint(run, ignore) is not None
+    flip(only)
+    with pytest.raises(NoUsableCheckpointError):
+        newest_verified_checkpoint(run, ignore)

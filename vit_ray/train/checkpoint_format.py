@@ -99,8 +99,7 @@ def commit(folder: Location, world_size: int, before_commit: Callable[[], object
     contents = dict(zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True))
     indexes = {name: _parse(folder, name, content) for name, content in contents.items()}
     shards = [_shard(folder, name, index) for name, index in indexes.items()]
-    shapes = indexes[names[0]]["position"]["shapes"]
-    check_coverage(folder, shards, {name: math.prod(shape) for name, shape in shapes.items()})
+    check_coverage(folder, shards, _parameter_sizes(folder, names[0], indexes[names[0]]))
     read_all(shards, lambda shard: verify_shard(folder, shard))
     files = {name: (len(content), _sha256(content)) for name, content in contents.items()}
     files |= {shard.file: (shard.bytes, shard.sha256) for shard in shards}
@@ -134,6 +133,10 @@ def read_folder(folder: Location) -> FolderContent:
     if COMMIT in sizes:
         listed = _listed_files(folder)
         indexes = _read_listed(folder, listed, sizes)
+        if missing := {tensors_name(name) for name in indexes} - listed.keys():
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder.path}/{COMMIT} does not list {min(missing)}"
+            )
     else:
         indexes = _read_uncommitted(folder, sizes)
     _check_version(folder, indexes.values())
@@ -300,6 +303,17 @@ def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:
             f"checkpoint file {folder.path}/{name} is not what was written"
         ) from None
     return shard
+
+
+def _parameter_sizes(folder: Location, name: str, index: dict[str, Any]) -> dict[str, int]:
+    """Elements of each parameter, by the position in rank 0's index."""
+    try:
+        shapes = index["position"]["shapes"]
+        return {key: math.prod(shape) for key, shape in shapes.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} has no position, or a damaged one"
+        ) from None
 
 
 def _check_size(folder: Location, name: str, size: int, sizes: Mapping[str, int | None]) -> None:

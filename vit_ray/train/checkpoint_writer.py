@@ -36,15 +36,14 @@ class CheckpointWriter:
         """
         self._run_folder, self._keep, self._tell = run_folder, keep, tell
         self._lock_number = lock_number
-        self._failed_saves, self._step = 0, 0
-        self._last: tuple[Location, int] | None = None
-        """Folder and ranks of the last save, while it is not known to be whole."""
+        self._number, self._step = 0, 0
+        self._unjudged: dict[int, tuple[Location, int]] = {}
+        """By number of the save, folder and ranks of those that may not be whole."""
+        self._is_whole: dict[int, bool] = {}
         self._read_back: set[int] = set()
 
     def write(self, snapshot: Snapshot, name: str) -> None:
         """Write it. A failed save is reported, and training goes on: the next may work.
-
-        All ranks have ended their part of the save before when this is called.
 
         Raises:
             OSError: too many in a row have failed.
@@ -52,17 +51,19 @@ class CheckpointWriter:
         """
         folder = self._run_folder.child(name)
         is_first, self._step = snapshot.rank == 0, snapshot.position.step
+        self._number += 1
         if is_first:
-            self._count_last()
+            self._judge_earlier()
         try:
             self._check_lock()
             is_whole = write_snapshot(snapshot, folder, self._check_lock)
         except (OSError, DamagedCheckpointError) as error:
             self._tell("checkpoint failed", f"{folder.path}: {error}", self._step)
             if is_first:
-                self._count_failure(folder, str(error))
+                self._is_whole[self._number] = False
+                self._end_if_too_many(folder, str(error))
             return
-        self._last = (folder, snapshot.world_size)
+        self._unjudged[self._number] = (folder, snapshot.world_size)
         if is_whole:
             self._read_back.add(self._step)
             self._remove_old()
@@ -74,32 +75,29 @@ class CheckpointWriter:
         except OSError:
             return False
 
-    def _count_last(self) -> None:
-        """See what became of the save before, by what is in storage."""
-        if self._last is None:
-            return
-        folder, world_size = self._last
-        self._last = None
-        try:
-            if is_committed(folder):
-                self._failed_saves = 0
-                return
-            missing = missing_ranks(folder, world_size)
-        except OSError as error:
-            self._count_failure(folder, str(error))
-            return
-        ranks = ", ".join(map(str, missing[:8])) or "none"
-        reason = f"not whole: of {world_size} workers these have not written their part: {ranks}"
-        self._tell("checkpoint failed", f"{folder.path} is {reason}", self._step)
-        self._count_failure(folder, reason)
+    def _judge_earlier(self) -> None:
+        """See by what is in storage which of the saves before became whole.
 
-    def _count_failure(self, folder: Location, reason: str) -> None:
-        self._failed_saves += 1
-        if self._failed_saves >= MAX_FAILED_SAVES:
+        Another rank may still write its part of the last one. All have ended those before: each
+        waits for its own part when it saves again, and there are steps between two saves.
+        """
+        for number, (folder, world_size) in list(self._unjudged.items()):
+            reason = _what_is_missing(folder, world_size)
+            if reason is not None and number == self._number - 1:
+                continue
+            del self._unjudged[number]
+            self._is_whole[number] = reason is None
+            if reason is not None:
+                self._tell("checkpoint failed", f"{folder.path}: {reason}", self._step)
+                self._end_if_too_many(folder, reason)
+
+    def _end_if_too_many(self, folder: Location, reason: str) -> None:
+        outcomes = [self._is_whole[number] for number in sorted(self._is_whole, reverse=True)]
+        failed = outcomes.index(True) if True in outcomes else len(outcomes)
+        if failed >= MAX_FAILED_SAVES:
             raise OSError(
-                f"{self._failed_saves} checkpoints in a row could not be written to "
-                f"{folder.path}: {reason}; free space there, or set output to another place that "
-                "all workers share"
+                f"{failed} checkpoints in a row could not be written to {folder.path}: {reason}; "
+                "free space there, or set output to another place that all workers share"
             )
 
     def _check_lock(self) -> None:
@@ -133,3 +131,15 @@ class CheckpointWriter:
         losses = {p.step: p.metrics["eval/loss"] for p in measured if p.eval_step == p.step}
         finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
         return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())
+
+
+def _what_is_missing(folder: Location, world_size: int) -> str | None:
+    """Why a checkpoint is not whole; None if it is."""
+    try:
+        if is_committed(folder):
+            return None
+        missing = missing_ranks(folder, world_size)
+    except OSError as error:
+        return str(error)
+    ranks = ", ".join(map(str, missing[:8])) or "none"
+    return f"not whole: of {world_size} workers these have not written their part: {ranks}"

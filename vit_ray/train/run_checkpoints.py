@@ -78,6 +78,8 @@ def newest_verified_checkpoint(
             continue
         if checkpoint is not None:
             _pass_over(bad, tell, changes=changes)
+            if changes:  # a driver that died between the first commit and this left it behind
+                run_folder.child(NONE_YET).delete()
             return checkpoint
     if not has_had_checkpoints(run_folder):
         _pass_over(bad, tell, changes=changes)

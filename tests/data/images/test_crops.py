@@ -271,3 +271,10 @@ def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
 def test_an_impossible_augmentation_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Augmentation(**options)
+
+
+def test_pixels_of_floats_are_refused() -> None:
+    """Pillow clips them to 0 to 255, so that a picture of 0 to 1 is black."""
+    image = encoded(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30), "TIFF")
+    with pytest.raises(BadImageError, match="pixels are floats"):
+        decode(image)

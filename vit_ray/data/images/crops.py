@@ -219,7 +219,11 @@ def _decode_other(image: bytes) -> UInt8Array:
         with Image.open(io.BytesIO(image)) as opened:
             if opened.mode.startswith("I;16") or opened.mode == "I":
                 return _from_16_bits(np.asarray(opened))
+            if opened.mode == "F":
+                raise BadImageError("its pixels are floats, whose range nobody tells")
             return np.asarray(opened.convert("RGB"))
+    except BadImageError:
+        raise
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
         reason = _ADDRESS.sub("", str(error))
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error

@@ -123,3 +123,40 @@ def test_a_class_label_with_one_name_twice_is_refused(serial: None, tmp_path: Pa
     write_hub_file(file, IMAGES, [0, 1, 2] * 4, class_label(["cat", "dog", "cat"]))
     with pytest.raises(ValueError, match=r"train.parquet' has several classes of the name 'cat'"):
         converted(file, tmp_path / "set")
+
+
+def test_two_columns_of_one_name_are_refused(serial: None, tmp_path: Path) -> None:
+    images = pa.array([{"bytes": image} for image in IMAGES])
+    labels = [pa.array([label] * 12) for label in (0, 1)]
+    table = pa.Table.from_arrays([images, *labels], names=["image", "label", "label"])
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"train.parquet' has two columns 'label'"):
+        converted(tmp_path / "train.parquet", tmp_path / "set")
+
+
+@pytest.mark.parametrize("names", ["cd", ["cat", None], {"0": "cat", "1": "dog"}, ["cat", 1]])
+def test_declared_names_that_are_no_text_are_refused(
+    serial: None, tmp_path: Path, names: object
+) -> None:
+    feature = {"label": {"names": names, "_type": "ClassLabel"}}
+    write_hub_file(tmp_path / "train.parquet", IMAGES, [0, 1] * 6, feature)
+    with pytest.raises(ValueError, match=r"train.parquet.*ClassLabel whose names are no list"):
+        converted(tmp_path / "train.parquet", tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (pa.array([0, 1] * 6).dictionary_encode(), ["cat", "dog"] * 6),
+        (pa.array([0, 1] * 6, pa.uint64()), ["cat", "dog"] * 6),
+        (pa.array([[0], [1]] * 6, pa.large_list(pa.int8())), ["cat", "dog"] * 6),
+        (pa.array([[0, 1]] * 12, pa.list_(pa.int32(), 2)), [["cat", "dog"]] * 12),
+    ],
+)
+def test_an_index_is_one_in_whatever_integers(
+    serial: None, tmp_path: Path, labels: pa.Array, expected: list[object]
+) -> None:
+    feature = {"label": {"feature": class_label(["cat", "dog"])["label"], "_type": "List"}}
+    write_hub_file(tmp_path / "train.parquet", IMAGES, labels, feature)
+    found = labels_of(converted(tmp_path / "train.parquet", tmp_path / "set"))
+    assert [found[f"train/{i:08d}"] for i in range(12)] == expected

@@ -224,3 +224,12 @@ def test_a_process_without_files_to_open_rejects_nothing(
     monkeypatch.setattr("vit_ray.data.prepare.sources.entries.os.stat", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         next(index_unit(list_units(str(file))[0], locate("pack"))).read()
+
+
+def test_a_header_may_span_lines(serial: None, folder: Path) -> None:
+    header = '\ufeffpath,label,"a note\nof two lines"\r\n'
+    rows = "".join(f"{name},cat,x\r\n" for name in IMAGES)
+    (folder / "list.csv").write_bytes((header + rows).encode())
+    found = labels_of(converted(folder / "list.csv", folder / "set", columns=["path"]))
+    assert found == dict.fromkeys(IMAGES, "cat")
+    assert rejections(folder / "set") == {}

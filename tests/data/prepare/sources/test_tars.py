@@ -257,3 +257,12 @@ def test_a_sample_of_very_many_files_is_taken_in_pieces(
     (unit,) = list_units(str(tmp_path / "a.tar"))
     assert len(list(index_unit(unit, locate("pack")))) == 10
     assert lengths == [3, 3, 3, 1]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_label(serial: None, tmp_path: Path) -> None:
+    marked = [("0.jpg", IMAGES[0]), ("0.cls", b"\xef\xbb\xbfcat")]
+    (tmp_path / "a.tar").write_bytes(tar_of([*marked, ("1.jpg", IMAGES[1]), ("1.cls", b"cat")]))
+    assert labels_of(converted(tmp_path / "a.tar", tmp_path / "set")) == {
+        "a/0": "cat",
+        "a/1": "cat",
+    }

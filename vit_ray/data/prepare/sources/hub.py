@@ -110,12 +110,28 @@ class _Columns:
             )
         self.image, self.label = images[0], labels[0]
         self.image_path = self._bytes_of(schema.field(self.image))
-        self.class_names = _names(features.get(self.label))
-        check_unique(self.class_names or (), repr(path))
+        self._check_once(schema, self.image, self.label)
+        self.class_names = self._checked(_names(features.get(self.label)))
         self._check_labels(schema.field(self.label).type)
+
+    def _checked(self, names: Any) -> list[str] | None:
+        if names is None:
+            return None
+        if not isinstance(names, list) or any(type(name) is not str for name in names):
+            raise ValueError(
+                f"{self._path!r}: a ClassLabel whose names are no list of text: {str(names)[:80]}"
+            )
+        check_unique(names, repr(self._path))
+        return names
+
+    def _check_once(self, schema: pa.Schema, *names: str) -> None:
+        for name in names:
+            if schema.names.count(name) > 1:
+                raise ValueError(f"{self._path!r} has two columns {name!r}; name one otherwise.")
 
     def check_extra(self, schema: pa.Schema, names: Sequence[str]) -> None:
         """Raises ValueError for columns that are not there, or have no text."""
+        self._check_once(schema, *names)
         for name in names:
             kind = schema.field(name).type if name in schema.names else None
             if kind is None or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
@@ -162,15 +178,13 @@ def _is_list(kind: pa.DataType) -> bool:
     )
 
 
-def _names(feature: Any) -> list[str] | None:
-    """The names of a `ClassLabel`, or of a list of them."""
+def _names(feature: Any) -> Any:
+    """The names of a `ClassLabel`, or of a list of them, as they stand there."""
     if isinstance(feature, list) and len(feature) == 1:
         return _names(feature[0])
     if not isinstance(feature, dict):
         return None
-    if feature.get("names"):
-        return [str(name) for name in feature["names"]]
-    return _names(feature.get("feature"))
+    return feature.get("names") or _names(feature.get("feature"))
 
 
 _Row = tuple[int, bytes | Exception, Callable[[str], Any]]

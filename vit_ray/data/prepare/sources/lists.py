@@ -158,17 +158,19 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         lines = (line.decode("utf-8", "surrogateescape") for line in _Lines(file, unit))
         rows = csv.reader(lines)
         last = unit.first_line - 1
-        for row in _without_errors(rows):
+        for place, row in enumerate(_without_errors(rows)):
             first, last = last + 1, unit.first_line - 1 + rows.line_num
-            if row and last > 1:
+            is_header = place == 0 and unit.start == 0
+            if row and not is_header:
                 yield from _csv_row(unit, header, row, range(first, last + 1), names)
 
 
 def _names(file: IO[bytes], unit: SourceUnit) -> list[str]:
     """Names of the columns, in small letters."""
-    text = file.readline(MOST_JSON_BYTES).decode("utf-8-sig", "replace")
+    lines = _Lines(file, replace(unit, start=0, stop=None))
+    texts = (line.decode("utf-8-sig", "replace") for line in lines)
     try:
-        return [name.strip().lower() for name in next(csv.reader([text]), [])]
+        return [name.strip().lower() for name in next(csv.reader(texts), [])]
     except csv.Error as error:
         raise ValueError(f"{unit.path!r}: its header cannot be read ({error})") from error
 

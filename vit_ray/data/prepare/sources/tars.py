@@ -199,7 +199,9 @@ def _extra(members: _Members, file: IO[bytes], columns: Sequence[str]) -> tuple[
     for name in {*columns, "json"} & files.keys():
         try:
             content = _content(files[name], file, MOST_JSON_BYTES)
-            fields |= json_object(content) if name == "json" else {name: content.decode()}
+            fields |= (
+                json_object(content) if name == "json" else {name: content.decode("utf-8-sig")}
+            )
         except ValueError as error:
             raise ValueError(f"its .{name} cannot be passed through ({error})") from error
     return extra_of(fields, columns)
@@ -211,7 +213,7 @@ def _labels(members: _Members, file: IO[bytes]) -> Labels:
         raise ValueError("the archive is damaged before the sample's label")
     if "cls" in files:
         try:
-            return labels_of_text(_content(files["cls"], file, MOST_TEXT_BYTES).decode())
+            return labels_of_text(_content(files["cls"], file, MOST_TEXT_BYTES).decode("utf-8-sig"))
         except ValueError as error:
             raise ValueError(f"its .cls has no usable label ({error})") from error
     if "json" in files:

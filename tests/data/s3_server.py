@@ -152,10 +152,10 @@ class FaultProxy:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             head = await client.readuntil(b"\r\n\r\n")
             fault = self.faults.take(head.split(b"\r\n", 1)[0].decode())
-            if fault:
+            if fault and fault not in SPOILT:
                 await self._fail(fault, answer)
             else:
-                await self._forward(head, client, answer)
+                await self._forward(head, client, answer, fault)
         answer.close()
 
     async def _fail(self, fault: str, answer: asyncio.StreamWriter) -> None:
@@ -172,14 +172,14 @@ class FaultProxy:
             await answer.drain()
 
     async def _forward(
-        self, head: bytes, client: asyncio.StreamReader, answer: asyncio.StreamWriter
+        self, head: bytes, client: asyncio.StreamReader, answer: asyncio.StreamWriter, fault: str
     ) -> None:
         lines = [li for li in head.split(b"\r\n") if not li.lower().startswith(b"connection:")]
         lines.insert(1, b"Connection: close")
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
         writer.write(b"\r\n".join(lines))
         upload = asyncio.create_task(copy(client, writer))
-        await copy(reader, answer)
+        await (spoil(reader, answer, fault) if fault else copy(reader, answer))
         upload.cancel()
         writer.close()
 
@@ -189,3 +189,22 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
         while content := await source.read(1 << 16):
             target.write(content)
             await target.drain()
+
+
+SPOILT = ("cut", "flip", "slow")
+"""Faults of an answer that begins as it should: half of its body, another bit, or drop by drop."""
+
+
+async def spoil(source: asyncio.StreamReader, target: asyncio.StreamWriter, fault: str) -> None:
+    target.write(await source.readuntil(b"\r\n\r\n"))
+    body = bytearray(await source.read())
+    middle = len(body) // 2
+    if fault == "cut":
+        body = body[:middle]
+    if fault == "flip" and body:
+        body[middle] ^= 1
+    step = max(1, middle // 8) if fault == "slow" else max(1, len(body))
+    for start in range(0, len(body), step):
+        target.write(body[start : start + step])
+        await target.drain()
+        await asyncio.sleep(0.01)

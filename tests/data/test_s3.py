@@ -80,7 +80,7 @@ def test_a_data_set_reads_the_same_from_s3(s3: FaultProxy, dataset: Manifest) ->
         np.testing.assert_array_equal(here[name], there[name])
 
 
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "hang"])
+@pytest.mark.parametrize("kind", ["503", "500", "reset", "hang", "cut", "flip", "slow"])
 def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: str) -> None:
     remote = open_dataset("s3://sets/small")
     s3.faults.set(kind, remaining=2 if kind == "hang" else 4, path="part-", every=3)
@@ -89,11 +89,12 @@ def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: 
     np.testing.assert_array_equal(batch_of(dataset)["image"], there["image"])
 
 
-def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path) -> None:
-    s3.faults.set("503", remaining=3, path="empty/note")
-    locate("s3://empty/note").write(b"x" * 1000)
-    assert (buckets / "empty" / "note").read_bytes() == b"x" * 1000
-    assert len(s3.faults.injected) == 3
+@pytest.mark.parametrize("kind", ["503", "500", "reset", "cut", "slow"])
+def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path, kind: str) -> None:
+    s3.faults.set(kind, remaining=1 if kind == "slow" else 3, path=f"empty/{kind}")
+    locate(f"s3://empty/{kind}").write(b"x" * 1000)
+    assert (buckets / "empty" / kind).read_bytes() == b"x" * 1000
+    assert s3.faults.injected
 
 
 def test_what_is_truly_gone_is_named(s3: FaultProxy) -> None:
@@ -173,13 +174,14 @@ def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]
     return {entry.key: (entry.labels, entry.read()) for entry in entries}
 
 
+@pytest.mark.parametrize("kind", ["503", "reset", "cut", "slow"])
 @pytest.mark.parametrize("layout", ["classes", "tars", "hub", "list"])
 def test_sources_are_read_from_s3_as_from_disk(
-    s3: FaultProxy, buckets: Path, tmp_path: Path, layout: str
+    s3: FaultProxy, buckets: Path, tmp_path: Path, layout: str, kind: str
 ) -> None:
     here = indexed(str(buckets / "sources" / layout), tmp_path / "here.bin")
     assert len(here) == 4
-    s3.faults.set("503", remaining=3, every=4)
+    s3.faults.set(kind, remaining=3, every=4)
     there = with_retries(
         lambda: indexed(f"s3://sources/{layout}", tmp_path / "there.bin"), "indexing"
     )

@@ -227,9 +227,9 @@ def test_a_process_without_files_to_open_rejects_nothing(
 
 
 def test_a_header_may_span_lines(serial: None, folder: Path) -> None:
-    header = '\ufeffpath,label,"a note\nof two lines"\r\n'
-    rows = "".join(f"{name},cat,x\r\n" for name in IMAGES)
+    header = '\ufeffpath,label,"a note\nof two lines",caption\r\n'
+    rows = "".join(f"{name},cat,x,y\r\n" for name in IMAGES)
     (folder / "list.csv").write_bytes((header + rows).encode())
-    found = labels_of(converted(folder / "list.csv", folder / "set", columns=["path"]))
+    found = labels_of(converted(folder / "list.csv", folder / "set", columns=["caption"]))
     assert found == dict.fromkeys(IMAGES, "cat")
     assert rejections(folder / "set") == {}

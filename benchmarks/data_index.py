@@ -129,7 +129,8 @@ def main() -> None:
             return
     lines = [
         f"# data_index: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
-        f"`python benchmarks/data_index.py --images {' '.join(f'{m:g}' for m in args.images)}`; "
+        f"`python benchmarks/data_index.py --images {' '.join(f'{m:g}' for m in args.images)} "
+        f"--peer-up-to {args.peer_up_to:g}`; "
         f"shards of {ROWS_PER_SHARD} images.\n",
         "| million images | repeated keys, CPU s | lists, CPU s | both, CPU s per million "
         "| both, wall s | peak, MiB | pyarrow take, CPU s (reckoned) | its peak | take / lists |",

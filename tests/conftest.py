@@ -1,8 +1,10 @@
 """One Ray cluster for the whole session, a process of its own, and small real data sets on it."""
 
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -76,6 +78,10 @@ def ray_head() -> Iterator[Head]:
             yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)  # of up to 30 s in which Ray waits for its own processes
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -24,6 +24,10 @@ KINDS = {
         "import vit_ray.tracking.run_host, vit_ray.tracking.run_actor",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
+    "a driver that starts a lane": (
+        "import vit_ray.launch.run, vit_ray.launch.lane",
+        RAY_DATA | {"cv2", "ray.train", "rich"},
+    ),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a lane's server": ("import vit_ray.launch.lane_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.ray_policies", RAY_DATA | {"ray.train"}),

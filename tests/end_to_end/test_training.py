@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.end_to_end.runs import (
 )
 from vit_ray import lock
 from vit_ray.config import Recipe
+from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.run import RunResult, evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
@@ -32,6 +34,13 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 # Steps after which another processor's rounding is still below 2e-6 of the loss: Adam starts here
 # from a head of zeros, at a high rate, and magnifies it to 8e-5 in 24 steps.
 GOLDEN_STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_lane(ray_cluster: Head) -> Iterator[None]:
+    """Trainings of one shape follow one another in one worker group, as in a sweep."""
+    with kept_lanes():
+        yield
 
 
 @pytest.fixture(scope="module")

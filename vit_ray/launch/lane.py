@@ -33,6 +33,7 @@ from vit_ray.launch.ray_policies import (
     SaveBeforeResize,
 )
 from vit_ray.train.job import TrainJob
+from vit_ray.train.lane_entry import work_in_lane
 from vit_ray.train.lane_link import Assignment
 
 _START_TIMEOUT: Final = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
@@ -169,8 +170,6 @@ class Lane:
 def _trainer(
     shape: LaneShape, server: Any, storage_path: str, *, is_private: bool
 ) -> PolicedTrainer:
-    from vit_ray.train.worker import serve_lane
-
     # How soon Ray Train notices that a worker has ended or died.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(shape.collective_timeout_s))
@@ -193,7 +192,7 @@ def _trainer(
     return PolicedTrainer(
         policies,
         is_private=is_private,
-        train_loop_per_worker=serve_lane,
+        train_loop_per_worker=work_in_lane,
         train_loop_config={"server": server},
         scaling_config=scaling,
         run_config=RunConfig(

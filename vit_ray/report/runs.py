@@ -85,7 +85,7 @@ class RecordedRun:
 
 
 def model_family(name: str) -> str:
-    """ParentRun of a catalog name, as figures tell them apart."""
+    """Model family of a catalog name, as figures tell them apart."""
     return next((family for family, test in _FAMILIES.items() if re.match(test, name)), "Other")
 
 

@@ -1,0 +1,54 @@
+"""`make quickstart` in a quarter of its steps: convert, pre-train, sweep; and all of it again."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Head
+from vit_ray.commands import quickstart
+from vit_ray.commands.quickstart import run_quickstart
+from vit_ray.config import Recipe, load_recipe
+
+
+def _shorter(recipe: str) -> Recipe:
+    changes = {"optim": {"steps": 20}, "sweep": {"learning_rates": [0.03, 1e-6]}}
+    return load_recipe(recipe).with_changes(**changes)
+
+
+def test_the_quickstart_learns_and_its_second_start_trains_nothing(
+    ray_cluster: Head,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(quickstart, "load_recipe", _shorter)
+    recipe = load_recipe("digits").with_changes(
+        output=str(tmp_path / "runs"),
+        data={"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")},
+        optim={"epochs": 12},
+        tracking={"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"},
+    )
+    assert run_quickstart(recipe) == 0
+    first = capsys.readouterr().out
+    accuracy = re.search(r"top-1 accuracy +\S +([0-9.]+)%", first)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 70  # in a quarter of its epochs; 10 is chance
+    assert re.search(r"0\.03 .* chosen", first)
+    made = _weight_files(tmp_path)
+    assert len(made) >= 4  # of the pre-training, two trials and the retraining
+    assert run_quickstart(recipe) == 0
+    second = capsys.readouterr().out
+    assert second.count("it was complete before") == 1
+    assert _tables(second) == _tables(first)
+    assert _weight_files(tmp_path) == made
+
+
+def _weight_files(folder: Path) -> dict[Path, int]:
+    """When each was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+
+
+def _tables(output: str) -> list[str]:
+    """What was reached; the time to the first step is of the first start alone."""
+    return [line for line in output.splitlines() if "%" in line and "step" not in line]

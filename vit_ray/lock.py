@@ -6,7 +6,7 @@ that start together one gets N. Nobody else ever writes it and no N is used twic
 renewal cannot overwrite a newer holder. N is also the fencing token: who holds an N that is no
 longer the newest has lost the folder.
 
-A holder renews its file; one whose process is gone is followed at once on the same machine, and
+A holder renews its file; on the same machine the lock of a dead process is taken over at once, and
 on another when its file has not changed for some time. Clocks of machines are not compared.
 """
 

@@ -1,4 +1,4 @@
-"""What pyarrow has no words for on S3: a PUT that does not replace, and an upload that can be
+"""S3 operations that pyarrow lacks: a PUT that does not replace, and an upload that can be
 given up.
 
 By botocore's own client, which is imported late: it takes a while, and tasks that only read never

@@ -1,6 +1,6 @@
 """What a recipe costs on a cluster, for every ZeRO stage, before anything is started.
 
-Memory is counted on models without memory, traffic and time are arithmetic on data sheets; no GPU,
+Memory is counted on models of the meta device, traffic and time by data sheets; no GPU,
 no data and no Ray are needed where the recipe tells `plan.num_images` and `plan.num_classes`.
 """
 

@@ -28,7 +28,7 @@ class KeyHelp:
 
 @dataclass(frozen=True)
 class SectionHelp:
-    """A section and the keys that stand directly in it; those of others are others' own."""
+    """A section and its own keys, without those of its subsections."""
 
     name: str
     meaning: str

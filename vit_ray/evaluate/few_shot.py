@@ -2,7 +2,8 @@
 
 The paper's on-the-fly measure (section 4.1, figures 4, 8, 9, 13, table 8). Protocol and constants
 are those of the authors' later code, big_vision `evaluators/fewshot_lsr.py`: whiten with the
-training examples' mean and deviation, append a constant, regress onto {-1, +1}^K, take the argmax.
+training examples' mean and standard deviation, append a constant, regress onto {-1, +1}^K,
+take the argmax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of a recipe may differ from the one that a run was begun with, and what is said of it."""
+"""Which changes of the recipe a run may be resumed with, and how they are reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One HTML page that tells what a study, a sweep or an experiment came to.
 
-Everything comes from MLflow; the page asks nothing of the network and needs no script, so it can
+Everything comes from MLflow; the page is self-contained and needs no script, so it can
 be mailed, kept with the run, and opened years later. A CSV of its main table lies beside it.
 """
 

@@ -1,4 +1,4 @@
-"""Batches made ready beside the training: read, and put where the GPU copies from by itself."""
+"""Batches read ahead in a thread beside the training, and put in pinned memory for the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker group that starts goes on from: chosen by its first rank, for all."""
+"""The checkpoint that a starting worker group resumes from: chosen by rank 0, for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded images to training and evaluation crops: uint8 all the way, only as fine as needed.
+"""Encoded images to training and evaluation crops: uint8, at the lowest scale that suffices.
 
 A plain JPEG is decoded by OpenCV at 1/1, 1/2, 1/4 or 1/8 scale, the coarsest that still has at
 least the pixels that the crop needs. Everything else (CMYK, palette, 16 bits, alpha, other formats)

@@ -1,4 +1,4 @@
-"""Images as people keep them to a data set: shuffled once, checked, committed whole.
+"""Converts a source of images to a data set: shuffled once, checked, committed whole.
 
 Two Ray Data jobs. The first indexes the source, a task per unit; the index of all images is then
 drawn into the order of the data set by the recorded seed, through files on disk. The second makes

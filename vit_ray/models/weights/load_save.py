@@ -40,7 +40,7 @@ class WeightFile:
     tensors: Tensors
     origin: Origin
     beside: tuple[str, ...] = ()
-    """What the file holds of the training that made it; nobody needs it."""
+    """What the file holds of the training that made it; it is ignored."""
 
     @property
     def num_classes(self) -> int | None:

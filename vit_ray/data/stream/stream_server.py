@@ -2,16 +2,21 @@
 
 One actor serves training and every evaluation, for one training after another: it executes the
 Ray Data sets and deals their blocks to the ranks in turn, which is what makes global batches
-independent of who reads (`order.partition`). A rank asks for one block after the other.
+independent of who reads (`order.partition`). A rank asks for one block after the other. The decoded
+blocks of evaluations are kept while they are small: a run, and the trials of a sweep, evaluate on
+the same images again and again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import pickle
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +28,8 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.blocks import Batch, cut
 from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets
 
+KEPT_SHARE: Final = 0.1
+"""Of the cluster's object store, for decoded evaluation images at most."""
 RESTART_S: Final = 60.0
 """For which a server that has died is waited for."""
 
@@ -36,7 +43,7 @@ class Pass:
     stream: str
     """Which of them."""
     group: str
-    """Tells one start of a worker group from the next."""
+    """The start of a worker group, and after a space its training where it takes several."""
     number: int
     """How often this group has read the stream before."""
     world_size: int
@@ -57,14 +64,15 @@ class StreamLostError(RuntimeError):
     """A stream cannot go on where its ranks are; a new attempt starts at a checkpoint."""
 
 
+SizedBlock = tuple[ray.ObjectRef[Block], int]
+"""A block and its bytes."""
+
+
 class DealtBlocks:
-    """Blocks of consecutive Ray Data sets, block j for rank j mod `world_size`.
+    """Block j for rank j mod `world_size`."""
 
-    Sets are made and executed one after the other, each when the one before it has been dealt.
-    """
-
-    def __init__(self, datasets: Iterator[ray.data.Dataset], world_size: int) -> None:
-        self._blocks = _blocks_of(datasets)
+    def __init__(self, blocks: Generator[SizedBlock, None, None], world_size: int) -> None:
+        self._blocks = blocks
         self._ready: list[deque[ray.ObjectRef[Block]]] = [deque() for _ in range(world_size)]
         self._num_taken = [0] * world_size
         self._turn = 0
@@ -100,7 +108,7 @@ class DealtBlocks:
             self._blocks.close()
         if block is None or self._is_closed:
             return False
-        self._ready[self._turn].append(block)
+        self._ready[self._turn].append(block[0])
         self._turn = (self._turn + 1) % len(self._ready)
         return True
 
@@ -112,13 +120,51 @@ class DealtBlocks:
             self._lock.release()
 
 
-def _blocks_of(
-    datasets: Iterator[ray.data.Dataset],
-) -> Generator[ray.ObjectRef[Block], None, None]:
-    """Closing it drops the execution under way, which ends its tasks."""
+def _blocks_of(datasets: Iterator[ray.data.Dataset]) -> Generator[SizedBlock, None, None]:
+    """Of consecutive sets, each made and executed when the one before it has been dealt.
+
+    Closing it drops the execution under way, which ends its tasks.
+    """
     for dataset in datasets:
         for bundle in dataset.iter_internal_ref_bundles():
-            yield from bundle.block_refs
+            for entry in bundle.blocks:
+                yield entry.ref, entry.metadata.size_bytes or 0
+
+
+class KeptBlocks:
+    """Blocks of whole readings, of at most some bytes in all; the last used stay longest."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes = most_bytes
+        self._readings: OrderedDict[bytes, list[SizedBlock]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def blocks(
+        self, key: bytes, read: Callable[[], Generator[SizedBlock, None, None]]
+    ) -> Generator[SizedBlock, None, None]:
+        """What is kept of the reading `key`, or else what `read` gives."""
+        with self._lock:
+            kept = self._readings.get(key)
+            if kept is not None:
+                self._readings.move_to_end(key)
+        if kept is not None:
+            yield from kept
+            return
+        reading: list[SizedBlock] = []
+        size = 0
+        with contextlib.closing(read()) as blocks:
+            for block in blocks:
+                size += block[1]
+                reading = [*reading, block] if size <= self._most_bytes else []
+                yield block
+        if size <= self._most_bytes:
+            self._keep(key, reading)
+
+    def _keep(self, key: bytes, reading: list[SizedBlock]) -> None:
+        with self._lock:
+            self._readings[key] = reading
+            while sum(size for r in self._readings.values() for _, size in r) > self._most_bytes:
+                self._readings.popitem(last=False)
 
 
 class StreamServer:
@@ -126,6 +172,7 @@ class StreamServer:
 
     def __init__(self) -> None:
         self._open: dict[Pass, DealtBlocks] = {}
+        self._kept = KeptBlocks(_most_kept_bytes())
         self._lock = threading.Lock()
 
     def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
@@ -150,22 +197,46 @@ class StreamServer:
             if one not in self._open:
                 for other in [p for p in self._open if one.replaces(p)]:
                     self._open.pop(other).close()
-                self._open[one] = DealtBlocks(_datasets(one), one.world_size)
+                self._open[one] = DealtBlocks(self._read(one), one.world_size)
             return self._open[one]
 
+    def _read(self, one: Pass) -> Generator[SizedBlock, None, None]:
+        spec = ray.get(one.specs)[one.stream]
+        world_size, size = one.world_size, one.batch_size_per_rank
+        if one.stream == "train":
+            datasets = training_datasets(
+                spec,
+                world_size=world_size,
+                batch_size_per_rank=size,
+                start=one.start,
+                stop=one.stop,
+            )
+            return _blocks_of(datasets)
 
-def _datasets(one: Pass) -> Iterator[ray.data.Dataset]:
-    spec = ray.get(one.specs)[one.stream]
-    size = one.batch_size_per_rank
-    if one.stream != "train":
-        return evaluation_datasets(spec, world_size=one.world_size, batch_size=size)
-    return training_datasets(
-        spec,
-        world_size=one.world_size,
-        batch_size_per_rank=size,
-        start=one.start,
-        stop=one.stop,
-    )
+        def read() -> Generator[SizedBlock, None, None]:
+            return _blocks_of(evaluation_datasets(spec, world_size=world_size, batch_size=size))
+
+        if spec.object_store_mib is not None:
+            return read()
+        return self._kept.blocks(_reading_key(one, spec), read)
+
+
+def _reading_key(one: Pass, spec: StreamSpec) -> bytes:
+    """Equal for evaluations of the same blocks by the same start of a worker group.
+
+    After a node is lost, and blocks with it, the group is started anew.
+    """
+    workers = one.group.partition(" ")[0]
+    facts = (
+        spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
+    )  # fmt: skip
+    how = (workers, one.world_size, one.batch_size_per_rank)
+    return hashlib.sha256(pickle.dumps((facts, how))).digest()
+
+
+def _most_kept_bytes() -> float:
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return KEPT_SHARE * float(resources.get("object_store_memory", 0))
 
 
 def start_stream_server(world_size: int) -> Any:

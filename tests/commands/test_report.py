@@ -1,6 +1,9 @@
 """The report job's choice of what to report on."""
 
+from types import SimpleNamespace
+
 import pytest
+import ray
 from mlflow.tracking import MlflowClient
 
 from vit_ray.commands.report import report, report_page
@@ -46,10 +49,12 @@ def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog):
+def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog, monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    recorder = SimpleNamespace(flush=SimpleNamespace(remote=lambda wait_s: True))
     away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
     open_client(away.tracking.uri)  # as the job has done: calls fail fast
-    assert page_of(away, "0" * 32) is None
+    assert page_of(away, "0" * 32, recorder) is None
     assert "jobs/report.py makes it" in caplog.text
     assert "hunter2" not in caplog.text
-    assert page_of(away, None) is None
+    assert page_of(away, None, recorder) is None

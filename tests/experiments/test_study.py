@@ -17,7 +17,8 @@ from vit_ray.commands.report import report
 from vit_ray.commands.study_tables import describe_study, print_study
 from vit_ray.config import load_recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments.study import cell_metrics, run_study, study_cells
+from vit_ray.experiments.study import run_study, study_cells
+from vit_ray.launch.recorded import training_cost
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
@@ -106,7 +107,7 @@ def test_compute_of_a_cell_is_what_the_papers_table_6_says(name, epochs, exaflop
     (cell,) = study_cells(recipe_from_dict(tree, "test"))
     plan = SimpleNamespace(manifest=SimpleNamespace(num_classes=18_291), num_images=303_000_000)
     steps = cell.recipe.optim.total_steps(plan.num_images, 4096)
-    metrics = cell_metrics(cell, plan, steps, images_per_s=4096.0)
+    metrics = training_cost(cell.recipe, plan, steps, images_per_s=4096.0)
     assert metrics["study/exaflops"] == pytest.approx(exaflops, rel=0.01)
     assert metrics["study/images_seen"] == pytest.approx(303e6 * epochs, rel=1e-4)
     assert metrics["cost/core_days"] == pytest.approx(steps / 86_400)

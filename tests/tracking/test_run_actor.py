@@ -134,3 +134,35 @@ def test_the_recorder_has_every_method_that_workers_call(name: str) -> None:
     own = list(found.parameters.values())
     assert own[: len(promised.parameters)] == list(promised.parameters.values())
     assert all(extra.default is not extra.empty for extra in own[len(promised.parameters) :])
+
+
+def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
+    tmp_path: Path, empty_store: Path
+) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False)
+    data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
+    opening = RunOpening(
+        config,
+        "trial",
+        tmp_path / "metrics.jsonl",
+        None,
+        {},
+        {"mlflow.note.content": "told"},
+        None,
+        datasets=[{**data, "profile": {"num_images": 7}}],
+        measured_on="dev",
+        awaited_metric="dev/top1",
+    )
+    recorder = Recorder(opening)
+    recorder.metrics(1, {"a/loss": 1.0})
+    recorder.metrics(2, {"eval/top1": 0.75, "evaluated": 1.0})
+    assert recorder.standing().metrics["eval/top1"] == 0.75
+    recorder.finish("FINISHED")
+    client = MlflowClient(config.uri)
+    run = client.get_run(recorder.run_id())
+    assert next(iter(run.data.metrics.items())) == ("dev/top1", 0.75)
+    assert set(run.data.metrics) == {"dev/top1", "a/loss", "evaluated"}
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
+    assert Recorder(opening).standing().metrics["eval/top1"] == 0.75

@@ -25,6 +25,7 @@ from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,
     open_client,
+    page_hint,
     redact_uri,
     safe_uri,
 )
@@ -611,3 +612,14 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
     client = MlflowClient(server.uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert [f.path for f in client.list_artifacts(run_id)] == ["note.txt"]
+
+
+def test_the_hint_opens_the_runs(config, log_path):
+    tracker = Tracker.start(config, "shown", log_path)
+    assert tracker.finish()
+    run = _only_run(config.uri)
+    page = f"#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning"
+    assert tracker.hint == (
+        f"mlflow ui --backend-store-uri {config.uri} and then http://127.0.0.1:5000/{page}"
+    )
+    assert page_hint("http://u:pw@host/x/", "7").startswith("http://host/x/#/experiments/7/runs?")

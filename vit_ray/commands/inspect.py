@@ -13,6 +13,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.crops import Augmentation, BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
+from vit_ray.launch.recorded import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.tracker import Tracker
 
@@ -106,7 +107,7 @@ def _keep(recipe: Recipe, folder: Path, files: list[Path]) -> None:
         recipe.tracking,
         f"{recipe.name}-inspection",
         folder / ".mlflow.jsonl",
-        params=recipe.flat(),
+        params=trained_params(recipe),
         tags={"vit_ray.kind": "inspection"},
     )
     for file in files:

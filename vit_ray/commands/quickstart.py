@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from vit_ray.commands.convert import convert_from
+from vit_ray.commands.report import report
 from vit_ray.commands.tables import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
@@ -31,8 +32,19 @@ def run_quickstart(recipe: Recipe) -> int:
     connect(recipe)
     _convert_digits(recipe)
     with kept_lanes():
-        code = print_result(train(recipe)) or print_sweep(run_sweep(sweep))
+        code = print_result(train(recipe)) or _sweep_and_report(recipe, sweep)
     print(f"All of it took {time.monotonic() - start_s:.0f} s.")
+    return code
+
+
+def _sweep_and_report(recipe: Recipe, sweep: Recipe) -> int:
+    """Sweep, and make one page of that and of the pre-training, kept with the run of the sweep."""
+    result = run_sweep(sweep)
+    code = print_sweep(result)
+    if result is not None and result.parent_run_id is not None:
+        page = report(recipe, whole_experiment=True, keep_with=result.parent_run_id)
+        print(f"report of all runs: {page}")
+        print(f"all runs in MLflow: {result.hint}")
     return code
 
 

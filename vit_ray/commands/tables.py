@@ -67,6 +67,8 @@ def print_sweep(result: SweepResult | None) -> int:
     if averages:
         last = statistics.fmean(result.last_test_top1)
         print(f"that is of the averaged weights; of the last weights: {last:.2%}")
+    if result.page is not None:
+        print(f"report: {result.page}")
     print(f"MLflow page: {result.hint}")
     return 0
 

@@ -44,6 +44,8 @@ _HARMLESS: Final = (
 )
 EVALUATED_SETS: Final = ("data.eval", "evaluate.few_shot_test", "evaluate.few_shot_train")
 """They decide what is measured, and nothing of the weights; the same set may have moved."""
+TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
+"""Recorded as tags: where things lie, and what is measured."""
 LENGTH: Final = ("optim.epochs", "optim.images", "optim.steps")
 _FIXED: Final = (
     DATA_SET,
@@ -76,6 +78,11 @@ class Change:
     def is_fixed(self) -> bool:
         """Whether no run can go on with it."""
         return self.key.startswith(_FIXED)
+
+
+def is_trained(key: str) -> bool:
+    """Whether the key of a recipe decides what the training results in."""
+    return key.startswith(_DECISIVE) and key not in _HARMLESS
 
 
 def decisive_changes(

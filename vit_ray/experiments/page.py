@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, Final
+
+import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.preflight import metrics_log_path
-from vit_ray.report.page import build_report
+from vit_ray.report.page import build_report, parts_of
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
+
+FLUSH_S: Final = 20.0
+"""Longest wait for what the page is to show."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +30,19 @@ def write_page(recipe: Recipe, run_id: str | None) -> Path:
     return build_report(absolute_uri(recipe.tracking.uri), selection, target)
 
 
-def page_of(recipe: Recipe, run_id: str | None) -> Path | None:
-    """As `write_page` at the end of a long job, which must not fail because MLflow is away."""
+def page_of(recipe: Recipe, run_id: str | None, recorder: Any) -> Path | None:
+    """As `write_page` at the end of a long job, which must not fail because MLflow is away.
+
+    The page, its table and its figures are kept with the run that `recorder` records.
+    """
     if run_id is None:
         return None
     try:
-        return write_page(recipe, run_id)
+        ray.get(recorder.flush.remote(FLUSH_S))
+        page = write_page(recipe, run_id)
+        for path, folder in parts_of(page):
+            ray.get(recorder.artifact.remote(str(path), folder))
+        return page
     except Exception as error:
         reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
         logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)

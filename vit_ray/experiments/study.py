@@ -22,17 +22,23 @@ from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import RunPlan, check_cluster, metrics_log_path, plan_run
 from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.recorded import (
+    COST,
+    data_inputs,
+    recipe_yaml,
+    recorded_before,
+    run_facts,
+    trained_params,
+)
 from vit_ray.launch.run import (
     ParentRun,
     RunResult,
     finished_status,
-    run_facts,
     train,
 )
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run
@@ -131,11 +137,13 @@ def run_study(recipe: Recipe) -> StudyResult:
                 recipe.name,
                 metrics_log_path(recipe),
                 run_id=parent_id,
-                params=recipe.flat(),
-                tags=run_facts("study", plans[0], cluster),
+                params=trained_params(recipe),
+                tags=run_facts(recipe, "study", plans[0], cluster),
                 resume_step=None,
+                datasets=data_inputs(plans[0]),
             ),
         )
+        recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
         is_complete = False
         try:
             outcome = _run_all(recipe, cells, plans, finished, recorder)
@@ -162,30 +170,8 @@ def _run_all(
     ):
         results = _run_cells(cells, plans, finished, recorder, parent_id)
     ray.get(recorder.metrics.remote(len(results), _totals(results)))
-    page = page_of(recipe, parent_id)
-    if page is not None:
-        ray.get(recorder.artifact.remote(str(page)))
-        ray.get(recorder.artifact.remote(str(page.with_suffix(".csv"))))
+    page = page_of(recipe, parent_id, recorder)
     return StudyResult(results, len(cells), parent_id, page, ray.get(recorder.hint.remote()))
-
-
-def cell_metrics(
-    cell: Cell, plan: RunPlan, steps: int, images_per_s: float | None
-) -> dict[str, float]:
-    """Compute and data of a cell: `study/...`, and `cost/core_days` where the speed is known."""
-    model = cell.recipe.model
-    macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
-    images_seen = steps * cell.recipe.train.global_batch_size
-    metrics = {
-        "study/exaflops": count_exaflops(macs, images_seen),
-        "study/forward_gmacs": macs / 1e9,
-        "study/images_seen": float(images_seen),
-        "study/train_images": float(plan.num_images),
-    }
-    if images_per_s:
-        num_workers = cell.recipe.group_sizes[-1]
-        metrics["cost/core_days"] = images_seen / images_per_s * num_workers / 86_400
-    return metrics
 
 
 def _cell_recipe(recipe: Recipe, model: StudyModel, fraction: float, epochs: float) -> Recipe:
@@ -218,7 +204,8 @@ def _finished_cells(
 
 
 def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
-    before = {**run.data.params, DATA_SET: run.data.tags["vit_ray.data_fingerprint"]}
+    before = recorded_before(run.data.params, run.data.tags)
+    before[DATA_SET] = run.data.tags["vit_ray.data_fingerprint"]
     now = {**cell.recipe.flat(), DATA_SET: plan.manifest.fingerprint}
     moved = EVALUATED_SETS if cell.recipe.resume == "changed" else ()
     if changed := decisive_changes(before, now, without=moved):
@@ -265,13 +252,13 @@ def _run_cell(
         return CellResult(cell, {}, None, error=str(error).strip().splitlines()[0])
     if not result.is_complete:
         return None
-    metrics = cell_metrics(cell, plan, result.steps, result.metrics.get("train/images_per_s"))
-    run_id = _record(recipe, result, metrics)
-    return CellResult(cell, {**result.metrics, **metrics}, run_id, result.already_complete)
+    run_id = _record(recipe, result) if result.already_complete else result.run_id
+    return CellResult(cell, result.metrics, run_id, result.already_complete)
 
 
-def _record(recipe: Recipe, result: RunResult, metrics: dict[str, float]) -> str | None:
-    """Add the study's metrics to the cell's run, which its training has already ended."""
+def _record(recipe: Recipe, result: RunResult) -> str | None:
+    """Tell the cost of a run whose training had ended before its driver could, and end it."""
+    metrics = {key: value for key, value in result.metrics.items() if key.startswith(COST)}
     tracker = Tracker.start(
         recipe.tracking, recipe.name, metrics_log_path(recipe), run_id=result.run_id
     )

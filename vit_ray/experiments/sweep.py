@@ -11,7 +11,8 @@ as in the paper's Table 2; that of the last weights is told beside it.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,16 +20,17 @@ import ray
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
+from vit_ray.experiments.page import page_of
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import check_cluster, metrics_log_path, plan_run
 from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.run import (
     ParentRun,
     RunResult,
     finished_status,
-    run_facts,
     train,
 )
 from vit_ray.launch.run_lock import lock_run
@@ -66,6 +68,8 @@ class SweepResult:
     hint: str
     last_test_top1: list[float] = field(default_factory=list)
     """Of the last weights, where `test_top1` is of the averaged ones."""
+    page: Path | None = None
+    """None while MLflow is away: `jobs/report.py` makes it later."""
 
     @property
     def mean(self) -> float:
@@ -132,11 +136,13 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
                 recipe.name,
                 metrics_log_path(recipe),
                 run_id=None,
-                params=recipe.flat(),
-                tags=run_facts("sweep", plan, cluster),
+                params=trained_params(recipe),
+                tags=run_facts(recipe, "sweep", plan, cluster),
                 resume_step=None,
+                datasets=data_inputs(plan),
             ),
         )
+        recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
         is_complete = False
         try:
             total_steps = sum(steps) + config.seeds * plan.total_steps
@@ -184,7 +190,7 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
         [metrics["eval/top1"] for metrics in measured] if recipe.train.averaging else [],
     )
     ray.get(recorder.metrics.remote(0, sweep_metrics(outcome)))
-    return outcome
+    return replace(outcome, page=page_of(recipe, parent_id, recorder))
 
 
 def max_concurrent(recipe: Recipe) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
@@ -25,6 +22,14 @@ from vit_ray.launch.preflight import (
     prepared_training,
 )
 from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.recorded import (
+    data_inputs,
+    is_on_dev_split,
+    recipe_yaml,
+    run_facts,
+    trained_params,
+    training_cost,
+)
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
@@ -132,13 +137,17 @@ def _run(
             recipe.name,
             metrics_log_path(recipe),
             run_id=position.tracking_run_id if position else None,
-            params=recipe.flat(),
-            tags={**run_facts(kind, plan, cluster), **(tags or {})},
+            params=trained_params(recipe),
+            tags={**run_facts(recipe, kind, plan, cluster), **(tags or {})},
             resume_step=position.step if position else None,
             parent=parent.recorder if parent else None,
+            datasets=data_inputs(plan),
+            measured_on="dev" if is_on_dev_split(recipe) else "eval",
+            awaited_metric="dev/top1" if kind == "sweep_trial" else None,
         ),
         parent.node_id if parent else None,
     )
+    recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
     for note, text in prepared.notes:
         recorder.event.remote(note, text, position.step if position else 0)
     job = _job(prepared, cluster, recorder)
@@ -150,7 +159,7 @@ def _run(
             stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
         ):
             run_workers(job, plan.streams, cluster, use_gpu=use_gpu)
-        result = _result(job, recorder)
+        result = _with_cost(_result(job, recorder), prepared, recorder)
         status = finished_status(result.is_complete)
         return result
     except RunStoppedError:
@@ -215,16 +224,29 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
     )
 
 
+def _with_cost(result: RunResult, prepared: PreparedRun, recorder: Any) -> RunResult:
+    """What the training took, in the record and in the result."""
+    if prepared.kind == "evaluate":
+        return result
+    speed = result.metrics.get("train/images_per_s")
+    cost = training_cost(prepared.recipe, prepared.plan, result.steps, speed)
+    recorder.metrics.remote(result.steps, cost)
+    return replace(result, metrics={**result.metrics, **cost})
+
+
 def _finished_before(prepared: PreparedRun) -> RunResult:
     checkpoint = prepared.resume_from
     assert checkpoint is not None
     position = checkpoint.position
+    metrics = position.progress.metrics
+    speed = metrics.get("train/images_per_s")
+    cost = training_cost(prepared.recipe, prepared.plan, position.step, speed)
     return RunResult(
         run_id=position.tracking_run_id,
         name=prepared.recipe.name,
         steps=position.step,
         total_steps=prepared.plan.total_steps,
-        metrics=dict(position.progress.metrics),
+        metrics={**metrics, **cost},
         checkpoint=checkpoint.folder.path,
         already_complete=True,
         ended=position.progress.ended,
@@ -234,35 +256,3 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
 def finished_status(is_complete: bool) -> Literal["FINISHED", "KILLED"]:
     """MLflow's word for a run that ended without an error."""
     return "FINISHED" if is_complete else "KILLED"
-
-
-def run_facts(kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]:
-    """Tags that say what ran, on which code, data and cluster."""
-    return {
-        "vit_ray.kind": kind,
-        "vit_ray.git_commit": git_commit(),
-        "vit_ray.data_fingerprint": plan.manifest.fingerprint,
-        "vit_ray.cluster": str(cluster),
-        "vit_ray.driver": platform.node(),
-        "vit_ray.ray_version": ray.__version__,
-    }
-
-
-def git_commit() -> str:
-    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
-
-    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
-    """
-    if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
-        return commit
-    here = os.path.dirname(os.path.abspath(__file__))
-    try:
-        commit = _git("rev-parse", "HEAD", cwd=here)
-        return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str, cwd: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True)
-    return done.stdout.strip()

@@ -6,6 +6,7 @@ be mailed, kept with the run, and opened years later. A CSV of its main table li
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from vit_ray.report.figures import Figure
 from vit_ray.report.paper import SOURCE
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.style import STYLE
-from vit_ray.report.svg import number
+from vit_ray.report.svg import alone, number
 from vit_ray.report.tables import percent
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
@@ -54,12 +55,38 @@ def build_report(uri: str, experiment_or_parent_run_id: str, output_path: str | 
     page = Path(output_path).resolve()
     page.parent.mkdir(parents=True, exist_ok=True)
     runs = figures.trainings(archive.runs)
-    page.write_text(_html(archive, runs), encoding="utf-8")
+    compute, curves = _compute(runs), figures.learning_curves(archive, runs)
+    page.write_text(_html(archive, runs, compute, curves), encoding="utf-8")
+    _write_figures(_figures_folder(page), [*compute, *curves])
     page.with_suffix(".csv").write_text(figures.cells(runs).csv(), encoding="utf-8")
     return page
 
 
-def _html(archive: Archive, runs: Sequence[RecordedRun]) -> str:
+def parts_of(page: Path) -> list[tuple[Path, str]]:
+    """What `build_report` wrote, each with the folder of a run's artifacts where it is kept."""
+    parts = [(page, ""), (page.with_suffix(".csv"), "")]
+    folder = _figures_folder(page)
+    return [*parts, (folder, "figures")] if folder.is_dir() else parts
+
+
+def _figures_folder(page: Path) -> Path:
+    return page.with_name(f"{page.stem}-figures")
+
+
+def _write_figures(folder: Path, drawn: Sequence[Figure]) -> None:
+    for figure in drawn:
+        name = re.sub(r"[^a-z0-9]+", "_", figure.caption.lower()).strip("_")
+        if drawing := alone(figure.svg):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.svg").write_text(drawing, encoding="utf-8")
+
+
+def _html(
+    archive: Archive,
+    runs: Sequence[RecordedRun],
+    compute: Sequence[Figure],
+    curves: Sequence[Figure],
+) -> str:
     text: str = _TEMPLATES.get_template("page.html").render(
         title=archive.parent.name if archive.parent else archive.experiment,
         style=Markup(STYLE),
@@ -68,11 +95,11 @@ def _html(archive: Archive, runs: Sequence[RecordedRun]) -> str:
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         data=_data_names(runs),
         tiles=_tiles(runs),
-        compute=_compute(runs),
+        compute=compute,
         sweep=figures.sweep_table(runs),
         sweep_summary=figures.sweep_summary(runs),
         cells=figures.cells(runs),
-        curves=figures.learning_curves(archive, runs),
+        curves=curves,
         runs=[_described(run) for run in archive.runs],
         source=SOURCE,
         paper_figure=figures.paper_figure(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vit_ray.report.runs import model_family
+from vit_ray.config.model_family import model_family
 
 SOURCE = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2, Table 6"
 

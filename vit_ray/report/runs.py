@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from vit_ray.config.decisive import TAGGED
+from vit_ray.config.model_family import model_family
+
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 PARENT_TAG = "mlflow.parentRunId"
 MAX_POINTS = 300  # of a curve on the page; longer ones are averaged
-
-_FAMILIES = {"Axial": "Axial", "Hybrid": r".*\+", "ViT": "ViT", "ResNet": r"R\d"}
 
 Curve = list[tuple[float, float]]
 
@@ -44,8 +46,9 @@ class RecordedRun:
 
     @property
     def params(self) -> dict[str, str]:
-        """The recipe, dotted keys."""
-        return dict(self.run.data.params)
+        """The recipe, dotted keys, as far as it decides; paths and what is measured are tags."""
+        tags = {key: value for key, value in self.tags.items() if key in TAGGED}
+        return {**tags, **self.run.data.params}
 
     @property
     def tags(self) -> dict[str, str]:
@@ -54,8 +57,12 @@ class RecordedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Last value of every key."""
-        return dict(self.run.data.metrics)
+        """Last value of every key that has one; `dev/...` as `eval/...`, see `measured_on`."""
+        return {
+            re.sub("^dev/", "eval/", key): value
+            for key, value in self.run.data.metrics.items()
+            if math.isfinite(value)
+        }
 
     @property
     def kind(self) -> str:
@@ -82,11 +89,6 @@ class RecordedRun:
     def family(self) -> str:
         """`ViT`, `Hybrid`, `ResNet`, `Axial` or `Other`, by the model's name."""
         return model_family(self.params.get("model.name", ""))
-
-
-def model_family(name: str) -> str:
-    """Model family of a catalog name, as figures tell them apart."""
-    return next((family for family, test in _FAMILIES.items() if re.match(test, name)), "Other")
 
 
 class Archive:
@@ -118,8 +120,11 @@ class Archive:
 
     def curve(self, run: RecordedRun, key: str) -> Curve:
         """Steps and values in order; more than `MAX_POINTS` become means of equal parts."""
+        if key not in run.run.data.metrics:
+            key = re.sub("^eval/", "dev/", key)
         points = self._client.get_metric_history(run.run_id, key)
-        return thinned(sorted((float(p.step), float(p.value)) for p in points))
+        shown = [(float(p.step), float(p.value)) for p in points if math.isfinite(p.value)]
+        return thinned(sorted(shown))
 
     def _run(self, run_id: str) -> RecordedRun:
         try:

@@ -7,11 +7,14 @@ in colour and in marker, and every point has its values as a tooltip and in a ta
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from markupsafe import Markup
+
+from vit_ray.report.style import STYLE
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 52
@@ -263,6 +266,17 @@ def _marker(index: int, px: float, py: float) -> str:
     }[shape]
     points = " ".join(f"{px + dx:.1f},{py + dy:.1f}" for dx, dy in corners)
     return f'<polygon class="mark" points="{points}"/>'
+
+
+def alone(drawing: str) -> str:
+    """The `<svg>` of a chart as a file, with the page's colours; empty if it has none."""
+    found = re.match(r"<svg (.*?)>(.*?)</svg>", drawing, re.DOTALL)
+    if found is None:
+        return ""
+    attributes, content = found.groups()
+    ground = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="var(--ground)"/>'
+    space = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12"'
+    return f"<svg {space} {attributes}><style>{escape(STYLE)}</style>{ground}{content}</svg>\n"
 
 
 def _legend(series: Sequence[Series]) -> str:

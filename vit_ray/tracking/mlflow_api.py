@@ -7,8 +7,18 @@ the rest.
 from vit_ray.imports import hide_modules
 
 with hide_modules("pandas", "scipy"):
-    from mlflow.entities import Metric, Param, Run, RunTag
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
-__all__ = ["Metric", "MlflowClient", "MlflowException", "Param", "Run", "RunTag"]
+__all__ = [
+    "Dataset",
+    "DatasetInput",
+    "InputTag",
+    "Metric",
+    "MlflowClient",
+    "MlflowException",
+    "Param",
+    "Run",
+    "RunTag",
+]

@@ -14,6 +14,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
+_KIND = {"mlflow.experimentKind": "custom_model_development"}  # opens with its runs
 LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; making its schema takes 10 s."""
 
@@ -107,12 +108,18 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     return str(found.experiment_id)
 
 
-def page_hint(uri: str, run_id: str | None = None) -> str:
-    """What a person does to see the runs: a command for a SQLite file, a link for a server."""
-    if _sqlite_path(uri) is not None:
-        return f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
-    link = safe_uri(uri).rstrip("/")
-    return f"{link}/#/runs/{run_id}" if run_id else link
+def page_hint(uri: str, experiment: str | None = None) -> str:
+    """What a person does to see the runs: a link, for a SQLite file with the command before it.
+
+    Args:
+        experiment: its id. MLflow's own start page is about traces, of which there are none here.
+    """
+    is_file = _sqlite_path(uri) is not None
+    link = "http://127.0.0.1:5000" if is_file else safe_uri(uri).rstrip("/")
+    if experiment:
+        link += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
+    return f"{command} and then {link}" if is_file else link
 
 
 def _wait_for(lock: IO[str]) -> None:
@@ -133,7 +140,7 @@ def _create_experiment(client: MlflowClient, uri: str, name: str) -> None:
     path = _sqlite_path(absolute_uri(uri))
     location = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
     try:
-        client.create_experiment(name, artifact_location=location)
+        client.create_experiment(name, artifact_location=location, tags=_KIND)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
             raise

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from vit_ray.tracking.metrics_log import Record
-from vit_ray.tracking.mlflow_api import Metric, MlflowClient, MlflowException, Param, Run, RunTag
+from vit_ray.tracking.mlflow_api import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    Metric,
+    MlflowClient,
+    MlflowException,
+    Param,
+    Run,
+    RunTag,
+)
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
@@ -53,6 +63,7 @@ class RunWriter:
         """
         self.attempt_ms = attempt_ms
         self.run_id: str | None = None
+        self.experiment_id: str | None = None
         self._uri = uri
         self._start = start
         self._folder = folder.resolve()
@@ -85,6 +96,7 @@ class RunWriter:
         run = self._find() or self._create()
         if self.attempt_ms is not None:
             self._load_steps(run, self.attempt_ms)
+        self.experiment_id = str(run.info.experiment_id)
         self.run_id = run.info.run_id
 
     def takes_writes(self) -> bool:
@@ -144,6 +156,10 @@ class RunWriter:
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
         self._send_params(record["params"], run.data.params)
+        self._send_datasets(record.get("datasets") or ())
+        awaited = record.get("awaited_metric")
+        if awaited and awaited not in run.data.metrics:
+            self.client.log_metric(self._id, awaited, math.nan, record["time_ms"], 0)
         tags = dict(record["tags"])
         if record["resume_step"] is not None:
             before = run.data.tags.get("vit_ray.resumed_at_steps", "")
@@ -164,6 +180,23 @@ class RunWriter:
         changed = {k: v for k, v in params.items() if k in known and known[k] != v}
         if changed:
             self._tag("vit_ray.changed_params", json.dumps(changed))
+
+    def _send_datasets(self, datasets: Sequence[Record]) -> None:
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=one["name"],
+                    digest=one["digest"],
+                    source_type="vit_ray",
+                    source=json.dumps({"uri": one["source"]}),
+                    profile=json.dumps(one["profile"]),
+                ),
+                [InputTag("mlflow.data.context", one["context"])],
+            )
+            for one in datasets
+        ]
+        if inputs:
+            self.client.log_inputs(self._id, inputs)
 
     def _load_steps(self, run: Run, attempt_ms: int) -> None:
         """What earlier attempts logged, up to which an attempt repeats, and what it has itself."""

@@ -38,6 +38,7 @@ class Recorder:
         self._child_steps: dict[str, int] = {}
         self._children: list[Any] = []
         self._stage: Stage | None = None
+        self._measured_on = f"{opening.measured_on}/"
         self._standing = RunStatus()
         self._stop: str | None = None
         self._failure: str | None = None
@@ -53,11 +54,15 @@ class Recorder:
             params=opening.params,
             tags=opening.tags,
             resume_step=opening.resume_step,
+            datasets=opening.datasets,
+            awaited_metric=opening.awaited_metric,
             key=opening.key,
         )
         self._system: SystemMetrics | None = None
         self._samplers: list[Any] = []
-        if config.system_metrics and not self.was_finished and (run := self._tracker.run_id):
+        # Nodes are shared by what runs under a sweep or study, which samples them itself.
+        is_alone = opening.parent is None and not self.was_finished
+        if config.system_metrics and is_alone and (run := self._tracker.run_id):
             self._system = SystemMetrics(run, config.uri, "node-0").start()
             self._samplers = sample_other_nodes(run, config.uri)
 
@@ -65,13 +70,21 @@ class Recorder:
         """What this opening had noted before its host died and was started again."""
         for record in MetricsLog(opening.log_path).opened(opening.key) or ():
             if record["kind"] == "metrics":
-                self._note_metrics(record["step"], record["values"])
+                values = self._renamed(record["values"], self._measured_on, "eval/")
+                self._note_metrics(record["step"], values)
             elif record["kind"] == "event":
                 self._standing.events.append(Event(**record["event"]))
             elif record["kind"] == "wish":
                 self._note_wish(record["what"], record["reason"])
             elif record["kind"] == "finish":
                 self.was_finished = True
+
+    @staticmethod
+    def _renamed(values: dict[str, float], group: str, new_group: str) -> dict[str, float]:
+        return {
+            new_group + key.removeprefix(group) if key.startswith(group) else key: value
+            for key, value in values.items()
+        }
 
     def _note_metrics(self, step: int, values: dict[str, float]) -> None:
         self._standing.metrics.update(values)
@@ -102,7 +115,7 @@ class Recorder:
         if "startup/first_step_s" in self._standing.metrics:
             values = {k: v for k, v in values.items() if k != "startup/first_step_s"}
         self._note_metrics(step, values)
-        self._tracker.metrics(step, values)
+        self._tracker.metrics(step, self._renamed(values, "eval/", self._measured_on))
 
     def event(self, kind: str, text: str, step: int) -> None:
         """Something for the run's history."""
@@ -170,6 +183,14 @@ class Recorder:
     def tag(self, key: str, value: str) -> None:
         """A tag of the run."""
         self._tracker.tag(key, value)
+
+    def text(self, name: str, text: str) -> None:
+        """A text to keep with the run as a file."""
+        self._tracker.artifact_text(name, text)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until MLflow has everything recorded so far; False when it does not in time."""
+        return self._tracker.flush(timeout_s)
 
     def artifact(self, path: str, folder: str = "") -> None:
         """A local file or folder to keep with the run."""

@@ -67,5 +67,11 @@ class RunOpening:
     """Step of the checkpoint that training goes on from."""
     parent: Any = None
     """Handle of the sweep or study that the run is part of."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Inputs: name, digest, source, context and profile of each."""
+    measured_on: str = "eval"
+    """Group of what workers call `eval/...`: `dev` where it is a split to choose on."""
+    awaited_metric: str | None = None
+    """Stands first among the run's metrics, of which MLflow's compare view draws the first."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Tells this opening from others of the same log; it stays when the host has died between."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,8 @@ class Tracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         resume_step: int | None = None,
+        datasets: Sequence[Mapping[str, Any]] = (),
+        awaited_metric: str | None = None,
         key: str = "",
         wait_s: float = 10.0,
     ) -> Tracker:
@@ -87,6 +89,8 @@ class Tracker:
                 is shown in the tag `vit_ray.changed_params`.
             tags: run tags.
             resume_step: last step of the checkpoint that training goes on from, for the history.
+            datasets: inputs; `name`, `digest`, `source`, `context` and `profile` of each.
+            awaited_metric: key that is to stand first, though its value comes last.
             key: of this opening; when the log has it already, recording goes on as if it had never
                 stopped.
             wait_s: how long to wait for the run to exist, so that `run_id` is known.
@@ -98,6 +102,7 @@ class Tracker:
             _set_aside(file, sent.run_id)
             sent = Sent()
         record = _start_record(config, uri, run_name, params or {}, tags or {}, resume_step)
+        record |= {"datasets": [dict(one) for one in datasets], "awaited_metric": awaited_metric}
         first = file.first_start() or record
         if not key or file.opened(key) is None:
             file.append({**record, "opening": key})
@@ -116,7 +121,7 @@ class Tracker:
     @property
     def hint(self) -> str:
         """The command or link that opens MLflow's page."""
-        return page_hint(self._uri, self.run_id)
+        return page_hint(self._uri, self._writer.experiment_id)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; a value that is not finite counts up `<key>_nonfinite`."""

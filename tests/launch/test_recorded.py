@@ -1,0 +1,102 @@
+"""What a run's record says of it: what trains as parameters, the rest as tags and inputs."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vit_ray.config import load_recipe
+from vit_ray.config.decisive import decisive_changes
+from vit_ray.config.shipped import recipe_names
+from vit_ray.experiments.sweep import final_recipe, trial_recipe
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.recorded import (
+    data_inputs,
+    recipe_yaml,
+    recorded_before,
+    run_facts,
+    trained_params,
+    training_cost,
+)
+
+TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
+
+
+def _plan() -> SimpleNamespace:
+    manifest = SimpleNamespace(
+        path="/data/digits/train", fingerprint="f" * 64, num_images=100, num_classes=10
+    )
+    spec = SimpleNamespace(manifest=manifest, num_images=90)
+    return SimpleNamespace(
+        manifest=manifest, num_images=90, total_steps=7, streams={"train": spec, "eval": spec}
+    )
+
+
+def test_trials_of_a_sweep_differ_in_the_learning_rate_alone():
+    recipe = load_recipe("digits_sweep", TRIALS)
+    trials = [trained_params(trial_recipe(recipe, rate)) for rate in (0.1, 0.2)]
+    assert {k for k in trials[0] if trials[0][k] != trials[1][k]} == {"optim.learning_rate"}
+    assert trials[0].keys() == trials[1].keys()
+    finals = [trained_params(final_recipe(recipe, 0.1, seed)) for seed in (0, 1)]
+    assert {k for k in finals[0] if finals[0][k] != finals[1][k]} == {"seed"}
+    assert finals[0] == trials[0]
+
+
+def test_parameters_are_what_is_set_and_what_trains():
+    params = trained_params(load_recipe("digits"))
+    assert params["model.depth"] == "4"
+    assert "None" not in params.values()
+    assert not {"name", "output", "data.train", "data.eval", "data.prefetch_batches"} & set(params)
+    assert not [key for key in params if key.startswith(("tracking.", "plan.", "checkpoint."))]
+    assert len(params) < 50
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
+    recipe = load_recipe(name)
+    tags = run_facts(recipe, "study_cell", _plan(), ClusterShape(1, 2, 0, 0.0))
+    before = recorded_before(trained_params(recipe), tags)
+    assert decisive_changes(before, recipe.flat()) == []
+    assert decisive_changes(recorded_before(recipe.flat(), {}), recipe.flat()) == []  # of old code
+    other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
+    changed = {change.key for change in decisive_changes(before, other.flat())}
+    assert changed == {"data.eval", "optim.weight_decay"}
+
+
+def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
+    recipe = load_recipe("digits", ["tracking.parent_run_id=abc", "optim.learning_rate=1.25e-4"])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    assert load_recipe(path) == recipe.with_changes(tracking={"parent_run_id": None})
+
+
+def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
+    words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
+    monkeypatch.setattr(sys, "argv", words)
+    recipe = load_recipe("digits_sweep", TRIALS)
+    tags = run_facts(recipe, "sweep_trial", _plan(), ClusterShape(1, 2, 0, 0.0))
+    assert tags["vit_ray.family"] == "ViT"
+    assert tags["vit_ray.data"] == "digits/train"
+    assert tags["vit_ray.stage"] == "sweep_trial"
+    assert tags["data.eval"] == "a/test"
+    assert tags["mlflow.user"]
+    assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
+    assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
+    assert "hunter2" not in str(tags)
+
+
+def test_inputs_are_the_data_sets_with_counts_and_use():
+    train, test = data_inputs(_plan())
+    assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")
+    assert train["profile"]["num_images"] == 90
+    assert train["source"] == "/data/digits/train"
+    assert len(train["digest"]) <= 36  # MLflow's limit
+
+
+def test_a_training_without_a_known_speed_has_no_cost():
+    recipe = load_recipe("digits")
+    plan = _plan()
+    plan.manifest.num_classes = 10
+    assert "cost/core_days" not in training_cost(recipe, plan, 10, None)
+    assert training_cost(recipe, plan, 10, None)["study/images_seen"] == 1280

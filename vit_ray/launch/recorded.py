@@ -1,0 +1,171 @@
+"""What a run's record says of it from the start: parameters, tags, data sets and the recipe.
+
+Parameters are what trains and nothing else, so that MLflow's compare view, which draws the
+parameters that differ, draws what a sweep or a study varies.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import ray
+import yaml
+
+from vit_ray.config import Recipe
+from vit_ray.config.decisive import TAGGED, is_trained
+from vit_ray.config.model_family import model_family
+from vit_ray.config.secrets import redact
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.preflight import RunPlan
+from vit_ray.models.flops import count_exaflops, forward_macs
+
+COST: Final = ("study/", "cost/")
+"""What the keys of `training_cost` begin with."""
+_SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+_CONTEXTS: Final = {
+    "train": "training",
+    "eval": "evaluation",
+    "few_shot_train": "few-shot training",
+    "few_shot_test": "few-shot evaluation",
+}
+
+
+def trained_params(recipe: Recipe) -> dict[str, str]:
+    """The keys that decide what comes of the training, and its sizes; those that are set."""
+    return {
+        key: value
+        for key, value in recipe.flat().items()
+        if (is_trained(key) and key not in TAGGED) or key in _SIZES
+        if value != "None"
+    }
+
+
+def recorded_before(params: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
+    """The flat recipe of a run of MLflow, as far as it decides; what is not recorded was unset."""
+    unset = Recipe(name="unset").flat()
+    known = {key: unset[key] for key in unset if is_trained(key) or key in TAGGED}
+    return {**known, **{key: tags[key] for key in TAGGED if key in tags}, **params}
+
+
+def run_facts(recipe: Recipe, kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]:
+    """Tags that say what ran, by whom, on which code, data and cluster."""
+    flat = recipe.flat()
+    data = PurePosixPath(plan.manifest.path)
+    return {
+        **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
+        "vit_ray.kind": kind,
+        "vit_ray.stage": kind,
+        "vit_ray.model": recipe.model.name,
+        "vit_ray.family": model_family(recipe.model.name),
+        "vit_ray.data": "/".join(data.parts[-2:]),
+        "vit_ray.git_commit": git_commit(),
+        "vit_ray.data_fingerprint": plan.manifest.fingerprint,
+        "vit_ray.cluster": str(cluster),
+        "vit_ray.driver": platform.node(),
+        "vit_ray.ray_version": ray.__version__,
+        "mlflow.user": _user(),
+        "mlflow.source.name": command_line(),
+        "mlflow.source.type": "JOB",
+        "mlflow.note.content": _description(recipe, plan),
+    }
+
+
+def data_inputs(plan: RunPlan) -> list[dict[str, Any]]:
+    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, use."""
+    return [
+        _data_input(spec.manifest, _CONTEXTS[name], spec.num_images)
+        for name, spec in plan.streams.items()
+    ]
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The whole recipe, ready to be run again by itself."""
+    alone = recipe.with_changes(tracking={"parent_run_id": None})
+    return yaml.safe_dump(alone.recorded(), sort_keys=False)
+
+
+def training_cost(
+    recipe: Recipe, plan: RunPlan, steps: int, images_per_s: float | None
+) -> dict[str, float]:
+    """Compute and data: `study/...`, and `cost/core_days` where the speed is known."""
+    model = recipe.model
+    macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
+    images_seen = steps * recipe.train.global_batch_size
+    metrics = {
+        "study/exaflops": count_exaflops(macs, images_seen),
+        "study/forward_gmacs": macs / 1e9,
+        "study/images_seen": float(images_seen),
+        "study/train_images": float(plan.num_images),
+    }
+    if images_per_s:
+        num_workers = recipe.group_sizes[-1]
+        metrics["cost/core_days"] = images_seen / images_per_s * num_workers / 86_400
+    return metrics
+
+
+def is_on_dev_split(recipe: Recipe) -> bool:
+    """Whether accuracy is measured on images held out of the training set."""
+    return recipe.data.eval is None and recipe.data.held_out_fraction > 0
+
+
+def command_line() -> str:
+    """What was typed, without secrets."""
+    return redact(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+
+
+def git_commit() -> str:
+    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
+
+    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
+    """
+    if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return commit
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        commit = _git("rev-parse", "HEAD", cwd=here)
+        return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str, cwd: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _description(recipe: Recipe, plan: RunPlan) -> str:
+    return (
+        f"{recipe.model.name} on {plan.num_images:,} images of {plan.manifest.num_classes:,} "
+        f"classes, {plan.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
+        f"    {command_line()}\n"
+    )
+
+
+def _data_input(manifest: Manifest, context: str, num_images: int) -> dict[str, Any]:
+    path = str(manifest.path)
+    return {
+        "name": PurePosixPath(path).name,
+        "digest": manifest.fingerprint[:32],
+        "source": redact(path),
+        "context": context,
+        "profile": {
+            "num_images": num_images,
+            "num_images_of_the_whole": manifest.num_images,
+            "num_classes": manifest.num_classes,
+        },
+    }

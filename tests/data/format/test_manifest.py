@@ -72,11 +72,11 @@ def test_a_path_without_a_data_set_is_refused(tmp_path: Path) -> None:
 
 def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
     with pytest.raises(ValueError, match="credentials come from the environment only") as caught:
-        open_dataset("s3://key:secret@bucket/set")
-    assert "secret@" not in str(caught.value)
+        open_dataset("s3://key:hush@bucket/set")
+    assert "hush@" not in str(caught.value)
     with pytest.raises(ValueError, match="credentials come from the environment only") as caught:
-        open_dataset("s3://key:se/cret@bucket/set")
-    assert "cret" not in str(caught.value)
+        open_dataset("s3://key:hu/sh@bucket/set")
+    assert "sh@" not in str(caught.value)
 
 
 def test_an_unfinished_conversion_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,13 @@ import pytest
 
 from vit_ray.data.prepare import class_names, shard_lists, source_index
 from vit_ray.data.prepare.shard_lists import ShardRows, list_of_shard, write_shard_lists
-from vit_ray.data.prepare.source_index import SourceIndex, entries_table, find_repeated_keys
-from vit_ray.data.prepare.sources.entries import IndexEntry
+from vit_ray.data.prepare.source_index import (
+    SourceIndex,
+    entries_table,
+    find_repeated_keys,
+    parquet_output,
+)
+from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
 from vit_ray.storage import Location, locate
 
 
@@ -18,9 +23,11 @@ def index_of(keys: list[str], staging: Location, scratch: Path) -> SourceIndex:
     parts, rows = [], []
     for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
         part = staging.child(f"index-{number}.parquet")
-        with source_index._PartWriter(part) as writer:
-            for key in keys[begin:end]:
-                writer.add(IndexEntry(f"/{key}", 0, len(key), key, ("cat", key)))
+        entries = [IndexEntry(f"/{k}", 0, len(k), k, ("cat", k)) for k in keys[begin:end]]
+        with parquet_output(part, INDEX_SCHEMA) as writer:
+            step = source_index.ENTRIES_AT_A_TIME
+            for first in range(0, len(entries), step):
+                writer.write_table(entries_table(entries[first : first + step]))
         parts.append(part)
         rows.append(end - begin)
     repeated = find_repeated_keys(parts, len(keys), scratch)
@@ -63,12 +70,11 @@ def test_only_the_first_of_equal_keys_is_usable(
 
 def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_names, "MOST_CLASSES", 3)
-    tally = source_index._Tally()
-    unit = source_index.SourceUnit("csv", "list.csv", ".")
+    tally = source_index._Tally(source_index.SourceUnit("csv", "list.csv", "."))
     for i in range(3):
-        tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)), unit)
+        tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
     with pytest.raises(ValueError, match="more than 3 different labels; are they labels"):
-        tally.add(IndexEntry("a", 0, 1, "3", ("caption 3",)), unit)
+        tally.add(IndexEntry("a", 0, 1, "3", ("caption 3",)))
 
 
 def test_indices_need_names() -> None:
@@ -77,6 +83,6 @@ def test_indices_need_names() -> None:
 
 
 def test_an_index_is_kept_as_it_is() -> None:
-    entry = IndexEntry("/a", 3, 4, "caf\xe9", ("x", "y"), "a problem")
+    entry = IndexEntry("/a", 3, 4, "caf\xe9", ("x", "y"), "a problem", extra=("of text", None))
     (again,) = source_index.table_entries(entries_table([entry]))
     assert again == entry

@@ -61,7 +61,7 @@ def test_tar_samples_with_json_labels_and_without_any(serial: None, tmp_path: Pa
     assert open_dataset(str(tmp_path / "set")).max_labels == 2
     rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
     reasons = {row["key"]: row["reason"] for row in rejected}
-    assert "has no image, only ['json', 'seg.png']" in reasons["only/two"]
+    assert "takes it for the file 'seg.png' of the sample" in reasons["only/two.seg.png"]
     assert "has no .cls or .json label" in reasons["only/three"]
     assert "no usable label" in reasons["only/four"]
 

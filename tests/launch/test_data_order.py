@@ -18,17 +18,24 @@ from vit_ray.train.progress import Progress
 NUM_GROUPS = 100
 
 
+def write_data_set(folder: Path, num_groups: int, *classes: str) -> str:
+    """A manifest of row groups of 64 images, without shards."""
+    columns = RowGroupColumns(
+        np.zeros(num_groups), np.arange(num_groups), np.full(num_groups, 64),
+        np.full(num_groups, 6_400_000), {},
+    )  # fmt: skip
+    write_manifest(
+        locate(str(folder)), columns,
+        files=[ShardFile("part", num_groups * 64, num_groups * 6_400_000)],
+        classes=list(classes or ("cat", "dog")), max_labels=1, origin={"groups": num_groups},
+    )  # fmt: skip
+    return str(folder)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     """A run over 6,400 images of 100 kB, which are not there."""
-    columns = RowGroupColumns(
-        np.zeros(NUM_GROUPS), np.arange(NUM_GROUPS), np.full(NUM_GROUPS, 64),
-        np.full(NUM_GROUPS, 6_400_000), {},
-    )  # fmt: skip
-    write_manifest(
-        locate(str(tmp_path / "data")), columns, files=[ShardFile("part", 6400, 640_000_000)],
-        classes=["cat", "dog"], max_labels=1, origin={},
-    )  # fmt: skip
+    write_data_set(tmp_path / "data", NUM_GROUPS)
     return Recipe(
         name="run",
         output=str(tmp_path / "runs"),
@@ -39,13 +46,14 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def save_checkpoint(recipe: Recipe, **data: Any) -> None:
+def save_checkpoint(recipe: Recipe, fingerprint: str | None = None, **data: Any) -> None:
     """A checkpoint of a run whose recipe says of the order what `data` has, and no more."""
     tree = recipe.model_dump(mode="json")
     for key in ("shuffle_window", "select_by"):
         del tree["data"][key]
     tree["data"] |= data
-    fingerprint = open_dataset(str(recipe.data.train)).fingerprint
+    if fingerprint is None:
+        fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
     folder = locate(recipe.run_folder).child(folder_name(10))
     write_snapshot(Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
@@ -167,3 +175,76 @@ def test_weights_of_a_run_of_before_keep_what_it_held_out(recipe: Recipe) -> Non
     assert plan_run(next_run.with_changes(seed=1)).recipe.data.select_by == "row"
     fresh = next_run.with_changes(init_from=None)
     assert plan_run(fresh).recipe.data.select_by == "row_group"
+
+
+@pytest.fixture
+def mixed(recipe: Recipe, tmp_path: Path) -> Recipe:
+    """The run over the 6,400 images, and over 640 others from which each fourth sample comes."""
+    sets = [
+        {"path": recipe.data.train, "weight": 3},
+        {"path": write_data_set(tmp_path / "few", 10), "weight": 1},
+    ]
+    return recipe.with_changes(data={"train": sets}, optim={"steps": None, "epochs": 2})
+
+
+def test_several_data_sets_are_planned_as_one(mixed: Recipe) -> None:
+    _, plan = prepared(mixed)
+    spec = plan.streams["train"]
+    assert (plan.num_images, plan.manifest.num_row_groups) == (7040, 110)
+    assert plan.total_steps == 2 * 7040 // 64
+    few = Path(str(mixed.data.train[1].path))  # type: ignore[union-attr, index]
+    assert plan.manifest.shard_location(105).path == str(few / "part")
+    assert spec.window is not None
+    assert spec.rows is None
+
+
+def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> None:
+    recipe = mixed.with_changes(data={"fraction": 0.5, "held_out_fraction": 0.1})
+    _, plan = prepared(recipe)
+    per_group = [
+        plan.streams[name].rows.rows_per_group(plan.manifest)  # type: ignore[union-attr]
+        for name in ("train", "eval")
+    ]
+    assert [(rows[:100].sum(), rows[100:].sum()) for rows in per_group] == [(2880, 288), (640, 64)]
+    assert (np.minimum(*per_group) + np.maximum(*per_group) <= 64).all()
+    assert plan.num_images == 2880 + 288
+
+
+@pytest.mark.parametrize(
+    "change", [{"weight": 2}, {"path": "few"}], ids=["another weight", "another set"]
+)
+def test_a_run_on_several_data_sets_goes_on_with_these_only(
+    mixed: Recipe, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    _, plan = prepared(mixed)
+    save_checkpoint(mixed, plan.manifest.fingerprint)
+    assert prepared(mixed)[1].manifest.fingerprint == plan.manifest.fingerprint
+    sets = [one.model_dump() for one in mixed.data.train]  # type: ignore[union-attr]
+    if "path" in change:
+        change = {"path": write_data_set(tmp_path / "other", 11)}
+    sets[1] |= change
+    with pytest.raises(ValueError, match="the data set's fingerprint was"):
+        prepared(mixed.with_changes(data={"train": sets}))
+
+
+def test_data_sets_of_other_classes_are_not_mixed(mixed: Recipe, tmp_path: Path) -> None:
+    path = write_data_set(tmp_path / "emus", 10, "cat", "emu")
+    sets = [mixed.data.train[0].model_dump(), {"path": path}]  # type: ignore[union-attr, index]
+    with pytest.raises(
+        ValueError, match=r"data.train: .*not the same \(class 1 is 'dog' and 'emu'"
+    ):
+        prepared(mixed.with_changes(data={"train": sets}))
+
+
+def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match=r"data\.train"):
+        recipe.with_changes(data={"train": []})
+
+
+def test_a_window_leaves_room_for_the_cut_row_groups_of_each_data_set(mixed: Recipe) -> None:
+    """1,116 images fit: 1,024 and a row group of one set, but not one of each of two."""
+    windows = [
+        plan_run(recipe.with_changes(data={"task_memory_mib": 142})).recipe.data.shuffle_window
+        for recipe in (mixed.with_changes(data={"train": mixed.data.train[0].path}), mixed)  # type: ignore[union-attr, index]
+    ]
+    assert windows == [1024, 512]

@@ -12,6 +12,7 @@ from mlflow.tracking import MlflowClient
 from vit_ray.report.page import build_report
 
 MODELS = {"ViT-Ti/16": 1.3, "ViT-S/16": 4.6, "R50x1": 4.1, "R50x1+ViT-B/32": 8.5}
+TRAINED_ON = ["data/digits", '[{"path": "data/faces", "weight": 2.0}]']
 EVIL = '<script>alert("x")</script> & co'
 
 
@@ -83,7 +84,7 @@ def study(tmp_path_factory):
                 "mlflow.parentRunId": parent,
             }
             params = {"model.name": model, "data.fraction": fraction, "optim.epochs": 10.0}
-            params |= {"data.train": "data/digits", "note": EVIL}
+            params |= {"data.train": TRAINED_ON[i % len(TRAINED_ON)], "note": EVIL}
             curve = [(step, 2.3 / (1 + step / 50 + i)) for step in range(0, 1000, 2)]
             _run(client, experiment, name, params=params, tags=tags, metrics=metrics, curve=curve)
             expected[name] = metrics
@@ -142,7 +143,7 @@ def test_the_page_says_that_results_are_a_proxy_and_whose_the_papers_are(built):
     text = Page(built[1]).text
     assert "These results are a proxy." in text
     assert "JFT-300M, which is private" in text
-    assert "data/digits" in text
+    assert "data/digits, data/faces" in text
     assert "The paper's results, not ours" in text
     assert "arXiv:2010.11929v2, Table 6" in text
 

@@ -62,9 +62,10 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     """
     check_model(recipe)
     train = recipe.data.train
-    if train is not None and not train.startswith(PLACEHOLDER) and locate(train).exists():
+    paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
+    if all(not path.startswith(PLACEHOLDER) and locate(path).exists() for path in paths):
         plan = plan_run(recipe)
-        return _facts(recipe, plan.num_images, plan.manifest.num_classes, train)
+        return _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
     return _source_facts(recipe) or _told_facts(recipe)
 
 

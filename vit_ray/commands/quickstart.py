@@ -59,7 +59,7 @@ def _is_converted(path: str) -> bool:
 def _convert_digits(recipe: Recipe) -> None:
     images = Path(recipe.output).parent / "images"
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
-        assert destination is not None
+        assert isinstance(destination, str)
         if _is_converted(destination):
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same

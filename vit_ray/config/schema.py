@@ -31,6 +31,7 @@ from vit_ray.config.training_sections import (
     OptimConfig,
     TrackingConfig,
     TrainConfig,
+    TrainingSet,
     WorkersConfig,
 )
 from vit_ray.config.validation import validated, value_text
@@ -98,7 +99,7 @@ class Recipe(Section):
         return self.with_changes(
             output=_absolute(self.output),
             init_from=_absolute(self.init_from),
-            data={"train": _absolute(self.data.train), "eval": _absolute(self.data.eval)},
+            data={"train": _absolute_sets(self.data.train), "eval": _absolute(self.data.eval)},
             evaluate={key: _absolute(path) for key, path in few_shot.items()},
             tracking={"uri": _absolute_sqlite(self.tracking.uri)},
         )
@@ -140,6 +141,12 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
 
 def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _absolute_sets(train: str | tuple[TrainingSet, ...] | None) -> Any:
+    if not isinstance(train, tuple):
+        return _absolute(train)
+    return [{"path": _absolute(one.path), "weight": one.weight} for one in train]
 
 
 def _absolute_sqlite(uri: str) -> str:

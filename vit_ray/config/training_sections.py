@@ -113,11 +113,22 @@ class AugmentConfig(Section):
         return self
 
 
+class TrainingSet(Section):
+    """One of several data sets that are trained on together."""
+
+    path: str
+    """Converted set: a folder or `s3://` prefix."""
+    weight: PositiveFloat = 1.0
+    """In proportion to it, samples come from this set; the smaller set is then read more often."""
+
+
 class DataConfig(Section):
     """Which data sets, and how they are streamed."""
 
-    train: str | None = None
-    """Converted training set: a folder or `s3://` prefix."""
+    train: str | Annotated[tuple[TrainingSet, ...], Field(min_length=1)] | None = None
+    """Converted training set: a folder or `s3://` prefix; or several, as a list of
+    `{path, weight}`, which have the same classes. `fraction` and `held_out_fraction` are then of
+    each, and an epoch is as many images as all have together."""
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
     eval: str | None = None

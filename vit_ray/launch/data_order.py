@@ -76,10 +76,10 @@ def _window(recipe: Recipe, manifest: Manifest) -> int:
 
 
 def _rows_that_fit(recipe: Recipe, manifest: Manifest, share: float) -> int:
-    """Rows of a window of which a task can keep all row groups; its ends cut two of them."""
+    """Rows of a window of which a task can keep all row groups; its ends cut two of each set."""
     image_bytes = float(manifest.bytes.sum()) / manifest.num_images
     rows = share * (recipe.data.task_memory_mib << 20) / max(image_bytes, 1.0)
-    return int(rows) - int(manifest.rows.max())
+    return int(rows) - manifest.num_sets * int(manifest.rows.max())
 
 
 def _rows_that_may_wait(recipe: Recipe) -> int:
@@ -105,7 +105,7 @@ def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:
         )
     if rows > max(batch, _rows_that_fit(recipe, manifest, 1.0)):
         image_mib = float(manifest.bytes.sum()) / manifest.num_images / 2**20
-        needed = (rows + int(manifest.rows.max())) * image_mib
+        needed = (rows + manifest.num_sets * int(manifest.rows.max())) * image_mib
         raise ValueError(
             f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
             f"and data.task_memory_mib={recipe.data.task_memory_mib}; lower the one or raise the "

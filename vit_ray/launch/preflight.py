@@ -16,10 +16,11 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import AugmentConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.format.joined import join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
-from vit_ray.data.order.selection import RowSelection, split_rows
+from vit_ray.data.order.selection import Selection, select
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster import ClusterShape
@@ -158,9 +159,7 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = 
             images than shots.
     """
     check_model(recipe)
-    path = recipe.data.train if needs_train or recipe.data.train else recipe.data.eval
-    key = "data.train" if needs_train else "data.eval"
-    manifest = open_dataset(require(path, key, "the folder of a converted data set"))
+    manifest = _open_data(recipe, needs_train)
     recipe = with_order(recipe, manifest, begun)
     rows, held_out = _selected_rows(recipe, manifest)
     streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}
@@ -172,17 +171,26 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = 
     return RunPlan(recipe, manifest, streams, total_steps)
 
 
-def _selected_rows(recipe: Recipe, manifest: Manifest) -> tuple[RowSelection, RowSelection | None]:
-    """Rows to train on, and those held out if there are any."""
+def _open_data(recipe: Recipe, needs_train: bool) -> Manifest:
+    """What is trained on; for an evaluation that has none, what is evaluated on."""
+    train = recipe.data.train
+    if isinstance(train, tuple):
+        return join([open_dataset(one.path) for one in train], [one.weight for one in train])
+    path = train if needs_train or train else recipe.data.eval
+    key = "data.train" if needs_train else "data.eval"
+    return open_dataset(require(path, key, "the folder of a converted data set"))
+
+
+def _selected_rows(recipe: Recipe, manifest: Manifest) -> tuple[Selection, Selection | None]:
     config = recipe.data
     assert config.select_by != "auto"
-    rows = RowSelection.all(manifest, recipe.seed, config.select_by)
-    held_out: RowSelection | None = None
-    if config.held_out_fraction > 0:
-        rows, held_out = split_rows(
-            manifest, config.held_out_fraction, recipe.seed, config.select_by
-        )
-    return (rows.take(config.fraction) if config.fraction < 1 else rows), held_out
+    return select(
+        manifest,
+        seed=recipe.seed,
+        unit=config.select_by,
+        held_out_fraction=config.held_out_fraction,
+        fraction=config.fraction,
+    )
 
 
 def check_model(recipe: Recipe) -> None:
@@ -311,7 +319,7 @@ def _add_evaluation(
     streams: dict[str, StreamSpec],
     recipe: Recipe,
     manifest: Manifest,
-    held_out: RowSelection | None,
+    held_out: Selection | None,
 ) -> None:
     augment = recipe.data.eval_augment
     if recipe.data.eval is not None:
@@ -362,7 +370,7 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
 
 
 def _spec(
-    recipe: Recipe, manifest: Manifest, augment: AugmentConfig, rows: RowSelection | None
+    recipe: Recipe, manifest: Manifest, augment: AugmentConfig, rows: Selection | None
 ) -> StreamSpec:
     return StreamSpec(
         manifest,
@@ -385,7 +393,7 @@ def _spec(
     )
 
 
-def _training_spec(recipe: Recipe, manifest: Manifest, rows: RowSelection | None) -> StreamSpec:
+def _training_spec(recipe: Recipe, manifest: Manifest, rows: Selection | None) -> StreamSpec:
     spec = _spec(recipe, manifest, recipe.data.augment, rows)
     window = shuffle_window(recipe)
     if window is None:

@@ -6,6 +6,7 @@ be mailed, kept with the run, and opened years later. A CSV of its main table li
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -108,8 +109,14 @@ def _html(
 
 
 def _data_names(runs: Sequence[RecordedRun]) -> str:
-    data = {_short_path(run.params["data.train"]) for run in runs if "data.train" in run.params}
+    recorded = (run.params["data.train"] for run in runs if "data.train" in run.params)
+    data = {_short_path(path) for text in recorded for path in _training_sets(text)}
     return ", ".join(sorted(data))
+
+
+def _training_sets(recorded: str) -> list[str]:
+    """Paths in `data.train` as it is recorded: one, or a list of `{path, weight}`."""
+    return [one["path"] for one in json.loads(recorded)] if recorded.startswith("[") else [recorded]
 
 
 def _short_path(path: str) -> str:

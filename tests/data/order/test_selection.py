@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vit_ray.data.format.joined import join
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, split_rows
+from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, select, split_rows
 
 GOLDEN_ROWS = [1, 2, 13, 16, 22, 23, 27, 30, 32, 35]
 GOLDEN_GROUPS = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
@@ -114,6 +115,25 @@ def test_a_selection_never_changes_between_versions(unit: Unit, expected: list[i
     manifest = manifest_of(40, group=4)
     part = RowSelection.all(manifest, seed=2, unit=unit).take(0.25)
     assert np.flatnonzero(part.mask(manifest, np.arange(40))).tolist() == expected
+
+
+@pytest.mark.parametrize("unit", ["row", "row_group"])
+def test_the_rows_of_data_sets_read_together_are_those_of_each(unit: Unit) -> None:
+    sets = [manifest_of(total) for total in (75, 100, 42)]
+    joined = join(sets, [1, 1, 1])
+    rows, held_out = select(joined, seed=3, unit=unit, held_out_fraction=0.25, fraction=0.5)
+    assert held_out is not None
+    first = 0
+    for one in sets:
+        alone, apart = select(one, seed=3, unit=unit, held_out_fraction=0.25, fraction=0.5)
+        assert apart is not None
+        for group in range(one.num_row_groups):
+            for of_all, of_one in ((rows, alone), (held_out, apart)):
+                found = of_all.rows_of_group(joined, first + group)
+                assert found.tolist() == of_one.rows_of_group(one, group).tolist()
+                assert of_all.rows_per_group(joined)[first + group] == len(found)
+        first += one.num_row_groups
+    assert rows.count == 28 + 38 + 16
 
 
 def manifest_of(total: int, group: int = 8) -> Manifest:

@@ -96,6 +96,11 @@ class Manifest:
         return len(self.classes)
 
     @property
+    def num_sets(self) -> int:
+        """Data sets that are read together."""
+        return 1
+
+    @property
     def num_row_groups(self) -> int:
         """Number of row groups."""
         return len(self.rows)
@@ -107,7 +112,8 @@ class Manifest:
 
     def shard_location(self, group: int) -> Location:
         """Where the file that holds a row group lies."""
-        return locate(self.root).child(self.files[int(self.file_index[group])].path)
+        path = self.files[int(self.file_index[group])].path
+        return locate(self.root).child(path) if self.root else locate(path)
 
     def stored_row(self, group: int, row: int) -> int:
         """Where in the stored row group a row of this manifest's row group lies."""

@@ -6,8 +6,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.format.joined import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.order.selection import RowSelection
+from vit_ray.data.order.mixture import MixedOrder
+from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 
 Int64Array = NDArray[np.int64]
@@ -23,7 +25,7 @@ class Rows:
     samples: Int64Array
 
 
-def rows_per_group(manifest: Manifest, rows: RowSelection | None) -> NDArray[np.integer]:
+def rows_per_group(manifest: Manifest, rows: Selection | None) -> NDArray[np.integer]:
     """How many rows of each row group take part."""
     return manifest.rows if rows is None else rows.rows_per_group(manifest)
 
@@ -42,7 +44,7 @@ class Plan:
         self,
         manifest: Manifest,
         seed: int,
-        rows: RowSelection | None,
+        rows: Selection | None,
         is_shuffled: bool = True,
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
@@ -51,7 +53,12 @@ class Plan:
         self._selection = rows
         if counts is None:
             counts = rows_per_group(manifest, rows)
-        self._order = Order(counts, seed, is_shuffled, window)
+        self._order: Order | MixedOrder
+        if isinstance(manifest, JoinedManifest) and is_shuffled:
+            per_set = np.split(counts, manifest.bounds[1:-1])
+            self._order = MixedOrder(per_set, manifest.weights, seed, window)
+        else:
+            self._order = Order(counts, seed, is_shuffled, window)
         self._selected_rows = lru_cache(maxsize=4096)(self._find_selected_rows)
 
     @property

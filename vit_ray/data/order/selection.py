@@ -16,6 +16,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.format.joined import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.keyed_random import key_of, keys_of
 
@@ -153,6 +154,58 @@ class RowSelection:
         firsts = manifest.first_samples
         first = int(np.searchsorted(firsts, start, side="right")) - 1
         return first, np.bincount(np.searchsorted(firsts, chosen, side="right") - 1 - first)
+
+
+@dataclass(frozen=True)
+class JoinedSelection:
+    """The selected rows of several data sets that are read as one: of each its own share."""
+
+    parts: tuple[RowSelection, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of selected rows."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no row is left out."""
+        return all(part.is_all for part in self.parts)
+
+    def rows_of_group(self, manifest: Manifest, group: int) -> Int64Array:
+        """The rows of a row group that are selected, ascending."""
+        assert isinstance(manifest, JoinedManifest)
+        index = manifest.part_of(group)
+        in_part = group - manifest.bounds[index]
+        return self.parts[index].rows_of_group(manifest.parts[index], in_part)
+
+    def rows_per_group(self, manifest: Manifest) -> Int64Array:
+        """How many rows of each row group are selected: int64 (row groups,)."""
+        assert isinstance(manifest, JoinedManifest)
+        pairs = zip(self.parts, manifest.parts, strict=True)
+        return np.concatenate([part.rows_per_group(its) for part, its in pairs])
+
+
+Selection = RowSelection | JoinedSelection
+
+
+def select(
+    manifest: Manifest, *, seed: int, unit: Unit, held_out_fraction: float, fraction: float
+) -> tuple[Selection, Selection | None]:
+    """Rows to train on, and those held out if there are any; of several sets, the same of each.
+
+    Raises:
+        ValueError: as `split_rows` and `RowSelection.take`.
+    """
+    if isinstance(manifest, JoinedManifest):
+        shares = {"held_out_fraction": held_out_fraction, "fraction": fraction}
+        pairs = [select(part, seed=seed, unit=unit, **shares) for part in manifest.parts]
+        kept, held_out = (tuple(rows) for rows in zip(*pairs, strict=True))
+        return JoinedSelection(kept), JoinedSelection(held_out) if held_out_fraction else None
+    rows, rest = RowSelection.all(manifest, seed, unit), None
+    if held_out_fraction > 0:
+        rows, rest = split_rows(manifest, held_out_fraction, seed, unit)
+    return (rows.take(fraction) if fraction < 1 else rows), rest
 
 
 @lru_cache(maxsize=4)

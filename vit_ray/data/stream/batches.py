@@ -19,7 +19,7 @@ from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.data.order.partition import BlockShape, Partition
 from vit_ray.data.order.samples import Plan, Rows
-from vit_ray.data.order.selection import RowSelection
+from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
 from vit_ray.data.stream.blocks import Batch
 from vit_ray.data.stream.encoded import EncodedColumns
@@ -50,7 +50,7 @@ class StreamSpec:
     manifest: Manifest
     augmentation: Augmentation = field(default_factory=Augmentation)
     seed: int = 0
-    rows: RowSelection | None = None
+    rows: Selection | None = None
     window: ShuffleWindow | None = None
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66

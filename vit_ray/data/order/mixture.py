@@ -1,0 +1,127 @@
+"""The order of a run that reads several data sets in fixed proportions.
+
+Of the first n positions, each set has its share to within a sample or so, for every n: a set's
+samples are counted, not drawn. Which positions of a stretch it has is keyed, and so is, in each
+shuffle window, which of its rows stand there; each set goes through epochs of its own, in its own
+order. So what stands at a position is known without what stands before it.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.order.shuffle import Order, Places, ShuffleWindow
+
+Int64Array = NDArray[np.int64]
+
+_SET, _SLOTS, _WINDOW = 16, 17, 18
+_STRETCH = 64
+"""Positions among which the sets' turns are shuffled where there is no window."""
+
+
+def counts_of(weights: tuple[int, ...], num_samples: int) -> list[int]:
+    """How many of a run's first samples come from each set.
+
+    Each set in turn takes its share of what those before it leave, rounded. That is monotone in
+    `num_samples`: one more sample is one more of exactly one set.
+    """
+    counts, left, of_weight = [], num_samples, sum(weights)
+    for weight in weights:
+        count = (2 * left * weight + of_weight) // (2 * of_weight)
+        counts.append(count)
+        left, of_weight = left - count, of_weight - weight
+    return counts
+
+
+class MixedOrder:
+    """The order in which a run with `seed` reads several data sets.
+
+    Args:
+        rows_per_set: of each set, the rows of each of its row groups that take part.
+        weights: the sets' proportions.
+        window: in which rows are dealt out to global batches; each of these has the proportions.
+
+    Raises:
+        ValueError: if a set has no rows.
+    """
+
+    def __init__(
+        self,
+        rows_per_set: list[NDArray[np.integer]],
+        weights: tuple[int, ...],
+        seed: int,
+        window: ShuffleWindow | None = None,
+    ) -> None:
+        self._orders = [
+            Order(rows, key_of(seed, _SET, index)) for index, rows in enumerate(rows_per_set)
+        ]
+        self._first_groups = np.cumsum([0, *(len(rows) for rows in rows_per_set)])
+        self._weights = weights
+        self._seed = seed
+        self._window = window
+        self._stretch = _STRETCH if window is None else window.batch_size
+        self._turns_of = lru_cache(maxsize=256)(self._draw_turns)
+        self._rows_of_window = lru_cache(maxsize=64)(self._draw_window)
+
+    @property
+    def num_images(self) -> int:
+        """Images of all sets."""
+        return sum(order.num_images for order in self._orders)
+
+    def places(self, positions: Int64Array) -> Places:
+        """What stands at some positions; row groups are numbered through all sets."""
+        sets, turns = self._turns(positions)
+        if self._window is not None:
+            turns = self._windowed(sets, turns, positions // self._window.num_rows)
+        places = Places(*(np.empty_like(positions) for _ in range(3)))
+        for index, order in enumerate(self._orders):
+            mine = sets == index
+            of_set = order.places(turns[mine])
+            places.epochs[mine] = of_set.epochs
+            places.groups[mine] = of_set.groups + self._first_groups[index]
+            places.rows[mine] = of_set.rows
+        return places
+
+    def _turns(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Which set each position has a sample of, and how many that set has given before."""
+        sets, turns = np.empty_like(positions), np.empty_like(positions)
+        stretches, slots = np.divmod(positions, self._stretch)
+        for stretch in np.unique(stretches):
+            here = stretches == stretch
+            its_sets, its_turns = self._turns_of(int(stretch))
+            sets[here], turns[here] = its_sets[slots[here]], its_turns[slots[here]]
+        return sets, turns
+
+    def _draw_turns(self, stretch: int) -> tuple[Int64Array, Int64Array]:
+        start = stretch * self._stretch
+        before = counts_of(self._weights, start)
+        after = counts_of(self._weights, start + self._stretch)
+        spans = list(zip(before, after, strict=True))
+        sets = np.repeat(np.arange(len(spans)), [last - first for first, last in spans])
+        turns = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+        slots = _permutation(self._stretch, self._seed, _SLOTS, stretch)
+        return sets[slots], turns[slots]
+
+    def _windowed(self, sets: Int64Array, turns: Int64Array, windows: Int64Array) -> Int64Array:
+        """Turns with each set's rows of a window shared out to all of its batches."""
+        mixed = np.empty_like(turns)
+        for window in np.unique(windows):
+            for index in range(len(self._orders)):
+                mine = (windows == window) & (sets == index)
+                first, permuted = self._rows_of_window(int(window), index)
+                mixed[mine] = first + permuted[turns[mine] - first]
+        return mixed
+
+    def _draw_window(self, window: int, index: int) -> tuple[int, Int64Array]:
+        assert self._window is not None
+        start = window * self._window.num_rows
+        first = counts_of(self._weights, start)[index]
+        size = counts_of(self._weights, start + self._window.num_rows)[index] - first
+        return first, _permutation(size, self._seed, _WINDOW, window, index)
+
+
+def _permutation(size: int, *key: int) -> Int64Array:
+    keys = keys_of(key_of(*key), np.arange(size, dtype=np.int64))
+    return np.argsort(keys, kind="stable").astype(np.int64)

@@ -133,7 +133,7 @@ def test_a_share_of_a_run_of_before_is_of_single_rows(recipe: Recipe) -> None:
     ("asked", "message"),
     [
         ({"shuffle_window": 1024}, "data.shuffle_window was 0 and is 1024"),
-        ({"select_by": "row_group"}, "data.select_by was 'row' and is 'row_group'"),
+        ({"select_by": "row_group"}, "data.select_by was row and is row_group"),
     ],
 )
 def test_another_order_than_the_run_has_is_refused_by_name(

@@ -21,6 +21,7 @@ from tests.data.s3_server import SECRET_KEY, FaultProxy, s3_environment, serve_s
 from vit_ray import s3 as s3_client
 from vit_ray import storage
 from vit_ray.data import open_dataset
+from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.images.crops import Augmentation
@@ -65,9 +66,9 @@ def s3(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
     s3_client.client.cache_clear()
 
 
-def batch_of(manifest: Manifest) -> dict[str, Any]:
+def batch_of(manifest: Manifest, cache: LocalCache | None = None) -> dict[str, Any]:
     """The first 100 rows of an epoch, read without Ray."""
-    spec = StreamSpec(manifest, Augmentation(size=16))
+    spec = StreamSpec(manifest, Augmentation(size=16), cache=cache)
     job = StreamJob(spec, Partition(1, 50), 0, is_training=True, counts=manifest.rows)
     return BatchReader(job).batch(0, 0, 100)[0]
 
@@ -87,6 +88,17 @@ def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: 
     there = batch_of(remote)
     assert s3.faults.remaining == 0
     np.testing.assert_array_equal(batch_of(dataset)["image"], there["image"])
+
+
+def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
+    s3: FaultProxy, dataset: Manifest, tmp_path: Path
+) -> None:
+    remote = open_dataset("s3://sets/small")
+    cache = LocalCache(str(tmp_path / "cache"), 1 << 30)
+    first = batch_of(remote, cache)
+    s3.faults.set("403", remaining=1000, path="part-")
+    np.testing.assert_array_equal(batch_of(remote, cache)["image"], first["image"])
+    assert s3.faults.injected == []
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "cut", "slow"])

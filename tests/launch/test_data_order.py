@@ -9,6 +9,7 @@ import torch
 
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
+from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.launch.preflight import RunPlan, plan_run, prepared_training
 from vit_ray.storage import locate
@@ -234,6 +235,12 @@ def test_data_sets_of_other_classes_are_not_mixed(mixed: Recipe, tmp_path: Path)
         ValueError, match=r"data.train: .*not the same \(class 1 is 'dog' and 'emu'"
     ):
         prepared(mixed.with_changes(data={"train": sets}))
+
+
+def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:
+    asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_gib": 0.5})
+    assert plan_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
+    assert plan_run(recipe).streams["train"].cache is None
 
 
 def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:

@@ -23,6 +23,8 @@ _DECISIVE: Final = (
     "init_",
 )
 _HARMLESS: Final = (
+    "data.cache_dir",
+    "data.cache_gib",
     "data.cpus_per_task",
     "data.max_bad_fraction",
     "data.max_tasks",

@@ -99,7 +99,11 @@ class Recipe(Section):
         return self.with_changes(
             output=_absolute(self.output),
             init_from=_absolute(self.init_from),
-            data={"train": _absolute_sets(self.data.train), "eval": _absolute(self.data.eval)},
+            data={
+                "train": _absolute_sets(self.data.train),
+                "eval": _absolute(self.data.eval),
+                "cache_dir": _absolute(self.data.cache_dir),
+            },
             evaluate={key: _absolute(path) for key, path in few_shot.items()},
             tracking={"uri": _absolute_sqlite(self.tracking.uri)},
         )

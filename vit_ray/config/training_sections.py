@@ -163,8 +163,23 @@ class DataConfig(Section):
     object_store_mib: Positive | None = None
     """Most of the cluster's object store, in MiB, that a stream's images may take while they wait
     for training; at the limit reading waits. Unset = Ray Data's share, half of the store."""
+    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Folder on each node's own disk, for this alone, where what is read is kept for later epochs,
+    and compared with its checksum before it is used again; unset = none is."""
+    cache_gib: PositiveFloat = 100.0
+    """Most GiB that `cache_dir` takes on a node. A full one keeps what it has of this data set, and
+    gives up what it has of others once that was not used for an hour."""
     prefetch_batches: NotNegative = 2
     """Steps' worth of images that a worker fetches ahead."""
+
+    @model_validator(mode="after")
+    def _cache_on_a_disk(self) -> DataConfig:
+        if self.cache_dir is not None and "://" in self.cache_dir:
+            raise ValueError(
+                f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
+                "/local_ssd/vit_ray"
+            )
+        return self
 
 
 class OptimConfig(Section):

@@ -18,6 +18,7 @@ from vit_ray.config.training_sections import AugmentConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined import join
 from vit_ray.data.format.labels import first_labels
+from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import Selection, select
@@ -390,7 +391,13 @@ def _spec(
         cache_mib=recipe.data.task_memory_mib,
         decode=recipe.data.decode,
         object_store_mib=recipe.data.object_store_mib,
+        cache=_cache(recipe),
     )
+
+
+def _cache(recipe: Recipe) -> LocalCache | None:
+    folder = recipe.data.cache_dir
+    return None if folder is None else LocalCache(folder, int(recipe.data.cache_gib * 2**30))
 
 
 def _training_spec(recipe: Recipe, manifest: Manifest, rows: Selection | None) -> StreamSpec:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest, ShardFile
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, shard_schema
 from vit_ray.retry import is_denied, is_transient, with_retries
@@ -114,20 +115,12 @@ class ShardReader:
         ValueError: the file is shorter, longer or other than the manifest says.
     """
 
-    def __init__(self, location: Location, entry: ShardFile) -> None:
+    def __init__(self, location: Location, entry: ShardFile, footer: bytes | None = None) -> None:
         self._location = location
-        self._source = location.filesystem.open_input_file(location.path)
-        self._bytes = self._source.size()
-        if self._bytes != entry.bytes:
-            raise ValueError(
-                f"shard {location.path!r} has {self._bytes} bytes and the manifest says "
-                f"{entry.bytes}: it was changed or cut short after conversion; run jobs/verify.py."
-            )
-        footer = self._footer()
-        if entry.footer_crc32 is not None and checksum(footer) != entry.footer_crc32:
-            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
-        self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
-        self._footer_start = self._bytes - len(footer)
+        self._bytes = entry.bytes
+        self.footer = footer or self._checked_footer(entry)
+        self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + self.footer))
+        self._footer_start = self._bytes - len(self.footer)
         columns = self.metadata.schema.to_arrow_schema()
         if not columns.equals(shard_schema(columns.names[len(SHARD_SCHEMA) :])):
             raise ValueError(
@@ -156,8 +149,9 @@ class ShardReader:
         Args:
             content: of the row group, where it was read already.
         """
-        source = self._source
-        if content is not None:
+        if content is None:
+            source = self._source
+        else:
             window = _Content(self._starts[row_group], content, self._bytes)
             source = pa.PythonFile(window, mode="r")
         table = self._parquet(source, is_checked="image" not in names).read_row_group(
@@ -167,12 +161,29 @@ class ShardReader:
 
     def close(self) -> None:
         """Close the file."""
-        self._source.close()
+        if "_source" in vars(self):
+            self._source.close()
+
+    @cached_property
+    def _source(self) -> Any:
+        source = self._location.filesystem.open_input_file(self._location.path)
+        if source.size() != self._bytes:
+            raise ValueError(
+                f"shard {self._location.path!r} has {source.size()} bytes and the manifest says "
+                f"{self._bytes}: it was changed or cut short after conversion; run jobs/verify.py."
+            )
+        return source
 
     def _parquet(self, source: Any, *, is_checked: bool) -> pq.ParquetFile:
         return pq.ParquetFile(source, metadata=self.metadata, page_checksum_verification=is_checked)
 
-    def _footer(self) -> bytes:
+    def _checked_footer(self, entry: ShardFile) -> bytes:
+        footer = self._read_footer()
+        if entry.footer_crc32 is not None and checksum(footer) != entry.footer_crc32:
+            raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
+        return footer
+
+    def _read_footer(self) -> bytes:
         """Everything behind the last row group."""
         tail = self._tail(min(_TAIL_BYTES, self._bytes))
         if tail[-4:] != _MAGIC or len(tail) < 12:
@@ -210,10 +221,15 @@ def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
 
 
 class RowGroupReader:
-    """Reads row groups by their index in the manifest, keeping some files open."""
+    """Reads row groups by their index in the manifest, keeping some files open.
 
-    def __init__(self, manifest: Manifest) -> None:
+    Args:
+        cache: of this node, where row groups and footers with checksums are kept and looked for.
+    """
+
+    def __init__(self, manifest: Manifest, cache: LocalCache | None = None) -> None:
         self._manifest = manifest
+        self._cache = cache
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
 
     def check_footer(self, group: int) -> None:
@@ -256,16 +272,30 @@ class RowGroupReader:
 
     def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
         number = int(self._manifest.row_group[group])
-        content = shard.content(number)
         expected = None if self._manifest.crc32 is None else int(self._manifest.crc32[group])
-        if expected is not None and checksum(content) != expected:
-            # Once more: it may have been changed on its way.
+        name = f"{int(self._manifest.file_index[group])}-{number}"
+        content = self._kept(name, expected)
+        if content is None:
             content = shard.content(number)
-            if checksum(content) != expected:
-                return self._read_damaged(group, shard, content)
+            if expected is not None and checksum(content) != expected:
+                # Once more: it may have been changed on its way.
+                content = shard.content(number)
+                if checksum(content) != expected:
+                    return self._read_damaged(group, shard, content)
+            self._keep(name, content, expected)
         columns = shard.columns(number, _COLUMNS, content)
         self._check_count(group, len(columns["key"]))
         return _rows_of(columns, is_whole=expected is not None)
+
+    def _kept(self, name: str, crc32: int | None) -> pa.Buffer | None:
+        if self._cache is None or crc32 is None:
+            return None
+        return self._cache.read(f"{self._manifest.fingerprint}-{name}", crc32)
+
+    def _keep(self, name: str, content: pa.Buffer | bytes, crc32: int | None) -> None:
+        """Of what has just been compared with its checksum."""
+        if self._cache is not None and crc32 is not None:
+            self._cache.write(f"{self._manifest.fingerprint}-{name}", content)
 
     def _read_damaged(self, group: int, shard: ShardReader, content: pa.Buffer) -> EncodedRows:
         """The rows, where nothing but images changed."""
@@ -320,9 +350,17 @@ class RowGroupReader:
             self._open.pop(index, None)
             raise
 
+    def _open_shard(self, index: int, location: Location) -> ShardReader:
+        entry, name = self._manifest.files[index], f"{index}-footer"
+        kept = self._kept(name, entry.footer_crc32)
+        shard = ShardReader(location, entry, None if kept is None else bytes(kept))
+        if kept is None:
+            self._keep(name, shard.footer, entry.footer_crc32)
+        return shard
+
     def _shard(self, index: int, location: Location) -> ShardReader:
         if index not in self._open:
-            self._open[index] = ShardReader(location, self._manifest.files[index])
+            self._open[index] = self._open_shard(index, location)
             if len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(index)

@@ -13,6 +13,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.format.schema import NO_LABEL
@@ -43,6 +44,7 @@ class StreamSpec:
         cache_mib: encoded images that a reading task keeps at hand; one row group at least.
         object_store_mib: most of the object store, in MiB, that blocks of this stream may take
             before reading waits for training; None for Ray Data's own share.
+        cache: on each node's disk, for later epochs; None for none.
         decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
             the training workers. Evaluation images are always decoded by reading tasks.
     """
@@ -59,6 +61,7 @@ class StreamSpec:
     task_rows: int = 1024
     cache_mib: int = 256
     object_store_mib: int | None = None
+    cache: LocalCache | None = None
     decode: Literal["host", "device"] = "host"
 
     @property
@@ -107,7 +110,9 @@ class BatchReader:
         self._plan = Plan(
             spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window
         )
-        self._read = _RowGroupCache(RowGroupReader(spec.manifest).read, spec.cache_mib << 20)
+        self._read = _RowGroupCache(
+            RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
+        )
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
         """Rows [first, last) of a rank, and a description of each bad row that was replaced."""

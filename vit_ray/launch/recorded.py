@@ -58,7 +58,7 @@ def recorded_before(params: dict[str, str], tags: dict[str, str]) -> dict[str, s
 def run_facts(recipe: Recipe, kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]:
     """Tags that say what ran, by whom, on which code, data and cluster."""
     flat = recipe.flat()
-    data = PurePosixPath(plan.manifest.path)
+    data = PurePosixPath(redact(plan.manifest.path))
     return {
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
@@ -157,11 +157,11 @@ def _description(recipe: Recipe, plan: RunPlan) -> str:
 
 
 def _data_input(manifest: Manifest, context: str, num_images: int) -> dict[str, Any]:
-    path = str(manifest.path)
+    path = redact(manifest.path)
     return {
         "name": PurePosixPath(path).name,
         "digest": manifest.fingerprint[:32],
-        "source": redact(path),
+        "source": path,
         "context": context,
         "profile": {
             "num_images": num_images,

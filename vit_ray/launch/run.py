@@ -230,7 +230,7 @@ def _with_cost(result: RunResult, prepared: PreparedRun, recorder: Any) -> RunRe
         return result
     speed = result.metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.plan, result.steps, speed)
-    recorder.metrics.remote(result.steps, cost)
+    ray.get(recorder.metrics.remote(result.steps, cost))  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
 
 

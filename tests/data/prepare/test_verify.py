@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path
     found = {problem.file: problem.what for problem in report.problems}
     assert found[shard.name] == "the file is missing"
     assert found[other.name].startswith("the file has 1000 bytes")
-    assert report.advice().startswith(f"2 of {len(manifest.files)} files are damaged")
+    assert report.advice().startswith("restore part-")
 
 
 def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
@@ -52,3 +53,17 @@ def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
 def test_verifying_nothing_is_refused(ray_cluster: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data set at"):
         verify(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["report.json", "rejected.parquet", "SHA256SUMS"])
+def test_a_flipped_bit_beside_the_shards_is_found(
+    dataset: Manifest, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(dataset.path, tmp_path / "set")
+    file = tmp_path / "set" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    report = verify(str(tmp_path / "set"), decode_fraction=0.0)
+    assert report.problems
+    assert report.advice().startswith("restore ")

@@ -23,6 +23,7 @@ STAGING_FOLDER: Final = "_staging"
 
 REJECTED_FILE: Final = "rejected.parquet"
 REPORT_FILE: Final = "report.json"
+CHECKSUMS_FILE: Final = "SHA256SUMS"
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
 

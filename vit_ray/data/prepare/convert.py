@@ -26,6 +26,7 @@ import pyarrow as pa
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
+    CHECKSUMS_FILE,
     MANIFEST_FILE,
     REJECTED_FILE,
     REJECTED_SCHEMA,
@@ -34,6 +35,7 @@ from vit_ray.data.format.schema import (
     shard_name,
 )
 from vit_ray.data.format.shard_writer import ShardWriter
+from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.class_names import LabelsAre, check_unique
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
@@ -212,7 +214,7 @@ _STAGED: Final = re.compile(
 )
 _OUTPUT: Final = re.compile(
     r"part-\d+-of-\d+\.parquet|"
-    + "|".join(re.escape(name) for name in (MANIFEST_FILE, REJECTED_FILE, REPORT_FILE))
+    + "|".join(map(re.escape, (MANIFEST_FILE, REJECTED_FILE, REPORT_FILE, CHECKSUMS_FILE)))
 )
 """Names that a conversion gives to files; others are somebody else's."""
 _STAGING_VERSION: Final = 3
@@ -471,7 +473,10 @@ def _commit(
         label_histogram=dict(zip(plan.classes, counts.tolist(), strict=True)),
         rejected=shown,
     )
-    folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
+    content = json.dumps(asdict(report), indent=1).encode()
+    rejected = folder.child(REJECTED_FILE).read()
+    write_checksums(folder, {REJECTED_FILE: rejected, REPORT_FILE: content})
+    folder.child(REPORT_FILE).write(content)
     _delete_abandoned(folder)
     return report
 

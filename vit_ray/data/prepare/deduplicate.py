@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
-from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
+from vit_ray.data.format.schema import CHECKSUMS_FILE, MANIFEST_FILE, STAGING_FOLDER
+from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
 from vit_ray.data.images.perceptual_hash import (
     CROPS,
@@ -97,7 +98,7 @@ def deduplicate(
     """
     if not evaluation_sets:
         raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set.")
-    taken = MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE
+    taken = MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE
     refuse_existing(destination, *taken)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
@@ -341,7 +342,9 @@ def _write_list(destination: str, duplicates: list[Duplicate]) -> None:
     table = pa.Table.from_pylist([vars(d) for d in duplicates], schema=_LIST_SCHEMA)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
-    locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
+    folder, content = locate(destination), sink.getvalue().to_pybytes()
+    write_checksums(folder, {DUPLICATES_FILE: content})
+    folder.child(DUPLICATES_FILE).write(content)
 
 
 _LIST_SCHEMA: Final = pa.schema(

@@ -8,9 +8,11 @@ import ray
 
 from vit_ray.data.format.manifest import NOT_CHECKED, Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.images.crops import BadImageError, decode
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.storage import locate
 
 _SAMPLE: Final = 6
 
@@ -46,9 +48,8 @@ class VerifyReport:
         if not damaged:
             return "the data set is whole."
         return (
-            f"{len(damaged)} of {self.num_files} files are damaged: restore "
-            f"{', '.join(damaged[:5])}{' and others' if len(damaged) > 5 else ''} from a copy, "
-            f"or convert again."
+            f"restore {', '.join(damaged[:5])}{' and others' if len(damaged) > 5 else ''} from a "
+            f"copy, or convert again."
         )
 
 
@@ -66,6 +67,7 @@ def verify(path: str, *, decode_fraction: float = 0.01, num_cpus: float = 1.0) -
     checker = _FileChecker(ray.put(manifest), decode_fraction)
     results = run_tasks(checker, [int(i) for i in used], num_cpus)
     problems = [Problem(**p) for result in results for p in result["problems"]]
+    problems += [Problem(*beside) for beside in problems_of_sidecars(locate(path)).items()]
     return VerifyReport(
         num_files=len(used),
         num_images=sum(result["images"] for result in results),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
     from ray.train.v2._internal.execution.context import get_train_context as get_train_context
     from ray.train.v2._internal.execution.controller.state import ResizingState as ResizingState
+    from ray.train.v2._internal.execution.controller.state import RunningState as RunningState
     from ray.train.v2._internal.execution.failure_handling import (
         DefaultFailurePolicy as DefaultFailurePolicy,
     )
@@ -113,6 +114,16 @@ INTERNALS: Final = (
         "Tells that change from others.", "",
     ),
     Internal(
+        f"{_TRAIN}.execution.controller.state", "RunningState",
+        "Tells whether a group has found its place.", "",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
+        "AUTOSCALING_REQUESTS_EXPIRE_TIME_S",
+        "What the group of a driver that was killed had asked for is kept from the next one for "
+        "that long.", "",
+    ),
+    Internal(
         f"{_TRAIN}.execution.context", "get_train_context",
         "`ray.train.get_preemption_info` waits for all workers at each call; the loop agrees by "
         "itself.", "#65183",
@@ -187,3 +198,9 @@ def has_auth_token() -> bool:
 def reload_ray_config() -> None:
     """Take over `RAY_*` variables that were set after Ray was imported."""
     importlib.import_module("ray._raylet").Config.initialize("")
+
+
+def expire_resource_requests_after(seconds: int) -> None:
+    """Of elastic groups whose controller runs in this process; it repeats them every 20 s."""
+    name = "AUTOSCALING_REQUESTS_EXPIRE_TIME_S"
+    setattr(importlib.import_module(_MODULES[name]), name, seconds)

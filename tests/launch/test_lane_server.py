@@ -74,3 +74,13 @@ def test_a_closed_lane_lets_its_workers_end(server: LaneServer, tmp_path: Path) 
     server.close()
     assert server.next_assignment(0) == (False, None)
     assert not ended(server)  # the training has not ended; who waits for it looks at the lane
+
+
+def test_it_knows_from_the_controller_whether_the_workers_have_their_place(
+    server: LaneServer,
+) -> None:
+    assert not server.is_placed()
+    server.note_placement(True)
+    assert server.is_placed()
+    server.note_placement(False)
+    assert not server.is_placed()

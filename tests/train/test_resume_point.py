@@ -1,5 +1,6 @@
 """Which checkpoint a group that starts goes on from; no Ray."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from vit_ray.storage import Location, locate
 from vit_ray.train import resume_point, run_checkpoints
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
-from vit_ray.train.resume_point import PAUSES_S, ResumePoint, choose_resume_point
+from vit_ray.train.resume_point import (
+    CHOICE_LIMIT_S,
+    PAUSES_S,
+    ResumePoint,
+    ResumePointChoice,
+    choose_resume_point,
+)
 from vit_ray.train.run_checkpoints import NoUsableCheckpointError, list_checkpoints
 
 TOTAL = 100
@@ -121,3 +128,31 @@ def test_storage_that_stays_away_is_an_error(run: Run, monkeypatch: pytest.Monke
     failing(len(PAUSES_S) + 1, monkeypatch)
     with pytest.raises(OSError, match="no route to host"):
         run.choose()
+
+
+def test_while_a_choice_takes_long_the_others_hear_of_it_and_it_has_an_end() -> None:
+    is_read, now_s, told = threading.Event(), [0.0], []
+
+    def choose() -> ResumePoint:
+        is_read.wait(60)
+        return ResumePoint(8, 64)
+
+    def note(kind: str, text: str) -> None:
+        told.append((kind, text))
+
+    choice = ResumePointChoice(choose, clock=lambda: now_s[0])
+    now_s[0] = 700.0
+    assert choice.wait(note, timeout_s=0.01) is None
+    assert told == [("storage slow", "choosing the checkpoint to go on from since 700 s")]
+    now_s[0] = CHOICE_LIMIT_S + 1
+    assert "storage does not answer" in str(choice.wait(note, timeout_s=0.01))
+    is_read.set()
+    assert choice.wait(note, timeout_s=60) == ResumePoint(8, 64)
+
+
+def test_why_there_is_no_choice_is_an_answer() -> None:
+    def choose() -> ResumePoint:
+        raise NoUsableCheckpointError("none can be used")
+
+    choice = ResumePointChoice(choose)
+    assert choice.wait(lambda kind, text: None, timeout_s=60) == "none can be used"

@@ -91,7 +91,7 @@ def test_what_all_ranks_know_is_sent_by_rank_0(monkeypatch: pytest.MonkeyPatch) 
             remote = staticmethod(lambda *_: sent.append((self.rank, name)))
             return type("Method", (), {"remote": remote})
 
-    monkeypatch.setattr(run_link.ray, "get", lambda call: call)
+    monkeypatch.setattr(run_link.ray, "get", lambda call, timeout: call)
     for rank in (0, 1):
         link = RunLink(Sink(rank), rank)
         link.log(1, {"train/loss": 1.0})

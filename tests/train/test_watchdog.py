@@ -1,6 +1,8 @@
 """The watchdog on a clock of the test's own: no thread, no waiting."""
 
-from vit_ray.train.watchdog import FIRST_STEP_S, Watchdog
+import threading
+
+from vit_ray.train.watchdog import FIRST_STEP_S, SETUP_S, Watchdog, describe_threads
 
 
 class Watched:
@@ -10,6 +12,7 @@ class Watched:
             5, timeout_s, lambda step: None, lambda text, step: self.hangs.append((text, step)),
             end=self._end, clock=lambda: self.now_s,
         )  # fmt: skip
+        self.dog.begin_steps(5)
 
     def _end(self) -> None:
         assert len(self.hangs) == self.ends + 1, "the reason is reported first"
@@ -27,7 +30,9 @@ def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported() -> No
     watched.dog.note_step(6)
     assert not watched.ends_within(59)
     assert watched.ends_within(2)
-    assert watched.hangs == [("no step since 60 s (train.step_timeout_s); restarting", 6)]
+    ((text, step),) = watched.hangs
+    assert text.startswith("no step since 60 s (train.step_timeout_s); restarting. Threads:\n")
+    assert step == 6
 
 
 def test_each_step_starts_the_time_anew() -> None:
@@ -69,3 +74,32 @@ def test_it_beats_from_a_thread_until_stopped() -> None:
     dog.start()
     dog.join(timeout=30)
     assert beats == [5]
+
+
+def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
+    watched = Watched()
+    watched.dog = Watchdog(
+        0, 60.0, lambda step: None, lambda text, step: watched.hangs.append((text, step)),
+        end=watched._end, clock=lambda: watched.now_s,
+    )  # fmt: skip
+    assert not watched.ends_within(SETUP_S - 1)
+    assert watched.ends_within(2)
+    assert watched.hangs[0][0].startswith("not set up since 3600 s")
+
+
+def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:
+    is_there, goes_on = threading.Event(), threading.Event()
+
+    def wait_for_a_collective() -> None:
+        is_there.set()
+        goes_on.wait(60)
+
+    thread = threading.Thread(target=wait_for_a_collective, name="training")
+    thread.start()
+    assert is_there.wait(60)
+    told = describe_threads()
+    goes_on.set()
+    thread.join(60)
+    (line,) = [line for line in told.splitlines() if line.startswith("  training: ")]
+    assert "wait (threading.py:" in line.partition("wait_for_a_collective")[0]
+    assert "wait_for_a_collective (test_watchdog.py:" in line

@@ -376,6 +376,8 @@ class WorkersConfig(Section):
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
     number. Passes that do not fit into memory and nodes that are preempted are not counted."""
+    place_timeout_minutes: PositiveFloat = 60.0
+    """The run ends when its workers have found no place on the cluster for so long."""
     collective_timeout_s: Positive = 600
     """A collective operation that takes longer fails the attempt."""
 

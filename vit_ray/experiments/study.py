@@ -18,6 +18,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyModel
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
+from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import RunPlan, check_cluster, metrics_log_path, plan_run
@@ -150,7 +151,7 @@ def run_study(recipe: Recipe) -> StudyResult:
             is_complete = outcome.is_complete
             return outcome
         finally:
-            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            answer(recorder.finish.remote(finished_status(is_complete)), "the run's record")
             recorder.release()
 
 
@@ -161,7 +162,7 @@ def _run_all(
     finished: dict[str, CellResult],
     recorder: Any,
 ) -> StudyResult:
-    parent_id = ray.get(recorder.run_id.remote())
+    parent_id = answer(recorder.run_id.remote(), "the run's record")
     total_steps = sum(plan.total_steps for plan in plans)
     with (
         shown_progress(recorder, recipe.name, total_steps),
@@ -169,9 +170,11 @@ def _run_all(
         kept_lanes(),
     ):
         results = _run_cells(cells, plans, finished, recorder, parent_id)
-    ray.get(recorder.metrics.remote(len(results), _totals(results)))
+    answer(recorder.metrics.remote(len(results), _totals(results)), "the run's record")
     page = page_of(recipe, parent_id, recorder)
-    return StudyResult(results, len(cells), parent_id, page, ray.get(recorder.hint.remote()))
+    return StudyResult(
+        results, len(cells), parent_id, page, answer(recorder.hint.remote(), "the run's record")
+    )
 
 
 def _cell_recipe(recipe: Recipe, model: StudyModel, fraction: float, epochs: float) -> Recipe:
@@ -225,7 +228,7 @@ def _run_cells(
     parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
     results = []
     for cell, plan in zip(cells, plans, strict=True):
-        if ray.get(recorder.stop_reason.remote()):
+        if answer(recorder.stop_reason.remote(), "the run's record"):
             break  # between two cells
         if cell.name in finished:
             results.append(finished[cell.name])

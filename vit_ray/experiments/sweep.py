@@ -22,6 +22,7 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.trials import Outcome, run_trials
+from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import check_cluster, metrics_log_path, plan_run
@@ -155,13 +156,13 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
             is_complete = outcome is not None
             return outcome
         finally:
-            ray.get(recorder.finish.remote(finished_status(is_complete)))
+            answer(recorder.finish.remote(finished_status(is_complete)), "the run's record")
             recorder.release()
 
 
 def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
     config = sweep_of(recipe)
-    parent_id = ray.get(recorder.run_id.remote())
+    parent_id = answer(recorder.run_id.remote(), "the run's record")
     parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
     tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", parent)
     if tried is None:
@@ -186,10 +187,10 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
         best,
         [metrics[deciding_metric(recipe)] for metrics in measured],
         parent_id,
-        ray.get(recorder.hint.remote()),
+        answer(recorder.hint.remote(), "the run's record"),
         [metrics["eval/top1"] for metrics in measured] if recipe.train.averaging else [],
     )
-    ray.get(recorder.metrics.remote(0, sweep_metrics(outcome)))
+    answer(recorder.metrics.remote(0, sweep_metrics(outcome)), "the run's record")
     return replace(outcome, page=page_of(recipe, parent_id, recorder))
 
 
@@ -221,7 +222,7 @@ def _run_all(
     def train_trial(index: int) -> Outcome:
         recipe = recipes[index]
         label = f"learning rate {recipe.optim.learning_rate:g}"
-        if reason := ray.get(parent.recorder.stop_reason.remote()):
+        if reason := answer(parent.recorder.stop_reason.remote(), "the run's record"):
             return {"error": reason}  # its turn came when the sweep was to stop
         try:
             result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
@@ -239,7 +240,7 @@ def _run_all(
         name=f"{recipes[0].name}-tune",
         storage_path=f"{recipes[0].output.rstrip('/')}/tune",
     )
-    if ray.get(parent.recorder.stop_reason.remote()):
+    if answer(parent.recorder.stop_reason.remote(), "the run's record"):
         return None
     return [_result_or_error(outcome) for outcome in outcomes]
 

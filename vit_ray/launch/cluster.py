@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
+import socket
 import time
 import warnings
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from vit_ray.ray_internals import has_auth_token, hide_printed_messages, reload_
 AUTH_MODE = "RAY_AUTH_MODE"
 DASHBOARD = "VIT_RAY_DASHBOARD"
 """Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
+
+REACH_S: Final = 10.0
+"""How long an address is tried, and for what it may take a cluster to come up."""
 
 _STARTED: Final[list[str]] = []
 """Addresses of the clusters that this process has started."""
@@ -48,11 +53,15 @@ def connect(recipe: Recipe) -> ClusterShape:
 
     A local cluster gets as many logical CPUs as the workers and two data tasks need, however few
     cores there are. It keeps Ray's token authentication, since its ports are open to the network.
+
+    Raises:
+        ValueError: nobody answers at the address.
     """
     _quiet()
     if not ray.is_initialized():
         if os.environ.get("RAY_ADDRESS"):
             _use_token_if_there_is_one()
+            check_reachable(os.environ["RAY_ADDRESS"])
             ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
         else:
             ray.init(
@@ -64,6 +73,31 @@ def connect(recipe: Recipe) -> ClusterShape:
             )
             _STARTED.append(_address())
     return shape(time.time())
+
+
+def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
+    """Return if somebody listens at `HOST:PORT` or `ray://HOST:PORT`; other forms are Ray's affair.
+
+    Ray itself tries for two minutes without a word.
+
+    Raises:
+        ValueError: nobody does, for all of the time; says what to look at.
+    """
+    match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
+    deadline_s = time.monotonic() + timeout_s
+    while match:
+        left_s = deadline_s - time.monotonic()
+        try:
+            socket.create_connection((match[1], int(match[2])), max(left_s, 0.1)).close()
+            return
+        except OSError as error:
+            if left_s < 1.0:
+                raise ValueError(
+                    f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, "
+                    "give the address that `ray start --head` printed, or unset RAY_ADDRESS to "
+                    "use this machine alone"
+                ) from None
+            time.sleep(1.0)
 
 
 def _address() -> str:

@@ -24,11 +24,14 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane_server import LaneServer
+from vit_ray.launch.place_watch import PlaceWatch, missing_now
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
+    NotePlacement,
     PolicedTrainer,
     SaveBeforeResize,
 )
@@ -36,14 +39,19 @@ from vit_ray.train.job import TrainJob
 from vit_ray.train.lane_entry import work_in_lane
 from vit_ray.train.lane_link import Assignment
 
-_START_TIMEOUT: Final = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-_GIVEN_START_TIMEOUT: Final = os.environ.get(_START_TIMEOUT)
+_GIVEN: Final = dict(os.environ)
+"""As the user has set it, before any lane."""
+_SERVER: Final = "the server of the workers' lane"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a lane to end."""
 
 
 class LaneEndedError(RuntimeError):
     """The lane's workers have ended before their training did; the cause is Ray Train's error."""
+
+
+class LaneLostError(LaneEndedError):
+    """The process between driver and workers has died; another lane may take the training."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,16 @@ class LaneShape:
         return isinstance(self.num_workers, tuple)
 
     @property
+    def resources(self) -> dict[str, float]:
+        """What a worker reserves."""
+        return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
+
+    @property
+    def least_workers(self) -> int:
+        """Workers of the smallest group."""
+        return self.num_workers if isinstance(self.num_workers, int) else min(self.sizes)
+
+    @property
     def most_workers(self) -> int:
         """Workers of the largest group."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
@@ -95,7 +113,7 @@ class _CurrentJob:
     server: Any
 
     def __call__(self) -> TrainJob | None:
-        job: TrainJob | None = ray.get(self.server.current_job.remote())
+        job: TrainJob | None = answer(self.server.current_job.remote(), _SERVER)
         return job
 
 
@@ -136,24 +154,30 @@ class Lane:
 
         Raises:
             LaneEndedError: the group has ended, and the lane with it.
+            LaneLostError: through no fault of the training.
+            NoPlaceError: there is no place for the group.
         """
+        shape = self.shape
+        watch = PlaceWatch(job, lambda: missing_now(shape.least_workers, shape.resources))
         source = StreamSource(self._server, ray.put(streams))
         assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
         self._num_assigned += 1
         try:
-            ray.get(self._server.assign.remote(assignment))
-            while not ray.get(self._server.wait_until_ended.remote()):
+            answer(self._server.assign.remote(assignment), _SERVER)
+            while not answer(self._server.wait_until_ended.remote(), _SERVER):
                 if not self._thread.is_alive():
                     raise LaneEndedError(str(self._error)) from self._error
+                watch.check(is_placed=answer(self._server.is_placed.remote(), _SERVER))
         except ray.exceptions.RayActorError as error:
-            raise LaneEndedError("the process that runs the streams has died") from error
+            raise LaneLostError("the process that runs the streams has died") from error
 
     def close(self) -> None:
         """Let the workers end, and wait for it."""
         with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
-        ray.kill(self._server)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._server)
 
     def _run_workers(self, is_private: bool) -> None:
         # Ray Train's own notes: the runs' folders and MLflow have everything that is read.
@@ -167,25 +191,34 @@ class Lane:
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
 
 
+def lane_environment(shape: LaneShape, *, is_private: bool) -> dict[str, str]:
+    """Ray Train's settings for one lane; what the user has set stays, what another lane had not."""
+    wanted = {
+        # How soon Ray Train notices that a worker has ended or died.
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
+        # An elastic group must give up the size that a node lost a moment ago had allowed.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60" if shape.is_elastic else "600",
+        # On a private Ray nobody takes the one node away, and nobody reads metrics.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
+        "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
+    }
+    return wanted | {key: _GIVEN[key] for key in wanted if key in _GIVEN}
+
+
 def _trainer(
     shape: LaneShape, server: Any, storage_path: str, *, is_private: bool
 ) -> PolicedTrainer:
-    # How soon Ray Train notices that a worker has ended or died.
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(shape.collective_timeout_s))
-    # An elastic group must give up the size that a node lost a moment ago had allowed.
-    os.environ[_START_TIMEOUT] = _GIVEN_START_TIMEOUT or ("60" if shape.is_elastic else "600")
-    if is_private:  # nobody takes its one node away, and nobody reads its metrics
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
-    gpus = {"GPU": 1} if shape.use_gpu else {}
+    os.environ |= lane_environment(shape, is_private=is_private)
     scaling = ScalingConfig(
         num_workers=shape.num_workers,
         use_gpu=shape.use_gpu,
-        resources_per_worker={"CPU": shape.cpus_per_worker, **gpus},
+        resources_per_worker=shape.resources,
     )
     current_job = _CurrentJob(server)
-    callbacks: list[Any] = [SaveBeforeResize(current_job)] if shape.is_elastic else []
+    callbacks: list[Any] = [NotePlacement(server)]
+    if shape.is_elastic:
+        callbacks.append(SaveBeforeResize(current_job))
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
     if shape.is_elastic:
         policies["scaling_policy"] = DivisorScalingPolicy(scaling, shape.sizes, shape.reading_cpus)

@@ -23,6 +23,7 @@ class LaneServer:
         self._has_ended = True
         self._ended: dict[str, set[int]] = {}
         self._is_open = True
+        self._is_placed = False
 
     def next_block(self, one: Pass, rank: int, index: int) -> list[Any]:
         """As `StreamServer.next_block`."""
@@ -37,6 +38,14 @@ class LaneServer:
     def current_job(self) -> TrainJob | None:
         """The training under way; None between two of them."""
         return None if self._has_ended or self._assignment is None else self._assignment.job
+
+    def note_placement(self, is_placed: bool) -> None:
+        """Whether the worker group is running, by its controller."""
+        self._is_placed = is_placed
+
+    def is_placed(self) -> bool:
+        """Whether the workers have found their place."""
+        return self._is_placed
 
     def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
         """Whether all workers are done with the training, now or within some seconds."""

@@ -20,6 +20,7 @@ from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
+from vit_ray.launch.answers import answer
 from vit_ray.ray_internals import (
     ControllerCallback,
     DatasetsCallback,
@@ -29,15 +30,19 @@ from vit_ray.ray_internals import (
     NoopDecision,
     PlacementGroupCleanerCallback,
     ResizingState,
+    RunningState,
     ScalingDecision,
     WorkerGroupStartupFailedError,
     _is_preemption_failure,
+    expire_resource_requests_after,
 )
 from vit_ray.storage import locate
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0
+KEEP_REQUEST_S: Final = 45
+"""How long a driver that was killed holds the places of its group; Ray's default is 180 s."""
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
@@ -106,7 +111,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             return super().make_decision(training_failed_error)
         text = cause(training_failed_error)
         job.recorder.event.remote("worker failed", text, 0)
-        if ray.get(job.recorder.failure.remote()):
+        if answer(job.recorder.failure.remote(), "the run's record"):
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
@@ -116,7 +121,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
                 f"{text} (failure {self._count} with no new checkpoint between; "
                 f"workers.max_failures={most})"
             )
-            ray.get(job.recorder.fail.remote(reason))
+            answer(job.recorder.fail.remote(reason), "the run's record")
             return FailureDecision.RAISE
         return FailureDecision.RETRY
 
@@ -158,6 +163,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """As Ray's, which would ask again without a pause while there is no place for a group."""
+        expire_resource_requests_after(KEEP_REQUEST_S)  # here: in the controller's process
         decision = super().make_decision_for_non_running_worker_group()
         if isinstance(decision, NoopDecision):
             time.sleep(WAIT_FOR_NODES_S)
@@ -185,6 +191,17 @@ def cpus_by_node() -> dict[str, float]:
     """CPUs of each node that is alive, by its id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}
+
+
+class NotePlacement(ControllerCallback):
+    """Tells the lane's server whether the group has its place."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Each time that the group starts, runs, fails, or changes its size."""
+        self._server.note_placement.remote(isinstance(current_state, RunningState))
 
 
 class SaveBeforeResize(ControllerCallback):

@@ -11,6 +11,7 @@ import ray
 
 from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
     Kind,
@@ -166,8 +167,9 @@ def _run(
         status = "KILLED"
         raise
     finally:
-        with contextlib.suppress(ray.exceptions.RayError):  # the result stands without its record
-            ray.get(recorder.finish.remote(status))
+        # The result stands without its record.
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            answer(recorder.finish.remote(status), "the run's record")
         with contextlib.suppress(ray.exceptions.RayError):
             recorder.release()
 
@@ -197,7 +199,7 @@ def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
 
 
 def _result(job: TrainJob, recorder: Any) -> RunResult:
-    standing = ray.get(recorder.standing.remote())
+    standing = answer(recorder.standing.remote(), "the run's record")
     checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
@@ -211,7 +213,7 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
             "events, make room there and run the same command again"
         )
     return RunResult(
-        run_id=ray.get(recorder.run_id.remote()),
+        run_id=answer(recorder.run_id.remote(), "the run's record"),
         name=job.recipe.name,
         steps=steps,
         total_steps=job.total_steps,
@@ -219,7 +221,7 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
         ended=ended,
         metrics=dict(standing.metrics),
         checkpoint=checkpoint.folder.path if checkpoint else "",
-        hint=ray.get(recorder.hint.remote()),
+        hint=answer(recorder.hint.remote(), "the run's record"),
         events=[f"{event.kind}: {event.text}" for event in standing.events],
     )
 

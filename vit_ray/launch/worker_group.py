@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import ray
+from typing import Final
 
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.lane import LaneEndedError, LaneShape, borrowed_lane
+from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
+from vit_ray.launch.place_watch import NoPlaceError
 from vit_ray.launch.ray_policies import cause
 from vit_ray.train.job import TrainJob
+
+MOST_LANES: Final = 4
+"""Of one training; a lane is lost where the process of its server dies, as for lack of memory."""
 
 
 class RunFailedError(RuntimeError):
@@ -28,14 +33,28 @@ def run_workers(
     """
     shape = LaneShape.of(job, cluster, use_gpu=use_gpu)
     error: BaseException | None = None
+    for _ in range(MOST_LANES):
+        error = _run_in_lane(shape, job, streams, cluster)
+        if not isinstance(error, LaneLostError):
+            break
+        text = f"{error}; the training goes on with new workers"
+        job.recorder.event.remote("worker failed", text, 0)
+    # A worker's own reason says more than the time-outs of those that waited for it.
+    failure = answer(job.recorder.failure.remote(), "the run's record")
+    reason = failure or (cause(error.__cause__ or error) if error else None)
+    if reason:
+        raise RunFailedError(reason) from error
+
+
+def _run_in_lane(
+    shape: LaneShape, job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape
+) -> Exception | None:
+    """Why the lane ended before the training did; None if it did not."""
     try:
         with borrowed_lane(shape, is_private=cluster.is_private) as lane:
             # While the lane's workers import: what keeps the record from being opened ends the run.
-            ray.get(job.recorder.run_id.remote())
+            answer(job.recorder.run_id.remote(), "the run's record")
             lane.run(job, streams)
-    except LaneEndedError as ended:
-        error = ended.__cause__ or ended
-    # A worker's own reason says more than the time-outs of those that waited for it.
-    reason = ray.get(job.recorder.failure.remote()) or (cause(error) if error else None)
-    if reason:
-        raise RunFailedError(reason) from error
+    except (LaneEndedError, NoPlaceError) as ended:
+        return ended
+    return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import ray
 
 from vit_ray.train.job import TrainJob
+
+ANSWER_LIMIT_S: Final = 120.0
+"""The server answers within seconds, if only that there is nothing new."""
 
 
 class Streams(Protocol):
@@ -58,7 +61,9 @@ class LaneLink:
         """
         last = -1
         while True:
-            is_open, found = ray.get(self.server.next_assignment.remote(last))
+            is_open, found = ray.get(
+                self.server.next_assignment.remote(last), timeout=ANSWER_LIMIT_S
+            )
             if not is_open:
                 return
             if found is not None:
@@ -68,5 +73,8 @@ class LaneLink:
     def end(self, assignment: Assignment) -> None:
         """This rank is done with it."""
         ray.get(
-            self.server.end_rank.remote(assignment.number, self.group, self._rank, self._world_size)
+            self.server.end_rank.remote(
+                assignment.number, self.group, self._rank, self._world_size
+            ),
+            timeout=ANSWER_LIMIT_S,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,11 @@ from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
 PAUSES_S: Final = (1.0, 5.0, 15.0, 60.0, 120.0)
 """Before each new try of a storage that does not answer; an error would end the run."""
+
+ASK_S: Final = 30.0
+"""Between two times that all ranks hear whether the choice has been made."""
+CHOICE_LIMIT_S: Final = 4 * 3600.0
+"""For reading the newest checkpoint back, and older ones if it is damaged."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,35 @@ def choose_resume_point(
 
 def _newest(run_folder: Location, note: Callable[[str, str], None]) -> Checkpoint | None:
     return newest_verified_checkpoint(run_folder, lambda text: note("damaged checkpoint", text))
+
+
+class ResumePointChoice:
+    """A choice that is made in a thread, while the ranks that wait for it hear from each other."""
+
+    def __init__(
+        self, choose: Callable[[], ResumePoint], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._answers: queue.Queue[ResumePoint | str] = queue.Queue()
+        self._clock, self._since_s = clock, clock()
+        threading.Thread(
+            target=self._choose, args=(choose,), daemon=True, name="resume-point"
+        ).start()
+
+    def wait(
+        self, note: Callable[[str, str], None], timeout_s: float = ASK_S
+    ) -> ResumePoint | str | None:
+        """The point, or why there is none; None while it is not known, which is told."""
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            waited_s = self._clock() - self._since_s
+            if waited_s > CHOICE_LIMIT_S:
+                return f"no checkpoint could be chosen in {waited_s:.0f} s: storage does not answer"
+            note("storage slow", f"choosing the checkpoint to go on from since {waited_s:.0f} s")
+            return None
+
+    def _choose(self, choose: Callable[[], ResumePoint]) -> None:
+        try:
+            self._answers.put(choose())
+        except Exception as error:  # all ranks end with it
+            self._answers.put(str(error) or repr(error))

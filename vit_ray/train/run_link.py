@@ -18,6 +18,8 @@ R = TypeVar("R")
 POLL_TIMEOUT_S: Final = 30.0
 HANG_REPORT_TIMEOUT_S: Final = 10.0
 RUN_ID_TIMEOUT_S: Final = 20.0
+CALL_TIMEOUT_S: Final = 120.0
+"""For calls whose answer counts: a worker that gets none ends, and its group starts again."""
 
 
 class RunActor(Protocol):
@@ -118,7 +120,7 @@ class RunLink:
             return None  # training goes on without its tracking
 
     def _call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **_: P.kwargs) -> R:
-        return ray.get(self._send(method, *args, **_))
+        return ray.get(self._send(method, *args, **_), timeout=CALL_TIMEOUT_S)
 
     def _send(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs

@@ -7,17 +7,40 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 
 BEAT_S = 1.0
 FIRST_STEP_S = 600.0
 """Least time for the first step of an attempt, which compiles and waits for the first batch."""
+SETUP_S = 3600.0
+"""Least time for what comes before: the model is built, and a checkpoint read and restored."""
+OTHERS_S = 5.0
+"""Left to the other ranks, which hang with this one, to report where, before the group ends."""
 
 
 def end_process() -> None:
     """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    time.sleep(OTHERS_S)
     os._exit(1)
+
+
+def describe_threads(most_frames: int = 12) -> str:
+    """Where each thread of this process is, a line each, the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"  {names.get(ident, ident)}: {_describe_stack(frame, most_frames)}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+def _describe_stack(frame: FrameType, most_frames: int) -> str:
+    calls = reversed(traceback.extract_stack(frame)[-most_frames:])
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
 
 class Watchdog(threading.Thread):
@@ -47,8 +70,13 @@ class Watchdog(threading.Thread):
         self._end, self._clock = end, clock
         self._stopped = threading.Event()
         self._is_paused = False
-        self._has_moved = False
+        self._has_moved = self._is_set_up = False
         self._moved_s = clock()
+
+    def begin_steps(self, step: int) -> None:
+        """The attempt is set up, and goes on from here."""
+        self._step, self._is_set_up = step, True
+        self.resume()
 
     def run(self) -> None:
         """Beat until stopped."""
@@ -85,8 +113,14 @@ class Watchdog(threading.Thread):
 
     def check(self) -> None:
         """End the process if the step in progress has taken too long."""
-        limit_s = self._timeout_s if self._has_moved else max(self._timeout_s, FIRST_STEP_S)
+        limit_s = self._limit_s()
         if not self._is_paused and self._clock() - self._moved_s > limit_s:
-            reason = f"no step since {limit_s:g} s (train.step_timeout_s); restarting"
-            self._report_hang(reason, self._step)
+            what = "no step" if self._is_set_up else "not set up"
+            reason = f"{what} since {limit_s:g} s (train.step_timeout_s); restarting. Threads:"
+            self._report_hang(f"{reason}\n{describe_threads()}", self._step)
             self._end()
+
+    def _limit_s(self) -> float:
+        if not self._is_set_up:
+            return max(self._timeout_s, SETUP_S)
+        return self._timeout_s if self._has_moved else max(self._timeout_s, FIRST_STEP_S)

@@ -34,7 +34,7 @@ from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch, roll_back
 from vit_ray.train.process_group import RankPlace, free_address, joined_process_group
 from vit_ray.train.progress import Progress
-from vit_ray.train.resume_point import ResumePoint, choose_resume_point
+from vit_ray.train.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
 from vit_ray.train.setup import build_engine, choose_micro_batch, open_batches
@@ -109,11 +109,33 @@ def set_up_attempt(
     job: TrainJob, link: RunLink, streams: Streams, place: RankPlace, device: torch.device
 ) -> Attempt | None:
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
+    timeout_s = job.recipe.train.step_timeout_s
+    watchdog = Watchdog(0, timeout_s, link.beat, link.note_hang)
+    watchdog.start()
+    attempt = None
+    try:
+        attempt = _set_up(job, link, streams, place, device, watchdog)
+        return attempt
+    finally:
+        if attempt is None:
+            watchdog.stop()
+
+
+def _set_up(
+    job: TrainJob,
+    link: RunLink,
+    streams: Streams,
+    place: RankPlace,
+    device: torch.device,
+    watchdog: Watchdog,
+) -> Attempt | None:
     recipe, run_folder = job.recipe, locate(job.run_folder)
     check_folder_is_shared(job, platform.node())
     point = ResumePoint(None, 0)
     if job.kind == "train":
+        watchdog.pause()  # the choice has a limit of its own
         point = _agreed_point(job, link, run_folder, place.rank)
+        watchdog.resume()
         if point.is_over:
             return None
     context = _rank_context(job, run_folder, place, device)
@@ -125,7 +147,6 @@ def set_up_attempt(
     if report is not None:
         link.note("weights", str(report), 0)
     progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
-    watchdog = Watchdog(progress.step, recipe.train.step_timeout_s, link.beat, link.note_hang)
     writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
     saver = CheckpointSaver(job, engine, writer, link, watchdog)
     nonfinite = NonfinitePolicy(
@@ -142,23 +163,25 @@ def set_up_attempt(
     hooks = WorkerHooks(
         link, evaluator, saver, nonfinite, watchdog, preemption_notice, job.ray_ready_s
     )
-    watchdog.start()
+    watchdog.begin_steps(progress.step)
     return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
 
 
 def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
     """Where rank 0 chooses to go on, on all ranks."""
-    chosen: list[ResumePoint | str | None] = [None]
+    note = partial(link.note, step=0)
+    choosing: ResumePointChoice | None = None
     if rank == 0:
-        try:
-            chosen = [choose_resume_point(run_folder, job.total_steps, partial(link.note, step=0))]
-        except (ValueError, OSError) as error:
-            chosen = [str(error)]
-    dist.broadcast_object_list(chosen, src=0)
+        choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.total_steps, note))
+    chosen: list[ResumePoint | str | None] = [None]
+    while chosen[0] is None:
+        # Reading a checkpoint back may take longer than a collective operation may.
+        chosen = [choosing.wait(note) if choosing else None]
+        dist.broadcast_object_list(chosen, src=0)
     point = chosen[0]
     if isinstance(point, ResumePoint):
         return point
-    raise UnrecoverableError(str(point))
+    raise UnrecoverableError(point)
 
 
 def _rank_context(

@@ -1,0 +1,94 @@
+"""What becomes of a training when its lane ends, on lanes that are fake: no Ray."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.train.fakes import make_job
+from vit_ray.launch import lane, worker_group
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
+from vit_ray.launch.worker_group import MOST_LANES, RunFailedError, run_workers
+
+CLUSTER = ClusterShape(1, 4, 0, 0.0)
+
+
+class Lanes:
+    """Ends of the trainings, one for each lane."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
+        self._ends, self.events = list(ends), []
+        monkeypatch.setattr(worker_group, "borrowed_lane", self._lane)
+        monkeypatch.setattr(worker_group, "answer", lambda reference, _: reference)
+
+    @contextlib.contextmanager
+    def _lane(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(run=self._run)
+
+    def _run(self, *_: Any) -> None:
+        end = self._ends.pop(0)
+        if end is not None:
+            raise end
+
+    def train(self, folder: Path) -> None:
+        nothing = SimpleNamespace(remote=lambda: None)
+        event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
+        job = make_job(folder)
+        recorder = SimpleNamespace(run_id=nothing, failure=nothing, event=event)
+        object.__setattr__(job, "recorder", recorder)
+        run_workers(job, {}, CLUSTER, use_gpu=False)
+        assert self._ends == []
+
+
+def test_a_training_whose_lane_is_lost_goes_on_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = Lanes(monkeypatch, LaneLostError("the streams' process has died"), None)
+    lanes.train(tmp_path)
+    text = "the streams' process has died; the training goes on with new workers"
+    assert lanes.events == [("worker failed", text, 0)]
+
+
+def test_lanes_are_not_lost_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes(monkeypatch, *[LaneLostError("gone")] * MOST_LANES)
+    with pytest.raises(RunFailedError, match="gone"):
+        lanes.train(tmp_path)
+
+
+def test_a_group_that_has_ended_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = Lanes(monkeypatch, LaneEndedError("worker 0: bad data"))
+    with pytest.raises(RunFailedError, match="worker 0: bad data"):
+        lanes.train(tmp_path)
+
+
+def shape(**sections: Any) -> LaneShape:
+    job = make_job(Path("/x"), **sections)
+    return LaneShape.of(job, CLUSTER, use_gpu=False)
+
+
+def test_a_lanes_settings_are_its_own_and_not_those_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane, "_GIVEN", {})
+    first = lane_environment(shape(workers={"collective_timeout_s": 30}), is_private=True)
+    second = lane_environment(shape(workers={"num_workers": [1, 2]}), is_private=False)
+    assert first.keys() == second.keys()
+    assert (first["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"], second["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"]) == (
+        "30",
+        "600",
+    )
+    assert second["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "60"
+    assert second["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "1"
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "_GIVEN", {"RAY_TRAIN_METRICS_ENABLED": "1", "PATH": "/bin"})
+    chosen = lane_environment(shape(), is_private=True)
+    assert chosen["RAY_TRAIN_METRICS_ENABLED"] == "1"
+    assert "PATH" not in chosen

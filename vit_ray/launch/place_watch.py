@@ -1,0 +1,74 @@
+"""The wait for a place: what a worker group lacks is told every minute, and the wait ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import ray
+
+from vit_ray.train.job import TrainJob
+
+TELL_S: Final = 60.0
+
+
+class NoPlaceError(RuntimeError):
+    """A worker group has found no place on the cluster in time."""
+
+
+class PlaceWatch:
+    """Asked again and again while a run waits for its workers."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        missing: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`missing`: says what the group needs and what there is."""
+        self._job, self._missing, self._clock = job, missing, clock
+        self._since_s = self._told_s = clock()
+
+    def check(self, *, is_placed: bool) -> None:
+        """Note whether the group has its place; tell, once a minute, what it lacks.
+
+        Raises:
+            NoPlaceError: it has had none for `workers.place_timeout_minutes`.
+        """
+        now_s = self._clock()
+        if is_placed:
+            self._since_s = self._told_s = now_s
+            return
+        if now_s - self._told_s < TELL_S:
+            return
+        self._told_s = now_s
+        text = f"no workers since {now_s - self._since_s:.0f} s: {self._missing()}"
+        limit_minutes = self._job.recipe.workers.place_timeout_minutes
+        if now_s - self._since_s > 60 * limit_minutes:
+            raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
+        self._job.recorder.event.remote("waiting for a place", text, 0)
+
+
+def describe_missing(
+    num_workers: int,
+    each: Mapping[str, float],
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+) -> str:
+    """What `num_workers` need, and what the cluster has of it, with what to do."""
+    held = ", ".join(
+        f"{num_workers * count:g} {key} of which the cluster has {total.get(key, 0):g}, "
+        f"{free.get(key, 0):g} of them free"
+        for key, count in each.items()
+    )
+    return (
+        f"{num_workers} workers need {held}. Start nodes, wait for or end what else runs there, or "
+        "lower workers.num_workers"
+    )
+
+
+def missing_now(num_workers: int, each: Mapping[str, float]) -> str:
+    """`describe_missing` of the connected cluster."""
+    total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
+    return describe_missing(num_workers, each, total, free)

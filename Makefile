@@ -16,7 +16,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENCV_CPU_DISABLE=AVX5
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-faults test-processors check clean
+.PHONY: env quickstart test test-faults soak test-processors check clean
 
 env: $(STAMP)
 
@@ -59,6 +59,11 @@ endif
 
 test-faults: env
 	$(BIN)/python -m pytest -o addopts=-q tests/faults
+
+# Hours; given again it goes on. SOAK_FAULTS=10 is an hour's part of it.
+SOAK_FAULTS ?= 200
+soak: env
+	$(BIN)/python -m tests.faults.soak build/soak-$(SOAK_FAULTS) --faults $(SOAK_FAULTS)
 
 clean:
 	rm -rf quickstart runs

@@ -1,0 +1,103 @@
+"""What storage does in the middle of a save: a disk that is really full, a process that dies."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.fakes import FakeEngine, Worker, make_job
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name
+from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import newest_verified_checkpoint
+
+DISK_MIB = 2
+
+DIES = """
+import os, sys
+import torch
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.progress import Progress
+
+def die():
+    os._exit(9)
+
+run, step, dies = locate(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "dies"
+where = Position(Progress(step), step, step, 1, {"w": [1000]}, {}, "print")
+taken = Snapshot(0, 1, {"weight|w|0": torch.full((1000,), float(step))}, where)
+write_snapshot(taken, run.child(folder_name(step)), die if dies else lambda: None)
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a few MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+class Engine(FakeEngine):
+    """With weights of 0.6 MiB: a disk of 2 MiB holds the last two checkpoints and no third."""
+
+    NUM = 150_000
+
+    def snapshot(self, position: Position) -> Snapshot:
+        return Snapshot(0, 1, {"weight|w|0": torch.full((self.NUM,), self.weight)}, position)
+
+
+def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
+    small_disk: Path,
+) -> None:
+    worker = Worker(
+        make_job(small_disk, checkpoint={"keep_last": 9}),
+        Engine(shapes={"w": [Engine.NUM]}),
+    )
+    for step in (1, 2, 3, 4, 5):
+        worker.engine.weight = float(step)
+        worker.saver.save(Progress(step=step))
+    run = locate(worker.job.run_folder)
+    failed = [text for kind, text, _ in worker.actor.events if kind == "checkpoint failed"]
+    assert len(failed) == 2
+    assert all("No space left on device" in text for text in failed)
+    # Room is made, and the next one counts again.
+    (run.child(folder_name(1))).delete()
+    worker.engine.weight = 6.0
+    worker.saver.save(Progress(step=6))
+    newest = newest_verified_checkpoint(run)
+    assert newest is not None
+    assert newest.position.step == 6
+    assert float(newest.weights()["w"][0]) == 6.0
+
+
+def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(
+    tmp_path: Path,
+) -> None:
+    def write(step: int, how: str) -> int:
+        arguments = [sys.executable, "-c", DIES, str(tmp_path / "run"), str(step), how]
+        return subprocess.run(arguments, timeout=120).returncode
+
+    assert write(1, "lives") == 0
+    assert write(2, "dies") == 9
+    run = locate(str(tmp_path / "run"))
+    parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
+    assert parts == ["rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"]
+    told: list[str] = []
+    newest = newest_verified_checkpoint(run, told.append)
+    assert newest is not None
+    assert newest.position.step == 1
+    assert "step-00000002.damaged" in told[0]
+    # The run comes there again, and this time it is committed.
+    assert write(2, "lives") == 0
+    again = newest_verified_checkpoint(run, told.append)
+    assert again is not None
+    assert again.position.step == 2

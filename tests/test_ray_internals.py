@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import ray
+import ray.train
 
 from vit_ray import ray_internals
 from vit_ray.ray_internals import INTERNALS, VERSION, Internal
@@ -57,3 +58,26 @@ def test_hidden_messages_are_not_printed_and_others_are(monkeypatch: pytest.Monk
     for line in ("8 workers have been started", "a worker died"):
         worker.print_to_stdstream({"lines": [line]}, False)
     assert printed == [["a worker died"]]
+
+
+def test_requests_of_a_group_expire_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the group of a driver that was killed keeps its places from the next for 180 s."""
+    client = importlib.import_module(
+        "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"
+    )
+    monkeypatch.setattr(client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
+    ray_internals.expire_resource_requests_after(45)
+    sent: list[int] = []
+
+    class Coordinator:
+        class request_resources:  # noqa: N801
+            @staticmethod
+            def remote(**request: object) -> None:
+                sent.append(int(str(request["expire_after_s"])))
+
+    requester = client.TrainAutoscalingCoordinatorClient("run")
+    requester.__dict__["_autoscaling_coordinator"] = Coordinator
+    monkeypatch.setattr(client.ray, "get", lambda *_, **__: None)
+    requester.send_resource_request(ray.train.ScalingConfig(num_workers=2), 2)
+    assert sent == [45]
+    assert client.AUTOSCALING_REQUESTS_INTERVAL_S < 45

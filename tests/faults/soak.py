@@ -21,12 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import ray
-
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import checkpoint_steps, same_weights, small_recipe, weights_of
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.train.checkpoint import folder_name
 
@@ -214,11 +211,13 @@ def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
 def _convert_digits(folder: Path) -> None:
     if (folder / "done").exists():
         return
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     write_digits(folder / "images")
     for split in ("train", "test"):
-        convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
-    ray.shutdown()
+        part = {"source": str(folder / "images" / split), "destination": str(folder / split)}
+        recipe = folder / f"{split}.json"
+        recipe.write_text(json.dumps({"name": split, "convert": part}))
+        command = [sys.executable, str(ROOT / "jobs" / "convert.py"), str(recipe)]
+        subprocess.run(command, cwd=ROOT, check=True)
     (folder / "done").touch()
 
 

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.s3_server import FaultProxy, s3_environment, serve_s3
 from tests.train.fakes import FakeEngine, Worker, make_job
+from vit_ray import retry
+from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, open_checkpoint
+from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.progress import Progress
-from vit_ray.train.run_checkpoints import newest_verified_checkpoint
+from vit_ray.train.run_checkpoints import list_checkpoints, newest_verified_checkpoint
 
 DISK_MIB = 2
 
@@ -101,3 +105,28 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     again = newest_verified_checkpoint(run, told.append)
     assert again is not None
     assert again.position.step == 2
+
+
+def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)  # its pauses, of minutes
+    (tmp_path / "bucket").mkdir()
+    with serve_s3(tmp_path) as upstream, FaultProxy(upstream) as proxy:
+        for key, value in s3_environment(proxy.port).items():
+            monkeypatch.setenv(key, value)
+        run = locate("s3://bucket/run")
+        told: list[tuple[str, str]] = []
+        keep = CheckpointConfig(keep_last=9)
+        writer = CheckpointWriter(run, keep, lambda kind, text, _: told.append((kind, text)))
+        for step in (1, 2, 3):
+            proxy.faults.set("503", 1000 if step == 2 else 0, path=folder_name(2))
+            where = Position(Progress(step), step, step, 1, {"w": [9]}, {}, "print")
+            taken = Snapshot(0, 1, {"weight|w|0": torch.full((9,), float(step))}, where)
+            writer.write(taken, folder_name(step))
+        proxy.faults.set("", 0)
+        assert [kind for kind, _ in told] == ["checkpoint failed"]
+        newest = newest_verified_checkpoint(run)
+        assert newest is not None
+        assert newest.position.step == 3
+        assert [step for step, place in list_checkpoints(run) if open_checkpoint(place)] == [3, 1]

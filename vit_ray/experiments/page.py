@@ -6,9 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-import ray
-
 from vit_ray.config import Recipe
+from vit_ray.launch.answers import answer
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.report.page import build_report, parts_of
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
@@ -38,10 +37,10 @@ def page_of(recipe: Recipe, run_id: str | None, recorder: Any) -> Path | None:
     if run_id is None:
         return None
     try:
-        ray.get(recorder.flush.remote(FLUSH_S))
+        answer(recorder.flush.remote(FLUSH_S), "the run's record")
         page = write_page(recipe, run_id)
         for path, folder in parts_of(page):
-            ray.get(recorder.artifact.remote(str(path), folder))
+            answer(recorder.artifact.remote(str(path), folder), "the run's record")
         return page
     except Exception as error:
         reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.fakes import make_job
+from vit_ray.data.stream import stream_server
 from vit_ray.launch import lane_server
 from vit_ray.launch.lane_server import LaneServer
 from vit_ray.train.lane_link import Assignment
@@ -14,6 +15,7 @@ from vit_ray.train.lane_link import Assignment
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> LaneServer:
     monkeypatch.setattr(lane_server, "ANSWER_S", 0.01)
+    monkeypatch.setattr(stream_server, "_most_kept_bytes", lambda: 0)  # asks Ray for its store
     return LaneServer()
 
 

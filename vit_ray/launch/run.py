@@ -232,7 +232,9 @@ def _with_cost(result: RunResult, prepared: PreparedRun, recorder: Any) -> RunRe
         return result
     speed = result.metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.plan, result.steps, speed)
-    ray.get(recorder.metrics.remote(result.steps, cost))  # before the end, which comes next
+    answer(
+        recorder.metrics.remote(result.steps, cost), "the run's record"
+    )  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
 
 

@@ -25,7 +25,6 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import RunPlan
-from vit_ray.models.flops import count_exaflops, forward_macs
 
 COST: Final = ("study/", "cost/")
 """What the keys of `training_cost` begin with."""
@@ -96,6 +95,8 @@ def training_cost(
     recipe: Recipe, plan: RunPlan, steps: int, images_per_s: float | None
 ) -> dict[str, float]:
     """Compute and data: `study/...`, and `cost/core_days` where the speed is known."""
+    from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
+
     model = recipe.model
     macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
     images_seen = steps * recipe.train.global_batch_size

@@ -30,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 STEPS, BATCH, SIDE = 20, 128, 16
+MARKS = ("first step: ", f"step {STEPS}/{STEPS}")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -90,6 +91,8 @@ class Measured:
     wall_s: float
     processes: list[Process] = field(default_factory=list)
     output: str = ""
+    said_s: dict[str, float] = field(default_factory=dict)
+    """When each of `MARKS` was first in the output, from the start of the command."""
 
     @property
     def cpu_s(self) -> float:
@@ -110,17 +113,22 @@ def measure(command: list[str], folder: Path) -> Measured:
     log = folder / f"{mark}.log"
     start_s = time.perf_counter()
     found: dict[int, Process] = {}
+    said_s: dict[str, float] = {}
     with open(log, "w") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         while process.poll() is None:
             look(mark.encode(), found)
+            text = log.read_text()
+            for words in MARKS:
+                if words in text:
+                    said_s.setdefault(words, time.perf_counter() - start_s)
             time.sleep(0.1)
     wall_s = time.perf_counter() - start_s
     if process.returncode:
         raise SystemExit(f"{command} failed:\n{log.read_text()[-3000:]}")
-    return Measured(wall_s, list(found.values()), log.read_text())
+    return Measured(wall_s, list(found.values()), log.read_text(), said_s)
 
 
 def look(mark: bytes, found: dict[int, Process]) -> None:
@@ -251,6 +259,16 @@ def report_run(folder: Path, rounds: int) -> Iterator[str]:
     )
     steps = statistics.median(steps_s)
     yield ""
+    first_s, last_s, end_s = (
+        statistics.median(values)
+        for values in zip(
+            *((*(r.said_s[m] for m in MARKS), r.wall_s) for r in found["this project"]), strict=True
+        )
+    )
+    yield (
+        f"Ours says that its first step is done {first_s:.1f} s after the command, that its last "
+        f"is {last_s:.1f} s after it, and ends {end_s - last_s:.1f} s later."
+    )
     yield (
         f"Ours takes {ours[0] / bare[0]:.2f} of the bare job's wall time and "
         f"{ours[1] / bare[1]:.2f} of its CPU time; less {steps:.1f} s of training "

@@ -13,7 +13,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream import stream_server
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.stream_server import KeptBlocks, Pass, StreamServer
+from vit_ray.data.stream.stream_server import DealtBlocks, KeptBlocks, Pass, StreamServer
 
 Blocks = list[tuple[Any, int]]
 
@@ -63,6 +63,18 @@ def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
     assert reader.times == 2
 
 
+def test_every_rank_is_told_that_a_stream_failed() -> None:
+    def failing() -> Generator[tuple[Any, int], None, None]:
+        yield "a", 1
+        raise ValueError("too many bad images")
+
+    dealt = DealtBlocks(failing(), 3)
+    assert dealt.next_block(0, 0) == "a"
+    for rank, index in ((1, 0), (2, 0), (0, 1)):
+        with pytest.raises(ValueError, match="too many bad images"):
+            dealt.next_block(rank, index)
+
+
 def test_trainings_of_one_lane_share_the_decoded_images_of_an_evaluation(
     dataset: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,12 +101,17 @@ def test_trainings_of_one_lane_share_the_decoded_images_of_an_evaluation(
     for group, number in ((f"{workers} 0", 1), (f"{workers} 1", 0)):
         np.testing.assert_array_equal(images(spec, group, number), first)
         assert len(read) == 1
+    one_node = ray.nodes()
+    monkeypatch.setattr(ray, "nodes", lambda: one_node * 2)
+    np.testing.assert_array_equal(images(spec, f"{workers} 5"), first)
+    assert len(read) == 2
+    monkeypatch.setattr(ray, "nodes", lambda: one_node)
     changes = (
         (replace(spec, augmentation=replace(crop, size=8)), f"{workers} 2"),
         (spec, "workers-started-anew 0"),
         (replace(spec, object_store_mib=64), f"{workers} 3"),
         (replace(spec, object_store_mib=64), f"{workers} 4"),
     )
-    for count, (changed, group) in enumerate(changes, 2):
+    for count, (changed, group) in enumerate(changes, 3):
         np.testing.assert_array_equal(images(changed, group), first)
         assert len(read) == count

@@ -4,7 +4,7 @@ One actor serves training and every evaluation, for one training after another: 
 Ray Data sets and deals their blocks to the ranks in turn, which is what makes global batches
 independent of who reads (`order.partition`). A rank asks for one block after the other. The decoded
 blocks of evaluations are kept while they are small: a run, and the trials of a sweep, evaluate on
-the same images again and again.
+the same images again and again. That is done on a single node.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.blocks import Batch, cut
 from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets
 
-KEPT_SHARE: Final = 0.1
-"""Of the cluster's object store, for decoded evaluation images at most."""
+KEPT_SHARE: Final = 0.02
+"""Of the object store, for decoded evaluation images of one lane at most."""
 RESTART_S: Final = 60.0
 """For which a server that has died is waited for."""
 
@@ -77,6 +77,7 @@ class DealtBlocks:
         self._num_taken = [0] * world_size
         self._turn = 0
         self._is_closed = False
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
@@ -103,7 +104,13 @@ class DealtBlocks:
         return mine.popleft()
 
     def _deal(self) -> bool:
-        block = next(self._blocks, None)
+        if self._error is not None:
+            raise self._error  # to every rank: a stream that failed has not ended
+        try:
+            block = next(self._blocks, None)
+        except BaseException as error:
+            self._error = error
+            raise
         if self._is_closed:
             self._blocks.close()
         if block is None or self._is_closed:
@@ -155,7 +162,10 @@ class KeptBlocks:
         with contextlib.closing(read()) as blocks:
             for block in blocks:
                 size += block[1]
-                reading = [*reading, block] if size <= self._most_bytes else []
+                if size <= self._most_bytes:
+                    reading.append(block)
+                else:
+                    reading.clear()
                 yield block
         if size <= self._most_bytes:
             self._keep(key, reading)
@@ -216,22 +226,24 @@ class StreamServer:
         def read() -> Generator[SizedBlock, None, None]:
             return _blocks_of(evaluation_datasets(spec, world_size=world_size, batch_size=size))
 
-        if spec.object_store_mib is not None:
+        if spec.object_store_mib is not None or not _is_one_node():
             return read()
         return self._kept.blocks(_reading_key(one, spec), read)
 
 
 def _reading_key(one: Pass, spec: StreamSpec) -> bytes:
-    """Equal for evaluations of the same blocks by the same start of a worker group.
-
-    After a node is lost, and blocks with it, the group is started anew.
-    """
+    """Equal for evaluations of the same blocks by the same start of a worker group."""
     workers = one.group.partition(" ")[0]
     facts = (
         spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
     )  # fmt: skip
     how = (workers, one.world_size, one.batch_size_per_rank)
     return hashlib.sha256(pickle.dumps((facts, how))).digest()
+
+
+def _is_one_node() -> bool:
+    """Where there are more, blocks may be lost with one of them, and a worker group go on."""
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]
 
 
 def _most_kept_bytes() -> float:

@@ -146,6 +146,22 @@ def test_a_rank_that_still_writes_has_not_failed(
     assert steps(run)[1:] == [6, 5, 4, 3, 2, 1]
 
 
+def test_one_that_a_newer_one_has_replaced_before_it_was_judged_has_not_failed(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ends each save after rank 0 has begun the next, and one is kept."""
+    disk = FullDisk(run, monkeypatch, ranks=2, keep_last=1)
+    first, second = disk.writers
+    first.write(snapshot(1, 0, 2), folder_name(1))
+    for step in range(2, 8, 2):
+        first.write(snapshot(step, 0, 2), folder_name(step))
+        second.write(snapshot(step - 1, 1, 2), folder_name(step - 1))
+        second.write(snapshot(step, 1, 2), folder_name(step))
+        first.write(snapshot(step + 1, 0, 2), folder_name(step + 1))
+    assert disk.events == []
+    assert steps(run) == [7, 6]
+
+
 def test_failures_of_the_first_rank_count_together_with_those_of_others(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

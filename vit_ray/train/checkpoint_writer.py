@@ -63,7 +63,8 @@ class CheckpointWriter:
                 self._is_whole[self._number] = False
                 self._end_if_too_many(folder, str(error))
             return
-        self._unjudged[self._number] = (folder, snapshot.world_size)
+        if is_first:
+            self._unjudged[self._number] = (folder, snapshot.world_size)
         if is_whole:
             self._read_back.add(self._step)
             self._remove_old()
@@ -79,13 +80,16 @@ class CheckpointWriter:
         """See by what is in storage which of the saves before became whole.
 
         Another rank may still write its part of the last one. All have ended those before: each
-        waits for its own part when it saves again, and there are steps between two saves.
+        waits for its own part when it saves again, and there are steps between two saves. A folder
+        that has gone has no verdict: the rank that committed a newer one has removed it.
         """
         for number, (folder, world_size) in list(self._unjudged.items()):
             reason = _what_is_missing(folder, world_size)
             if reason is not None and number == self._number - 1:
                 continue
             del self._unjudged[number]
+            if reason is not None and _has_gone(folder):
+                continue
             self._is_whole[number] = reason is None
             if reason is not None:
                 self._tell("checkpoint failed", f"{folder.path}: {reason}", self._step)
@@ -131,6 +135,13 @@ class CheckpointWriter:
         losses = {p.step: p.metrics["eval/loss"] for p in measured if p.eval_step == p.step}
         finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
         return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())
+
+
+def _has_gone(folder: Location) -> bool:
+    try:
+        return not folder.exists()
+    except OSError:
+        return False
 
 
 def _what_is_missing(folder: Location, world_size: int) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import converted, labels_of, rejections
+from vit_ray.data.prepare.sources.formats import list_units
 
 IMAGES = {
     f"{label}/{i}.jpg": jpeg(i + 10 * len(label)) for label in ("cat", "dog") for i in range(9)
@@ -169,3 +170,42 @@ def test_folders_of_archives_are_not_taken_for_classes(serial: None, tmp_path: P
         (tmp_path / part / "0.tar").write_bytes(b"")
     with pytest.raises(ValueError, match=r"the format 'webdataset'; give .*/\*.tar"):
         converted(f"{tmp_path}/{{a,b}}", tmp_path / "set")
+
+
+def write_each(root: Path, *names: str) -> str:
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(jpeg(number))
+    return f"{root}/*"
+
+
+def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(
+    serial: None, tmp_path: Path
+) -> None:
+    source = write_each(tmp_path / "s", "train/cat/1.jpg", "train/preview.jpg", "val/cat/2.jpg")
+    with pytest.raises(ValueError, match=r"has several splits: train, validation"):
+        converted(source, tmp_path / "set")
+    found = converted(source, tmp_path / "set", split="train", max_rejected_fraction=0.5)
+    assert labels_of(found) == {"train/cat/1.jpg": "cat"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train/cat/1.jpg", "val/cat/2.jpg", "examples/e.jpg"),
+        ("part-1/cat/1.jpg", "part-1/preview.jpg", "part-2/cat/2.jpg"),
+        ("train/cat/1.jpg", "train/preview.jpg", "dog/3.jpg"),
+    ],
+)
+def test_folders_of_images_beside_folders_of_folders_are_refused(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"seem to hold class folders \((train|part-2)"):
+        list_units(write_each(tmp_path / "s", *names))
+
+
+def test_class_folders_that_a_pattern_names_have_no_split(tmp_path: Path) -> None:
+    source = write_each(tmp_path / "s", "cat/1.jpg", "cat/more/2.jpg", "dog/3.jpg")
+    assert [unit.name for unit in list_units(source)] == ["cat", "dog"]
+    with pytest.raises(ValueError, match=r"split='nonsense'.* leave convert.split out"):
+        list_units(source, split="nonsense")

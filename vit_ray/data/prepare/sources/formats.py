@@ -1,6 +1,7 @@
 """Which format a source has, and the units that it is cut into."""
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from os.path import commonpath
 from typing import Final, Literal
 
@@ -16,6 +17,7 @@ Format = Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl"]
 
 _SUFFIX_OF: Final = {"webdataset": "tar", "huggingface": "parquet", "csv": "csv", "jsonl": "jsonl"}
 _FORMAT_OF: Final = {suffix: format for format, suffix in _SUFFIX_OF.items()}
+_READERS: Final = 16
 _PACKED: Final = frozenset({"zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar"})
 
 _INDEXERS: Final[dict[str, Callable[[SourceUnit, Location], Iterable[IndexEntry]]]] = {
@@ -178,10 +180,13 @@ def _units_of_folders(
         ValueError: nobody can tell which, or they hold files of another format.
     """
     locations = [locate(path) for path in paths]
-    has_images = any(map(folders.loose_images, locations))
     given = None if format in ("auto", "folder") else format
-    found = given or (None if has_images else _format_of_folder(locations[0], source))
-    if found is None and (has_images or not any(map(_folders_in, locations))):
+    with ThreadPoolExecutor(_READERS) as pool:
+        images = [bool(found) for found in pool.map(folders.loose_images, locations)]
+        below = [bool(found) for found in pool.map(_folders_in, locations)]
+    found = given or (None if any(images) else _format_of_folder(locations[0], source))
+    if found is None and _are_classes(source, locations, images, below):
+        _check_no_split(source, split)
         return [SourceUnit("folder", path, _folder_of(paths)) for path in paths]
     if len(paths) == 1:
         return list_units(paths[0], format, split)
@@ -191,6 +196,43 @@ def _units_of_folders(
             f"files, such as {source}/*.{_SUFFIX_OF[found]}."
         )
     return _units_of_roots(source, locations, split)
+
+
+def _are_classes(
+    source: str, matches: list[Location], images: list[bool], below: list[bool]
+) -> bool:
+    """Whether folders are classes, by which of them hold images and which hold folders.
+
+    Raises:
+        ValueError: some are as classes are, and some as folders that hold classes.
+    """
+    if not any(images):
+        return not any(below)
+    is_split = [named_split(_name_of(at)) is not None for at in matches]
+    facts = list(zip(is_split, images, below, strict=True))
+    holders = [
+        has_folders and (named or not has_images) for named, has_images, has_folders in facts
+    ]
+    if any(holders) and not all(is_split):
+        names = [_name_of(at) for at, is_holder in zip(matches, holders, strict=True) if is_holder]
+        raise ValueError(
+            f"convert.source={source!r} stands for folders of images and for others that seem to "
+            f"hold class folders ({', '.join(names[:5])}); match one or the other, or give the "
+            f"folder that holds them."
+        )
+    return not any(holders)
+
+
+def _name_of(folder: Location) -> str:
+    return folder.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _check_no_split(source: str, split: str | None) -> None:
+    if split is not None:
+        raise ValueError(
+            f"convert.split={split!r}: {source!r} has no folders such as train and val with class "
+            f"folders in them; leave convert.split out."
+        )
 
 
 def _units_of_roots(source: str, roots: list[Location], split: str | None) -> list[SourceUnit]:
@@ -256,11 +298,8 @@ def _class_folders(source: str, root: Location, split: str | None) -> list[Sourc
     splits: dict[str | None, list[Location]] = {}
     for folder in _split_folders(root):
         splits.setdefault(named_split(folder.path.rsplit("/", 1)[-1]), []).append(folder)
-    if split is not None and not splits:
-        raise ValueError(
-            f"convert.split={split!r}: {source!r} has no folders such as train and val with class "
-            f"folders in them; leave convert.split out."
-        )
+    if not splits:
+        _check_no_split(source, split)
     roots = choose_split(splits, split, source) if splits else [root]
     folder = roots[0] if len(roots) == 1 else root
     return [unit for root in roots for unit in _units_of_root(source, root, folder)]

@@ -2,6 +2,8 @@
 
 import csv
 import json
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.sources.columns import stored_text
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
+from vit_ray.storage import locate
 
 IMAGES = [jpeg(i, 20, 24) for i in range(6)]
 CAPTIONS = ["a cat, sitting", "", "caf\xe9\nof two lines", 'said "so"', None, "\u732b"]
@@ -148,3 +153,42 @@ def test_text_that_is_none_rejects_its_image(serial: None, tmp_path: Path) -> No
     report = convert(str(tmp_path / "b.parquet"), str(tmp_path / "other"), **options)
     assert report.num_images == 1
     assert "can't decode" in report.rejected["b/00000001"]
+
+
+def test_a_file_of_a_sample_tells_more_than_its_json(tmp_path: Path) -> None:
+    described = json.dumps({f"c{i}": "of the JSON" for i in range(9)}).encode()
+    files = [(f"a.c{i}", b"of its own") for i in range(9)]
+    members = [("a.jpg", IMAGES[0]), ("a.cls", b"x"), *files, ("a.json", described)]
+    (tmp_path / "a.tar").write_bytes(tar_of(members))
+    unit = replace(list_units(str(tmp_path / "a.tar"))[0], columns=tuple(f"c{i}" for i in range(9)))
+    (entry,) = index_unit(unit, locate(str(tmp_path / "pack")))
+    assert entry.extra == ("of its own",) * 9
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("path,label,caption,Caption\n0.jpg,x,one,other\n")
+    (unit,) = list_units(str(tmp_path / "a.csv"))
+    pack = locate(str(tmp_path / "pack"))
+    assert len(list(index_unit(unit, pack))) == 1
+    with pytest.raises(ValueError, match="two columns 'caption'"):
+        list(index_unit(replace(unit, columns=("Caption",)), pack))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([b"x"], pa.binary(1)),
+        pa.array([[b"x"]]),
+        pa.array([{"a": [{"b": b"x"}]}]),
+        pa.array([b"x"]).dictionary_encode(),
+    ],
+)
+def test_bytes_are_not_stored_as_text(tmp_path: Path, values: pa.Array) -> None:
+    table = pa.table({"image": [{"bytes": IMAGES[0]}], "label": [0], "id": values})
+    pq.write_table(table, tmp_path / "a.parquet")
+    unit = replace(list_units(str(tmp_path / "a.parquet"))[0], columns=("id",))
+    with pytest.raises(ValueError, match="has no text in its column 'id'"):
+        list(index_unit(unit, locate(str(tmp_path / "pack"))))
+    with pytest.raises(ValueError, match="has bytes in it"):
+        stored_text({"a": [b"x"]})
+    assert stored_text({"day": date(2026, 1, 2)}) == '{"day": "2026-01-02"}'

@@ -27,7 +27,18 @@ def check_columns(columns: Sequence[str]) -> None:
 
 
 def stored_text(value: Any) -> str | None:
-    """The value as it is stored."""
+    """The value as it is stored.
+
+    Raises:
+        ValueError: there are bytes in it, which are no text.
+    """
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=_text_of)
+
+
+def _text_of(value: Any) -> str:
+    """Dates and the like."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise ValueError("a field of convert.columns has bytes in it, which are no text")
+    return str(value)

@@ -134,7 +134,7 @@ class _Columns:
         self._check_once(schema, *names)
         for name in names:
             kind = schema.field(name).type if name in schema.names else None
-            if kind is None or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            if kind is None or _has_binary(kind):
                 what = "has no column" if kind is None else "has no text in its column"
                 raise ValueError(
                     f"{self._path!r} {what} {name!r} of convert.columns; it has {schema.names}."
@@ -170,6 +170,17 @@ class _Columns:
                 f"{self._path!r}: its label column {self.label!r} is {kind}; "
                 f"expected integers, text, or lists of one of them."
             )
+
+
+def _has_binary(kind: pa.DataType) -> bool:
+    """Whether there are bytes in it, however deep."""
+    if isinstance(kind, pa.DictionaryType | pa.BaseExtensionType):
+        return _has_binary(
+            kind.value_type if isinstance(kind, pa.DictionaryType) else kind.storage_type
+        )
+    if kind.num_fields:
+        return any(_has_binary(kind.field(i).type) for i in range(kind.num_fields))
+    return str(kind).startswith(("binary", "large_binary", "fixed_size_binary"))
 
 
 def _is_list(kind: pa.DataType) -> bool:

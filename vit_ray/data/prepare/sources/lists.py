@@ -189,7 +189,8 @@ def _header(names: list[str], unit: SourceUnit) -> list[str]:
         raise ValueError(
             f"{unit.path!r} has no column {missing[0]!r} of convert.columns; it has {names[:20]}."
         )
-    if repeated := [name for name in (path, label) if names.count(name) > 1]:
+    used = (path, label, *map(str.lower, unit.columns))
+    if repeated := [name for name in used if names.count(name) > 1]:
         raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; name one otherwise.")
     renamed: dict[str, str] = {path: "path", label: "labels" if label == "labels" else "label"}
     return [renamed.get(name, "") for name in names]

@@ -196,7 +196,8 @@ def _extra(members: _Members, file: IO[bytes], columns: Sequence[str]) -> tuple[
         return ()
     files = dict(members)
     fields: dict[str, Any] = {}
-    for name in {*columns, "json"} & files.keys():
+    # A file of its own tells more than a field of the JSON file.
+    for name in (name for name in dict.fromkeys(["json", *columns]) if name in files):
         try:
             content = _content(files[name], file, MOST_JSON_BYTES)
             fields |= (

@@ -29,11 +29,17 @@ assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.
 raise SystemExit(3)
 """
 
+NOTEBOOK = """
+class Notebook:
+    def flush(self):
+        pass
+"""
 
-def start() -> subprocess.Popen[str]:
+
+def start(before: str = "") -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", before + DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
 
 
@@ -54,7 +60,8 @@ def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
     assert line(driver) == f"asked to stop: {reason}"
     output, errors = driver.communicate("land\n", timeout=60)
     assert output == "checkpoint\n"
-    assert errors == f"{reason}: writing a checkpoint, then ending; again to end at once\n"
+    told = "ending, a training after one more checkpoint; again to end at once"
+    assert errors == f"{reason}: {told}\n"
     assert driver.returncode == 3
 
 
@@ -68,3 +75,18 @@ def test_the_second_signal_ends_at_once(second: signal.Signals) -> None:
     output, _ = driver.communicate(timeout=60)
     assert output == ""
     assert driver.returncode == -second
+
+
+@pytest.mark.parametrize("stderr", ["sys.stderr", "io.StringIO()", "Notebook()"])
+def test_a_message_that_nobody_can_read_does_not_end_the_run(stderr: str) -> None:
+    driver = start(f"import io, sys\n{NOTEBOOK}\nsys.stderr = {stderr}\n")
+    assert line(driver) == "training"
+    assert driver.stderr is not None
+    driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C
+    driver.send_signal(signal.SIGINT)
+    assert line(driver) == "asked to stop: Ctrl-C"
+    assert driver.stdin is not None
+    driver.stdin.write("land\n")
+    driver.stdin.flush()
+    assert line(driver) == "checkpoint"
+    assert driver.wait(60) == 3

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 REASONS: Final = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -32,11 +32,7 @@ def stopping_on_signals(recorder: Any) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         reason = REASONS[signal.Signals(number)]
         recorder.request_stop.remote(reason)
-        # Not by `print`, in the middle of which the signal may have come.
-        os.write(
-            sys.stderr.fileno(),
-            f"{reason}: writing a checkpoint, then ending; again to end at once\n".encode(),
-        )
+        _tell(f"{reason}: ending, a training after one more checkpoint; again to end at once\n")
 
     before = {number: signal.signal(number, on_signal) for number in REASONS}
     try:
@@ -44,3 +40,13 @@ def stopping_on_signals(recorder: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _tell(text: str) -> None:
+    """Not by `print`, in the middle of which the signal may have come.
+
+    Whoever read it may have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's stderr is no
+    file: that must not end the run before its checkpoint.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        os.write(sys.stderr.fileno(), text.encode())

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from vit_ray.commands.replay import run_replay
@@ -247,9 +248,10 @@ def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog
     tracker.metrics(1, {"train/loss": 1.0})
     tracker.metrics(2, {"not#allowed": 1.0})
     tracker.metrics(3, {"train/loss": 3.0})
-    assert tracker.finish()
+    assert not tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (3, 3.0)]
     assert [r for r in caplog.messages if "refuses" in r and "not#allowed" in r]
+    assert [r for r in caplog.messages if "1 refused record of" in r and "jobs/replay.py" in r]
 
 
 def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path, monkeypatch):
@@ -265,8 +267,37 @@ def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path
     tracker = Tracker.start(config, "odd", log_path)
     tracker.tag("poison", "x")
     tracker.metrics(1, {"train/loss": 1.0})
-    assert tracker.finish()
+    assert not tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("timed out"),
+        ConnectionError("reset"),
+        MlflowException("API request failed with error code 503"),
+    ],
+)
+def test_points_are_not_left_out_while_mlflow_is_slow_to_take_them(
+    error, config, log_path, monkeypatch
+):
+    send, failures = RunWriter.send, [error] * 14
+
+    def slow(self, records):
+        if records[0]["kind"] == "metrics" and failures:
+            raise failures.pop()
+        return send(self, records)
+
+    monkeypatch.setattr(RunWriter, "send", slow)
+    monkeypatch.setattr(senders, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(senders, "LAST_BACKOFF_S", 0.01)
+    tracker = Tracker.start(config, "slow", log_path)
+    for step in range(28):
+        tracker.metrics(step, {"train/loss": 1.0})
+    assert tracker.finish()
+    assert failures == []
+    assert len(_history(config.uri, tracker.run_id, "train/loss")) == 28
 
 
 def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_other_files(

@@ -99,11 +99,15 @@ class RunWriter:
         self.experiment_id = str(run.info.experiment_id)
         self.run_id = run.info.run_id
 
-    def takes_writes(self) -> bool:
-        """Whether MLflow can be written to at the moment; what is written changes nothing."""
+    def takes_writes(self, kind: str) -> bool:
+        """Whether MLflow takes a record of this kind now; what is written changes nothing."""
         try:
             run = self.client.get_run(self._id)
-            self.client.set_tag(self._id, ORIGIN, run.data.tags.get(ORIGIN, self._id))
+            origin = run.data.tags.get(ORIGIN, self._id)
+            if kind == "tag":
+                self._tag(ORIGIN, origin)
+            else:
+                self.client.log_batch(self._id, tags=[RunTag(ORIGIN, origin)])
         except Exception:
             return False
         return True

@@ -18,7 +18,7 @@ from vit_ray.tracking.mlflow_writer import MAX_METRICS, ForeignFileError, RunWri
 BATCH_INTERVAL_S = 1.0  # metrics are gathered this long before they are sent
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
-MAX_TRIES = 4  # of a record that MLflow does not take although it takes others
+MAX_TRIES = 4  # of a record that MLflow does not take although it takes others of its kind
 FILE_TRIES_AT_END = 3
 # The request itself is wrong, so trying again does not help.
 _REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
@@ -121,6 +121,8 @@ class PointSender(Sender):
         self._on_away, self._on_back = on_away, on_back
         self._failed_tries = 0
         self.is_away = False
+        self.num_refused = 0
+        """Records that were left out."""
 
     def _advance(self) -> None:
         """Send what there is; an error of whatever kind means: away, try again later."""
@@ -131,6 +133,7 @@ class PointSender(Sender):
             while (found := next_batch(self._log, self._offset, files=False))[1] > self._offset:
                 self._send(found[0])
                 self._failed_tries = 0
+                self._note_back()  # before whoever waits for this offset looks at the files
                 self._moved_to(found[1])
                 self._on_progress()
             self._note_back()
@@ -144,19 +147,26 @@ class PointSender(Sender):
         try:
             self._writer.send(records)
         except Exception as error:
-            if not self._is_refusal(error):
+            if not self._is_refusal(error, records[0]["kind"]):
                 raise
             if len(records) > 1:
                 for record in records:
                     self._send([record])
             else:
+                self.num_refused += 1
                 self._on_refusal(error)
 
-    def _is_refusal(self, error: Exception) -> bool:
-        """MLflow says so, or does not take it again and again while it takes something else."""
+    def _is_refusal(self, error: Exception, kind: str) -> bool:
+        """MLflow says so, or does not take it again and again while it takes others of its kind.
+
+        Points, and the end, wait for as long as MLflow or the way to it fails: writing them may
+        be slow where a tag is written at once.
+        """
         if _is_rejection(error):
             return True
-        return self._failed_tries >= MAX_TRIES and self._writer.takes_writes()
+        if kind in ("metrics", "finish") and isinstance(error, (OSError, MlflowException)):
+            return False
+        return self._failed_tries >= MAX_TRIES and self._writer.takes_writes(kind)
 
     def _note_away(self, error: Exception) -> None:
         self._back_off()

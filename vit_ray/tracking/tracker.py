@@ -164,21 +164,27 @@ class Tracker:
         self._record({"kind": "finish", "status": status})
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Send what is recorded, and no more; says how to send what MLflow did not take in time."""
+        """Send what is recorded, and no more; says how to send what MLflow did not take.
+
+        Returns:
+            Whether MLflow has everything.
+        """
         is_sent = self.flush(timeout_s)
         for sender in (self._points, self._files):
             sender.end(timeout_s if is_sent else 0.0)
-        if not is_sent:
-            files = self._files.waiting
+        missing = self._files.waiting
+        if refused := self._points.num_refused:
+            missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
+        if not is_sent or missing:
             logger.warning(
                 "MLflow at %s does not have %s of run %s; when that is mended: "
                 "python jobs/replay.py %s URI",
                 safe_uri(self._uri),
-                ", ".join(files) if files else "all",
+                ", ".join(missing) if missing else "all",
                 self.run_id,
                 self._log.path,
             )
-        return is_sent
+        return is_sent and not missing
 
     def _record(self, record: Record) -> None:
         self._log.append({**record, "time_ms": round(time.time() * 1000)})

@@ -18,6 +18,13 @@ SECRET = "hunter2"
         ("postgresql://user:hunter2@db:5432/mlflow", "postgresql://db:5432/mlflow"),
         ("http://hunter2@host/x", "http://host/x"),
         ("http://user:hun/hunter2@host/x", "http://host/x"),
+        ("http://user:hun@ter2@mlflow:5000", "http://mlflow:5000"),
+        ("http://user:hun@ter2@mlflow:5000/a@b", "http://mlflow:5000/a@b"),
+        ("http://user:a/hun@hunter2@host/x", "http://host/x"),
+        ("http://me@corp:hunter2@host/x", "http://host/x"),
+        ("http://tok@hunter2@host:5000/x@1", "http://host:5000/x@1"),
+        ("lost http://u:hun'ter2@host now", "lost http://host now"),
+        ('http://u:hun"ter2@host', "http://host"),
         ("s3://KEY:se/hunter2@bucket/folder", "s3://bucket/folder"),
         (
             "postgresql://db/m?sslmode=on&password=hunter2",

@@ -556,6 +556,9 @@ def test_a_deleted_experiment_says_how_to_get_it_back(config):
     ("uri", "safe"),
     [
         ("http://u:pw@host:5000/x", "http://host:5000/x"),
+        ("http://u:long-pw@pw@host:5000", "http://host:5000"),
+        ("http://u:a/pw@host:5000", "http://host:5000"),
+        ("http://u:p'pw@host:5000", "http://host:5000"),
         ("postgresql://u:pw@db/mlflow?password=pw", "postgresql://db/mlflow"),
         ("sqlite:////a/b.db", "sqlite:////a/b.db"),
         ("databricks", "databricks"),
@@ -566,6 +569,26 @@ def test_secrets_leave_addresses_and_texts(uri, safe):
     text = redact_uri(f"request to {uri}/api failed; again {uri}", uri)
     assert "pw" not in text
     assert safe in text
+
+
+def test_a_password_is_cut_from_errors_alone_and_only_a_long_one():
+    assert redact_uri("denied: correct-horse", "http://u:correct-horse@h") == "denied: "
+    assert redact_uri("port 5010 of h", "http://u:10@h") == "port 5010 of h"
+
+
+def test_a_password_that_is_part_of_a_value_leaves_the_record_as_it_is(config, log_path):
+    for password in ("10", "weight_decay"):
+        away = config.model_copy(update={"uri": f"http://u:{password}@127.0.0.1:9"})
+        path = log_path.with_name(f"{password}.jsonl")
+        params = {"optim.lr": "0.0010", "weight_decay": "0.10"}
+        tracker = Tracker.start(away, "short", path, params=params, tags={"note": "weight_decay"})
+        tracker.tag("steps", "1010")
+        tracker.artifact_text("recipe.yaml", "lr: 0.0010\nweight_decay: 0.10\n")
+        tracker.finish(timeout_s=0.1)
+        start, *records = map(json.loads, path.read_text().splitlines())
+        assert (start["params"], start["tags"]) == (params, {"note": "weight_decay"})
+        assert records[0]["value"] == "1010"
+        assert records[1]["text"] == "lr: 0.0010\nweight_decay: 0.10\n"
 
 
 def test_a_relative_sqlite_file_belongs_to_the_folder_of_the_command(tmp_path):

@@ -10,9 +10,11 @@ import logging
 import re
 from typing import Any, Final
 
-# A password may itself have a slash in it; host:5000/path@1 is a port, a path and no password.
+# A password may have a quote, an @ or a slash in it: it ends at the last @ before the path, or
+# where there is none, at one behind a slash. host:5000/path@1 is a port, a path and no password.
 _USERINFO: Final = re.compile(
-    r"(?<=://)(?:[^\s/@:'\"<>?#]*:(?!\d+(?:[/?#]|$))[^\s@'\"<>]*|[^\s/@:'\"<>?#]+)@"
+    r"""(?<=://)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
+    r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
 )
 _QUERY: Final = re.compile(
     r"(?<=[?&;])((?:[\w.-]*[_.-])?(?:password|passwd|pwd|secret|token|signature|credential|key)"
@@ -24,6 +26,12 @@ _QUERY: Final = re.compile(
 def redact(text: str) -> str:
     """The text with users and passwords of addresses left out."""
     return _QUERY.sub(r"\1=***", _USERINFO.sub("", text)) if "://" in text else text
+
+
+def userinfo(uri: str) -> str:
+    """`user:password` of an address; empty when it has none."""
+    found = _USERINFO.search(uri)
+    return found[0].removesuffix("@") if found else ""
 
 
 def redacted(tree: Any) -> Any:

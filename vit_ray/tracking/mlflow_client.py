@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-from vit_ray.config.secrets import redact
+from vit_ray.config.secrets import redact, userinfo
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
 _KIND = {"mlflow.experimentKind": "custom_model_development"}  # opens with its runs
+SHORTEST_PASSWORD = 8
+"""Of those that are taken out of errors where they stand alone."""
 LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; making its schema takes 10 s."""
 
@@ -35,23 +37,25 @@ def absolute_uri(uri: str, folder: Path | None = None) -> str:
 
 def safe_uri(uri: str) -> str:
     """The address without user, password and query, fit for logs and tags."""
-    parts = _parts(uri)
+    safe = redact(uri)
+    parts = _parts(safe)
     if parts is None or not parts.netloc:
-        return redact(uri).partition("?")[0]
+        return safe.partition("?")[0]
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
 
 
 def redact_uri(text: str, uri: str) -> str:
-    """The text with the address's secrets taken out, wherever in an error they are quoted."""
+    """The text of an error with the address's secrets taken out, wherever they are quoted.
+
+    A password is looked for by itself, too; a short one is not, which may be part of any number.
+    """
     text = redact(text.replace(uri, safe_uri(uri)))
-    parts = _parts(uri)
-    if parts is None:
-        return text
-    userinfo = parts.netloc.rpartition("@")[0]
-    password = userinfo.partition(":")[2]
-    for secret in (f"{userinfo}@", f"?{parts.query}", password, unquote(password)):
-        if len(secret) > 1:
-            text = text.replace(secret, "")
+    parts, user = _parts(uri), userinfo(uri)
+    password = user.partition(":")[2]
+    secrets = [f"{user}@" if user else "", f"?{parts.query}" if parts and parts.query else ""]
+    secrets += [word for word in (password, unquote(password)) if len(word) >= SHORTEST_PASSWORD]
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "")
     return text
 
 

@@ -130,7 +130,7 @@ class Tracker:
 
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
-        self._record({"kind": "tag", "key": key, "value": redact_uri(str(value), self._uri)})
+        self._record({"kind": "tag", "key": key, "value": str(value)})
 
     def note(self, kind: str, **fields: Any) -> None:
         """Keep in the log alone what a recorder that opens it again needs to know."""
@@ -138,7 +138,7 @@ class Tracker:
 
     def artifact_text(self, name: str, text: str) -> None:
         """Keep a text as a file of the run, such as `recipe.yaml`."""
-        self._record({"kind": "text", "name": name, "text": redact_uri(text, self._uri)})
+        self._record({"kind": "text", "name": name, "text": text})
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
         """Keep a file or folder of the run's folder; it must stay where it is until it is sent."""
@@ -287,8 +287,8 @@ def _start_record(
         "run_name": run_name,
         "experiment": config.experiment,
         "parent_run_id": config.parent_run_id,
-        "params": {key: redact_uri(str(value), config.uri) for key, value in params.items()},
-        "tags": {key: redact_uri(str(value), config.uri) for key, value in tags.items()},
+        "params": {key: str(value) for key, value in params.items()},
+        "tags": {key: str(value) for key, value in tags.items()},
         "resume_step": resume_step,
         "time_ms": round(time.time() * 1000),
     }

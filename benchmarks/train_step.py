@@ -191,6 +191,11 @@ class Alone:
 
     def save(self, progress: Any) -> None: ...
 
+    def wait_until_saved(self) -> None: ...
+
+    def note_evaluation(self, progress: Any) -> bool:
+        return True
+
     def handle_nonfinite(self, progress: Any, batch: Any) -> None:
         raise RuntimeError("the loss is not finite")
 

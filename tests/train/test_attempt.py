@@ -174,6 +174,34 @@ def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path
     assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no figures", 0)]
 
 
+def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_it(
+    tmp_path: Path,
+) -> None:
+    def cut(*_: Any) -> Any:
+        worker.actor.stop = "SIGTERM"
+        worker.link.beat(TOTAL)
+        raise EvaluationCutError(is_stopping=True)
+
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
+    run(worker)
+    assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
+    saved = newest_checkpoint(locate(worker.job.run_folder))
+    assert saved is not None
+    assert not saved.position.progress.is_over(TOTAL)
+    again = Worker(make_job(tmp_path))
+    again.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
+    attempt = again.attempt(TOTAL)
+    attempt.progress.evaluation_due = True
+    run_attempt(again.link, lambda: attempt)
+    assert again.kinds() == ["first step"]
+    evaluated = newest_checkpoint(locate(worker.job.run_folder))
+    assert evaluated is not None
+    assert evaluated.position.progress.is_over(TOTAL)
+    assert evaluated.position.progress.metrics["eval/loss"] == 0.5
+    assert evaluated.shards == saved.shards
+
+
 def test_a_stop_whose_save_does_not_land_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

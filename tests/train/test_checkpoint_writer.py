@@ -12,7 +12,7 @@ from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate
 from vit_ray.train import checkpoint_writer
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name
+from vit_ray.train.checkpoint import Position, Snapshot, evaluation_note, folder_name
 from vit_ray.train.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_checkpoints import (
@@ -81,6 +81,75 @@ def test_a_save_that_fails_is_told_and_the_next_may_work(
     assert kind == "checkpoint failed"
     assert "step-00000001: [Errno 28] No space left on device" in text
     assert steps(run) == [2]
+
+
+def contents(folder: Location) -> dict[str, bytes]:
+    files = folder.list_files(recursive=False)
+    return {info.base_name: folder.child(info.base_name).read() for info in files}
+
+
+def test_what_is_committed_is_not_written_again(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch)
+    disk.save(1)
+    before = contents(run.child(folder_name(1)))
+    disk.save(1, eval_step=1)
+    assert contents(run.child(folder_name(1))) == before
+    ((kind, text),) = disk.events
+    assert kind == "checkpoint failed"
+    assert "step 1 is committed; it is left as it is" in text
+
+
+def test_an_evaluation_after_a_save_is_recorded_beside_it_and_goes_with_it(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, keep_best=False)
+    disk.save(1, evaluation_due=True)
+    before = contents(run.child(folder_name(1)))
+    after = Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
+    assert disk.writers[0].note_evaluation(after, folder_name(1))
+    assert contents(run.child(folder_name(1))) == before
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert found.position.progress == after
+    disk.save(2)
+    assert [info.base_name for info in run.list_files(recursive=False)] == []
+    assert disk.events == []
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b'{"checkpoint_sha256": 1'])
+def test_an_evaluation_of_another_checkpoint_of_the_step_is_not_taken_for_its_own(
+    run: Location, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    disk, folder = FullDisk(run, monkeypatch), run.child(folder_name(1))
+    disk.save(1, evaluation_due=True, train_seconds=1.0)
+    disk.writers[0].note_evaluation(Progress(1), folder_name(1))
+    folder.delete()
+    if content is not None:
+        evaluation_note(folder).write(content)
+    disk.save(1, evaluation_due=True, train_seconds=2.0)
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert found.position.progress == Progress(1, evaluation_due=True, train_seconds=2.0)
+
+
+def test_a_save_that_is_not_whole_is_out_of_the_way_of_the_one_after_the_evaluation(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 writes first the second time: no index of the first save may be there."""
+    disk = FullDisk(run, monkeypatch, ranks=2)
+    first, second = disk.writers
+    first.write(snapshot(1, 0, 2, evaluation_due=True), folder_name(1))
+    assert not first.note_evaluation(Progress(1), folder_name(1))
+    second.write(snapshot(1, 1, 2), folder_name(1))
+    assert newest_checkpoint(run) is None
+    first.write(snapshot(1, 0, 2), folder_name(1))
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert not found.position.progress.evaluation_due
+    assert run.child(folder_name(1) + ".damaged").exists()
+    assert [kind for kind, _ in disk.events] == ["damaged checkpoint"]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(

@@ -67,6 +67,10 @@ class FakeHooks:
     steps: int = 0
     cuts: list[bool] = field(default_factory=list)
     """Evaluations that are cut short, and whether to stop."""
+    due: list[bool] = field(default_factory=list)
+    """At each save, whether an evaluation is due."""
+    is_whole: bool = True
+    """What was saved before."""
 
     def note_step(self, step: int) -> None:
         self.noted.append(step)
@@ -83,6 +87,15 @@ class FakeHooks:
     def save(self, progress: Progress) -> None:
         self.order.append(f"save {progress.step}")
         self.saved.append(progress.step)
+        self.due.append(progress.evaluation_due)
+
+    def wait_until_saved(self) -> None:
+        self.order.append("wait")
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        assert not progress.evaluation_due
+        self.order.append(f"note {progress.step}")
+        return self.is_whole
 
     def save_is_wanted(self, step: int) -> bool:
         self.steps += 1
@@ -311,7 +324,7 @@ def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
     hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
     assert run(FakeEngine(), hooks, recipe(), progress) == "finished"
     last = f"evaluate {TOTAL}"
-    assert hooks.order == [last, f"save {TOTAL}", last, last, f"save {TOTAL}"]
+    assert hooks.order == [last, f"save {TOTAL}", last, last, "wait", f"note {TOTAL}"]
     assert progress.metrics["eval/loss"] == 0.5
     assert progress.is_over(TOTAL)
 
@@ -323,6 +336,41 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_
     assert not progress.is_over(TOTAL)
     engine, again = FakeEngine(), FakeHooks(losses=[0.5])
     assert run(engine, again, recipe(), progress) == "finished"
-    assert again.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
+    assert again.order == [f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
     assert engine.seen == []
     assert progress.is_over(TOTAL)
+
+
+def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
+    hooks = FakeHooks(losses=[0.5], is_whole=False)
+    assert run(FakeEngine(), hooks, recipe(), Progress(TOTAL, evaluation_due=True)) == "finished"
+    assert hooks.order[-2:] == [f"note {TOTAL}", f"save {TOTAL}"]
+
+
+def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once() -> None:
+    hooks = FakeHooks(losses=[0.5])
+    run(FakeEngine(), hooks, recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
+    assert hooks.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
+    assert hooks.due == [False]
+
+
+def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
+    hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
+    assert run(FakeEngine(), hooks, recipe(), progress) == "finished"
+    last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
+    assert hooks.order == last
+    assert hooks.due == [True]
+    assert progress.is_over(TOTAL)
+
+
+def test_two_notices_at_one_step_save_it_once() -> None:
+    hooks = FakeHooks(save_at=4, cuts=[False])
+    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}))
+    assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
+
+
+def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
+    hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
+    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}))
+    assert hooks.order[:4] == ["save 4", "evaluate 4", "wait", "note 4"]
+    assert hooks.saved == [4, TOTAL]

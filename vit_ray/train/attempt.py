@@ -172,13 +172,28 @@ class WorkerHooks(LoopHooks):
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy."""
         wants_save = partial(self.save_is_wanted, step)
-        return self.evaluator.evaluate(step, self.is_stopping, wants_save)
+        try:
+            return self.evaluator.evaluate(step, self.is_stopping, wants_save)
+        except EvaluationCutError as cut:
+            reason = "a stop" if cut.is_stopping else "a checkpoint at once"
+            self.link.note("evaluation cut", f"for {reason}; there are no figures of it", step)
+            raise
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
         stall_s = self.saver.save(progress)
         progress.metrics["checkpoint/stall_s"] = stall_s
         self.link.log(progress.step, {"checkpoint/stall_s": stall_s})
+
+    def wait_until_saved(self) -> None:
+        """This rank's part."""
+        self.watchdog.pause()
+        self.saver.wait_until_written()
+        self.watchdog.resume()
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        """Beside the checkpoint."""
+        return self.saver.note_evaluation(progress)
 
     def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
         """As the recipe says."""

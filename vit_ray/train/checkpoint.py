@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vit_ray.storage import Location
@@ -24,6 +25,8 @@ from vit_ray.train.checkpoint_format import (
     commit,
     compare,
     index_name,
+    is_committed,
+    marker_sha256,
     read_all,
     read_folder,
     tensors_name,
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from vit_ray.train.fragments import Fragment, State
 
 WEIGHT, AVERAGE = "weight", "average"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,13 @@ def write_snapshot(
 
     Raises:
         OSError: the storage does not take it; nothing that counts as a checkpoint is left.
+        FileExistsError: the folder has been committed; nothing was written.
         DamagedCheckpointError: what was written is not what can be read.
     """
     from safetensors.torch import save
 
+    if is_committed(folder):
+        raise FileExistsError(f"step {snapshot.position.step} is committed; it is left as it is")
     index_file = index_name(snapshot.rank, snapshot.world_size)
     content = save(snapshot.tensors)
     folder.child(tensors_name(index_file)).write(content)
@@ -144,6 +152,24 @@ def write_snapshot(
         index["position"] = snapshot.position.to_json()
     folder.child(index_file).write(json.dumps(index).encode())
     return commit(folder, snapshot.world_size, before_commit)
+
+
+def write_evaluation(folder: Location, progress: Progress) -> None:
+    """Note how far a run is after an evaluation at the step of a committed checkpoint.
+
+    It stands beside the folder, in which nothing is written any more, and names the checkpoint by
+    its marker: another one of the same step has not been evaluated.
+
+    Raises:
+        OSError: the storage does not take it.
+    """
+    note = {"checkpoint_sha256": marker_sha256(folder), "progress": asdict(progress)}
+    evaluation_note(folder).write(json.dumps(note).encode())
+
+
+def evaluation_note(folder: Location) -> Location:
+    """The file beside a checkpoint's folder that tells of an evaluation after it."""
+    return Location(folder.filesystem, f"{folder.path}.evaluated.json")
 
 
 class Checkpoint:
@@ -252,7 +278,21 @@ def read_checkpoint(folder: Location) -> Checkpoint:
     except (TypeError, AttributeError):
         raise DamagedCheckpointError(f"checkpoint {folder.path}: its position is damaged") from None
     check_coverage(folder, content.shards, sizes)
-    return Checkpoint(folder, content.shards, position)
+    return Checkpoint(folder, content.shards, _after_evaluation(folder, position))
+
+
+def _after_evaluation(folder: Location, position: Position) -> Position:
+    """With the progress of an evaluation that was made after it was written."""
+    note = evaluation_note(folder)
+    if not note.exists():
+        return position
+    try:
+        content = json.loads(note.read())
+        if content["checkpoint_sha256"] == marker_sha256(folder):
+            return replace(position, progress=Progress(**content["progress"]))
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        logger.warning("%s tells of no evaluation, and is passed over", note.path)
+    return position
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:

@@ -113,6 +113,11 @@ def is_committed(folder: Location) -> bool:
     return folder.child(COMMIT).exists()
 
 
+def marker_sha256(folder: Location) -> str:
+    """Of the marker, which lists the checksums of all files."""
+    return _sha256(folder.child(COMMIT).read())
+
+
 def missing_ranks(folder: Location, world_size: int) -> list[int]:
     """Ranks that have not written their part."""
     sizes = _sizes(folder)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
 from vit_ray.storage import Location
-from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_snapshot
+from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_evaluation, write_snapshot
 from vit_ray.train.checkpoint_format import DamagedCheckpointError, is_committed, missing_ranks
-from vit_ray.train.run_checkpoints import NONE_YET, list_checkpoints, prune
+from vit_ray.train.progress import Progress
+from vit_ray.train.run_checkpoints import NONE_YET, list_checkpoints, prune, set_aside
 
 MAX_FAILED_SAVES = 3
 
@@ -68,6 +69,31 @@ class CheckpointWriter:
         if is_whole:
             self._read_back.add(self._step)
             self._remove_old()
+
+    def note_evaluation(self, progress: Progress, name: str) -> bool:
+        """Record how far the run is after an evaluation at the step of a whole save.
+
+        A save that is not whole is set aside, so that no part of it is taken for one of the next. A
+        note that cannot be written is reported: the next start makes the evaluation again.
+
+        Returns:
+            False if the step is to be saved again.
+
+        Raises:
+            LockLostError: another driver has taken the run over.
+        """
+        self._check_lock()
+        folder = self._run_folder.child(name)
+        try:
+            if is_committed(folder):
+                write_evaluation(folder, progress)
+            else:
+                if folder.exists():
+                    set_aside(folder, "not whole", self._tell_set_aside)
+                return False
+        except OSError as error:
+            self._tell("evaluation not recorded", f"{folder.path}: {error}", progress.step)
+        return True
 
     def is_whole(self, name: str) -> bool:
         """Whether a save has been committed; for when all ranks have ended their part."""

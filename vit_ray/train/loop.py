@@ -67,7 +67,7 @@ class EvaluationCutError(Exception):
 
 
 class LoopHooks(Protocol):
-    """What the loop calls at set moments; `evaluate`, `save`, `handle_nonfinite` on all ranks."""
+    """What the loop calls at set moments; on all ranks, apart from `note_evaluation`: on rank 0."""
 
     def note_step(self, step: int) -> None:
         """`step` steps are completed."""
@@ -84,6 +84,16 @@ class LoopHooks(Protocol):
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint."""
+
+    def wait_until_saved(self) -> None:
+        """Until this rank's part of the last checkpoint is written, or has failed."""
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        """Record what an evaluation has changed since the checkpoint of the same step.
+
+        Returns:
+            False if that checkpoint is not whole, and nothing was recorded.
+        """
 
     def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
         """The step of this batch was refused: report it; raise, roll back or return, by recipe."""
@@ -110,6 +120,43 @@ class RankContext:
         return global_batch_size // self.world_size
 
 
+class _Saves:
+    """Checkpoints of a run, one of each step: what has been committed is not written again."""
+
+    def __init__(
+        self, hooks: LoopHooks, context: RankContext, step: int, clock: Callable[[], float]
+    ) -> None:
+        """`step`: of the checkpoint that the run goes on from."""
+        self._hooks, self._context, self._clock = hooks, context, clock
+        self._step, self._last_s = step, clock()
+
+    def elapsed_s(self) -> float:
+        """Since the last one."""
+        return self._clock() - self._last_s
+
+    def save(self, progress: Progress) -> None:
+        """Start writing one, unless there is one of this step."""
+        if progress.step != self._step:
+            self._save(progress)
+
+    def save_evaluated(self, progress: Progress) -> None:
+        """As `save`; what an evaluation has changed since is recorded beside the one that is there.
+
+        All ranks wait until it is written: if it has failed, it is written again.
+        """
+        if progress.step == self._step:
+            self._hooks.wait_until_saved()
+            self._context.collectives.sum([0.0])
+            is_noted = self._context.rank == 0 and self._hooks.note_evaluation(progress)
+            if self._context.collectives.sum([float(is_noted)])[0] > 0:
+                return
+        self._save(progress)
+
+    def _save(self, progress: Progress) -> None:
+        self._hooks.save(progress)
+        self._step, self._last_s = progress.step, self._clock()
+
+
 def run_training(
     engine: Engine,
     batches: Iterator[Batch],
@@ -125,7 +172,7 @@ def run_training(
     Every rank runs this with its share of the same global batches. `progress` is moved in place.
     """
     times = StepTimes(clock)
-    last_save_s = clock()
+    saves = _Saves(hooks, context, progress.step, clock)
     first_step = progress.step
     keeps_best = recipe.checkpoint.keep_best
     saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
@@ -140,7 +187,7 @@ def run_training(
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         result = engine.step(rate)
         # One clock decides for all: ranks would disagree on what minute it is.
-        is_time = context.rank == 0 and saving.is_due_after(clock() - last_save_s)
+        is_time = context.rank == 0 and saving.is_due_after(saves.elapsed_s())
         flags = [is_time, hooks.save_is_wanted(progress.step), hooks.stop_reason() is not None]
         total_loss, *agreed = context.collectives.sum([loss, *flags])
         is_save_time, is_save_wanted, is_stopping = (count > 0 for count in agreed)
@@ -154,7 +201,7 @@ def run_training(
         else:
             progress.nonfinite_steps += 1
             hooks.handle_nonfinite(progress, batch)
-        is_last = progress.step == context.total_steps
+        progress.evaluation_due = is_last = progress.step == context.total_steps
         # The first step of an attempt too, so that a wrong start shows at once.
         is_first = progress.step == first_step + 1
         if is_first or logging.is_due_at(progress.step) or is_last:
@@ -167,27 +214,24 @@ def run_training(
             progress.metrics |= metrics
             hooks.log(progress.step, metrics)
             times.reset()
-        if (is_save_wanted or is_stopping) and not is_last:
-            # At once: the time of an evaluation may not be left. One due at a stop is skipped.
-            hooks.save(progress)
-            last_save_s = clock()
-            if is_stopping:
+        if is_save_wanted or is_stopping:
+            # At once: the time of an evaluation may not be left. One due at a stop is skipped, and
+            # the last one is tried: there may be nothing to evaluate.
+            saves.save(progress)
+            if is_stopping and not is_last:
                 return _reason_to_stop(hooks)
         try:
             is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
         except EvaluationCutError as cut:
-            progress.evaluation_due = is_last
-            hooks.save(progress)
-            last_save_s = clock()
+            saves.save(progress)
             if cut.is_stopping:
                 return _reason_to_stop(hooks)
             continue
-        is_due = (
-            is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step)
-        )
-        if (is_due and not is_save_wanted) or is_last or progress.ended or (is_best and keeps_best):
-            hooks.save(progress)
-            last_save_s = clock()
+        progress.evaluation_due = False
+        if is_last or progress.ended or (is_best and keeps_best):
+            saves.save_evaluated(progress)
+        elif is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step):
+            saves.save(progress)
         if progress.ended:
             return progress.ended
     while progress.evaluation_due:
@@ -198,7 +242,7 @@ def run_training(
                 return _reason_to_stop(hooks)
         else:
             progress.evaluation_due = False
-            hooks.save(progress)
+            saves.save_evaluated(progress)
     return progress.ended or "finished"
 
 

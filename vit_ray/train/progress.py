@@ -18,7 +18,7 @@ class Progress:
     ended: str = ""
     """Why the run is over before its last step (early stopping); empty if it is not."""
     evaluation_due: bool = False
-    """The last step is done, and the evaluation after it was cut short by a stop or a notice."""
+    """The last step is done, and the evaluation after it is not."""
     train_seconds: float = 0.0
     """Time spent training, all attempts together."""
     nonfinite_steps: int = 0

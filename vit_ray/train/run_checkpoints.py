@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint, open_checkpoint, read_checkpoint
+from vit_ray.train.checkpoint import Checkpoint, evaluation_note, open_checkpoint, read_checkpoint
 from vit_ray.train.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
 
 LOOK_AGAIN_S: Final = (0.5, 2.0)
@@ -241,6 +241,7 @@ def _delete(folder: Location) -> None:
         doomed = Location(folder.filesystem, folder.path + _DELETED)
         folder.move_to(doomed)
     doomed.delete()
+    evaluation_note(folder).delete()
 
 
 def _finish_deleting(run_folder: Location) -> None:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import torch
 
-from vit_ray.lock import sees_lock
+from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot, folder_name, open_checkpoint
 from vit_ray.train.checkpoint_writer import CheckpointWriter
@@ -106,6 +106,20 @@ class CheckpointSaver:
         """
         if self._error is not None:
             raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        """Record an evaluation after the checkpoint of its step; for when all ranks have written.
+
+        Returns:
+            Whether there is one that is whole.
+
+        Raises:
+            UnrecoverableError: another driver has taken the run over.
+        """
+        try:
+            return self._writer.note_evaluation(progress, folder_name(progress.step))
+        except LockLostError as error:
+            raise UnrecoverableError(str(error), is_agreed=False) from error
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of a step has landed; for when all ranks have written."""

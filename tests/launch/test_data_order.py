@@ -11,6 +11,7 @@ from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.order.samples import Plan
 from vit_ray.launch.preflight import RunPlan, plan_run, prepared_training
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
@@ -19,15 +20,17 @@ from vit_ray.train.progress import Progress
 NUM_GROUPS = 100
 
 
-def write_data_set(folder: Path, num_groups: int, *classes: str) -> str:
+def write_data_set(
+    folder: Path, num_groups: int, *classes: str, group_bytes: int = 6_400_000
+) -> str:
     """A manifest of row groups of 64 images, without shards."""
     columns = RowGroupColumns(
         np.zeros(num_groups), np.arange(num_groups), np.full(num_groups, 64),
-        np.full(num_groups, 6_400_000), {},
+        np.full(num_groups, group_bytes), {},
     )  # fmt: skip
     write_manifest(
         locate(str(folder)), columns,
-        files=[ShardFile("part", num_groups * 64, num_groups * 6_400_000)],
+        files=[ShardFile("part", num_groups * 64, num_groups * group_bytes)],
         classes=list(classes or ("cat", "dog")), max_labels=1, origin={"groups": num_groups},
     )  # fmt: skip
     return str(folder)
@@ -255,3 +258,27 @@ def test_a_window_leaves_room_for_the_cut_row_groups_of_each_data_set(mixed: Rec
         for recipe in (mixed.with_changes(data={"train": mixed.data.train[0].path}), mixed)  # type: ignore[union-attr, index]
     ]
     assert windows == [1024, 512]
+
+
+def test_a_window_is_as_large_as_images_at_their_shares(recipe: Recipe, tmp_path: Path) -> None:
+    """A small set of large images that gives nine of ten of them fills a task's memory."""
+    large = write_data_set(tmp_path / "large", 1, group_bytes=64_000_000)
+    sets = [{"path": recipe.data.train, "weight": 1}, {"path": large, "weight": 9}]
+    memory = {"task_memory_mib": 512}
+    plain = recipe.with_changes(data=memory)
+    mixed = recipe.with_changes(data={"train": sets, **memory})
+    assert plan_run(plain).recipe.data.shuffle_window == 2048
+    assert plan_run(mixed).recipe.data.shuffle_window == 256
+
+
+@pytest.mark.parametrize("window", [0, 24, 48])
+def test_every_global_batch_has_the_proportions_of_its_data_sets(
+    mixed: Recipe, window: int
+) -> None:
+    train = {"global_batch_size": 24, "micro_batch_size": 24}
+    spec = plan_run(mixed.with_changes(train=train, data={"shuffle_window": window})).streams[
+        "train"
+    ]
+    order = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window)
+    groups = order.rows_at(np.arange(24 * 50)).groups.reshape(50, 24)
+    assert (groups >= NUM_GROUPS).sum(axis=1).tolist() == [6] * 50

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from vit_ray.config import Recipe
+from vit_ray.data.format.joined import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.shuffle import ShuffleWindow
 from vit_ray.storage import locate
@@ -57,11 +60,15 @@ def with_order(recipe: Recipe, manifest: Manifest, begun: Order | None = None) -
     return recipe.with_changes(data=order)
 
 
-def shuffle_window(recipe: Recipe) -> ShuffleWindow | None:
-    """The window of a recipe with a definite order."""
+def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
+    """The window of a recipe with a definite order.
+
+    Several data sets have one of a single batch at least, so that each batch has their proportions.
+    """
     rows, batch = recipe.data.shuffle_window, recipe.train.global_batch_size
     assert rows != "auto"
-    return ShuffleWindow(batch, rows // batch) if rows > batch else None
+    has_window = rows > batch or manifest.num_sets > 1
+    return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
 
 
 def _window(recipe: Recipe, manifest: Manifest) -> int:
@@ -77,9 +84,15 @@ def _window(recipe: Recipe, manifest: Manifest) -> int:
 
 def _rows_that_fit(recipe: Recipe, manifest: Manifest, share: float) -> int:
     """Rows of a window of which a task can keep all row groups; its ends cut two of each set."""
-    image_bytes = float(manifest.bytes.sum()) / manifest.num_images
-    rows = share * (recipe.data.task_memory_mib << 20) / max(image_bytes, 1.0)
+    rows = share * (recipe.data.task_memory_mib << 20) / max(_image_bytes(manifest), 1.0)
     return int(rows) - manifest.num_sets * int(manifest.rows.max())
+
+
+def _image_bytes(manifest: Manifest) -> float:
+    """Of an image that a run reads, on average: each data set has the share that it is given."""
+    if isinstance(manifest, JoinedManifest):
+        return float(np.average(list(map(_image_bytes, manifest.parts)), weights=manifest.weights))
+    return float(manifest.bytes.sum()) / manifest.num_images
 
 
 def _rows_that_may_wait(recipe: Recipe) -> int:
@@ -104,7 +117,7 @@ def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:
             f"the nearest is {nearest}, and 0 is none"
         )
     if rows > max(batch, _rows_that_fit(recipe, manifest, 1.0)):
-        image_mib = float(manifest.bytes.sum()) / manifest.num_images / 2**20
+        image_mib = _image_bytes(manifest) / 2**20
         needed = (rows + manifest.num_sets * int(manifest.rows.max())) * image_mib
         raise ValueError(
             f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "

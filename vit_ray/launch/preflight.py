@@ -402,9 +402,9 @@ def _cache(recipe: Recipe) -> LocalCache | None:
 
 def _training_spec(recipe: Recipe, manifest: Manifest, rows: Selection | None) -> StreamSpec:
     spec = _spec(recipe, manifest, recipe.data.augment, rows)
-    window = shuffle_window(recipe)
-    if window is None:
-        return spec
+    window = shuffle_window(recipe, manifest)
+    if window is None or window.num_batches == 1:
+        return replace(spec, window=window)
     return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 

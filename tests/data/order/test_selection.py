@@ -1,3 +1,6 @@
+import pickle
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,6 +8,7 @@ from hypothesis import strategies as st
 
 from vit_ray.data.format.joined import join
 from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.order.keyed_random import keys_of
 from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, select, split_rows
 
 GOLDEN_ROWS = [1, 2, 13, 16, 22, 23, 27, 30, 32, 35]
@@ -134,6 +138,26 @@ def test_the_rows_of_data_sets_read_together_are_those_of_each(unit: Unit) -> No
                 assert of_all.rows_per_group(joined)[first + group] == len(found)
         first += one.num_row_groups
     assert rows.count == 28 + 38 + 16
+
+
+def test_row_groups_of_any_number_of_data_sets_are_put_in_order_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sorts = Mock(side_effect=keys_of)
+    monkeypatch.setattr("vit_ray.data.order.selection.keys_of", sorts)
+    joined = join([manifest_of(32) for _ in range(40)], [1] * 40)
+    rows, _ = select(joined, seed=3, unit="row_group", held_out_fraction=0.25, fraction=0.5)
+    for group in [*range(joined.num_row_groups)] * 2:
+        rows.rows_of_group(joined, group)
+    assert sorts.call_count == 40
+    assert "parts" not in vars(pickle.loads(pickle.dumps(joined)))
+
+
+def test_weights_in_the_same_proportions_are_one_data_set() -> None:
+    sets = [manifest_of(8), manifest_of(16)]
+    one, same, other = (join(sets, weights) for weights in ([0.5, 1], [2, 4], [1, 1]))
+    assert one.weights == same.weights == (1, 2)
+    assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
 def manifest_of(total: int, group: int = 8) -> Manifest:

@@ -3,11 +3,11 @@
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import lru_cache
-from math import lcm
-from typing import Final
+from functools import cached_property
+from math import gcd, lcm
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,14 @@ class JoinedManifest(Manifest):
         """Data sets that are read together."""
         return len(self.paths)
 
-    @property
+    @cached_property
     def parts(self) -> list[Manifest]:
         """Each data set by itself, with its own row group and sample numbers."""
         return [_part(self, index) for index in range(self.num_sets)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `parts`, which would be sent along as copies."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def part_of(self, group: int) -> int:
         """Which data set a row group belongs to."""
@@ -97,11 +101,11 @@ def _check_classes(one: Manifest, other: Manifest) -> None:
 
 
 def _whole(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the proportions that a person has written."""
+    """The smallest whole numbers in the proportions that a person has written."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]
-    return whole
+    return [weight // gcd(*whole) for weight in whole]
 
 
 def _bounds(manifests: Sequence[Manifest]) -> list[int]:
@@ -131,7 +135,6 @@ def _crc32(manifests: Sequence[Manifest]) -> NDArray[np.uint32] | None:
     return np.concatenate(known) if len(known) == len(manifests) else None
 
 
-@lru_cache(maxsize=32)
 def _part(joined: JoinedManifest, index: int) -> Manifest:
     start, stop = joined.bounds[index : index + 2]
     groups = slice(start, stop)

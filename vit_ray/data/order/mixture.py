@@ -42,6 +42,7 @@ class MixedOrder:
         rows_per_set: of each set, the rows of each of its row groups that take part.
         weights: the sets' proportions.
         window: in which rows are dealt out to global batches; each of these has the proportions.
+            Without one, each `_STRETCH` positions have them.
 
     Raises:
         ValueError: if a set has no rows.

@@ -7,11 +7,12 @@ to single rows keep them.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Final, Literal
+from functools import wraps
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,7 +209,23 @@ def select(
     return (rows.take(fraction) if fraction < 1 else rows), rest
 
 
-@lru_cache(maxsize=4)
+def _kept_with_manifest(
+    compute: Callable[[Any, Manifest], Int64Array],
+) -> Callable[[Hashable, Manifest], Int64Array]:
+    """Keeps results as long as their data set, of which a run may read any number."""
+    kept: WeakKeyDictionary[Manifest, dict[Hashable, Int64Array]] = WeakKeyDictionary()
+
+    @wraps(compute)
+    def find(key: Hashable, manifest: Manifest) -> Int64Array:
+        results = kept.setdefault(manifest, {})
+        if key not in results:
+            results[key] = compute(key, manifest)
+        return results[key]
+
+    return find
+
+
+@_kept_with_manifest
 def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:
     """Rank of the first row of each row group, the row groups in an order of their own."""
     order = np.argsort(
@@ -233,7 +250,7 @@ def _ranks_by_row(seed: int, manifest: Manifest, samples: Int64Array) -> Int64Ar
 _RANKS: Final = {"row_group": _ranks_by_row_group, "row": _ranks_by_row}
 
 
-@lru_cache(maxsize=8)
+@_kept_with_manifest
 def _count_selected(selection: RowSelection, manifest: Manifest) -> Int64Array:
     """Kept, because a run asks at every start; 300 million rows take a minute of CPU time."""
     counts = np.zeros(manifest.num_row_groups, np.int64)

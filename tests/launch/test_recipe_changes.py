@@ -54,7 +54,7 @@ def test_the_same_recipe_goes_on_without_a_word() -> None:
         ({"train": {"precision": "fp32"}}, "train.precision", "bf16", "fp32"),
         ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area", "0.05", "0.5"),
         ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
-        ({"evaluate": {"shots": [1, 5]}}, "evaluate.shots", r"\[1, 5, 10, 25\]", r"\[1, 5\]"),
+        ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
         ({"init_from": "/weights"}, "init_from", "None", "/weights"),
     ],
 )
@@ -103,8 +103,52 @@ def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
     ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
     with pytest.raises(ValueError, match="is over"):
         accepted(changed, ended)
-    moved = recipe(data={"eval": "/data/moved"}, resume="changed")
-    assert "/data/moved" in accepted(moved, position(20))[0]
+
+
+@pytest.mark.parametrize("other", ["/data/other", None])
+def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: str | None) -> None:
+    elsewhere = recipe(data={"eval": other}, resume="changed")
+    told = f"measured on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
+    with pytest.raises(ValueError, match=told):
+        accepted(elsewhere, position(20))
+    assert accepted(elsewhere, position(7))
+    longer = elsewhere.with_changes(optim={"epochs": 4.0})
+    assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
+
+
+def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
+    begun = recipe(train={"early_stopping": 2})
+    ended = replace(position(7, begun), progress=Progress(step=7, ended="no better loss"))
+    assert accepted(begun, ended) == []
+    for resume in ("auto", "changed"):
+        longer = begun.with_changes(optim={"epochs": 4.0}, resume=resume)
+        told = r"ended after step 7 of 20 \(no better loss\).* 40 steps.*choose another name"
+        with pytest.raises(ValueError, match=told):
+            accepted(longer, ended)
+
+
+@pytest.mark.parametrize("step", [7, 20])
+def test_a_project_may_be_moved(step: int) -> None:
+    places = {"data": {"eval": "/a/data/test"}, "output": "/a/runs", "init_from": "/a/runs/base"}
+    begun = recipe(**places)
+    moved = recipe(data={"eval": "/b/data/test"}, output="/b/runs", init_from="/b/runs/base")
+    assert accepted(moved, position(step, begun)) == []
+    weights = begun.with_changes(init_from="/elsewhere/base")
+    (event,) = accepted(weights, position(step, begun))
+    assert "init_from was /a/runs/base and is /elsewhere/base" in event
+    for one, other in (("/a/runs/base", "/a/runs/other"), ("s3://b/base/", "s3://b/other/")):
+        begun = recipe(init_from=one)
+        with pytest.raises(ValueError, match=f"init_from was {one} and is {other}"):
+            accepted(begun.with_changes(init_from=other), position(step, begun))
+
+
+def test_what_is_not_used_decides_nothing_until_it_is() -> None:
+    few_shot = {"few_shot_train": "/data/train", "few_shot_test": "/data/test"}
+    begun = recipe(evaluate=few_shot)
+    with pytest.raises(ValueError, match=r"evaluate.shots was .* and is \[1, 5\]"):
+        accepted(begun.with_changes(evaluate={"shots": [1, 5]}), position(7, begun))
+    with pytest.raises(ValueError, match=r"optim.decay_at was .* and is \[0.5\]"):
+        accepted(recipe(optim={"schedule": "steps", "decay_at": [0.5]}), position(7))
 
 
 def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> None:
@@ -134,6 +178,9 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
         {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
         {"data": {"select_by": "auto", "shuffle_window": "auto"}},
         {"evaluate": {"every_steps": 5}},
+        {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
+        {"optim": {"decay_at": [0.5], "momentum": 0.5}},
+        {"train": {"masked_target": "full_patch"}},
     ],
 )
 def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
@@ -155,7 +202,13 @@ def test_a_checkpoint_that_says_nothing_of_the_order_has_the_first_one() -> None
 
 
 def test_every_key_that_is_named_exists() -> None:
-    named = {*decisive._HARMLESS, *decisive.EVALUATED_SETS, *decisive.LENGTH, *decisive._FIXED}
+    named = {
+        *decisive._HARMLESS,
+        *decisive._UNUSED,
+        *decisive.EVALUATED_SETS,
+        *decisive.LENGTH,
+        *decisive._FIXED,
+    }
     keys = set(key_names()) | {decisive.DATA_SET, "model."}
     assert named <= keys
 

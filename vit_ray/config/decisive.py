@@ -6,6 +6,7 @@ decides is as it was.
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -44,6 +45,16 @@ _HARMLESS: Final = (
     "train.step_timeout_s",
     "train.zero_stage",
 )
+_UNUSED: Final = {
+    "optim.decay_at": ("optim.schedule", ("linear", "cosine", "constant")),
+    "optim.end_learning_rate": ("optim.schedule", ("constant", "steps")),
+    "optim.momentum": ("optim.name", ("adamw",)),
+    "optim.betas": ("optim.name", ("sgd",)),
+    "train.masked_target": ("train.loss", ("softmax", "sigmoid")),
+    "evaluate.shots": ("evaluate.few_shot_train", ("None",)),
+    "evaluate.few_shot_seeds": ("evaluate.few_shot_train", ("None",)),
+}
+"""Keys that decide nothing while another key has one of these values."""
 EVALUATED_SETS: Final = ("data.eval", "evaluate.few_shot_test", "evaluate.few_shot_train")
 """They decide what is measured, and nothing of the weights; the same set may have moved."""
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
@@ -81,6 +92,12 @@ class Change:
         """Whether no run can go on with it."""
         return self.key.startswith(_FIXED)
 
+    @property
+    def is_move(self) -> bool:
+        """Whether the first weights, which the run has taken over, are by name the same."""
+        before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
+        return self.key == "init_from" and before == now
+
 
 def is_trained(key: str) -> bool:
     """Whether the key of a recipe decides what the training results in."""
@@ -96,7 +113,8 @@ def decisive_changes(
         before, now: `Recipe.flat`; a key that is not in both is passed over.
         without: keys that are passed over, too.
     """
-    skipped = {*_HARMLESS, *without}
+    skipped = {*_HARMLESS, *without, *_moved_along(before, now)}
+    skipped |= _unused(now) & _unused({**now, **before})
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
     return [
@@ -105,3 +123,20 @@ def decisive_changes(
         if key.startswith(_DECISIVE) and key not in skipped
         if value != "auto" and before.get(key, value) != value
     ]
+
+
+def _unused(flat: Mapping[str, str]) -> set[str]:
+    return {key for key, (other, values) in _UNUSED.items() if flat.get(other) in values}
+
+
+def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Places that lie from the run's output as they did: all was moved together."""
+    places = (*EVALUATED_SETS, "init_from")
+    return [key for key in places if (way := _way(before, key)) and way == _way(now, key)]
+
+
+def _way(flat: Mapping[str, str], key: str) -> str | None:
+    place, output = flat.get(key, "None"), flat.get("output", "None")
+    if "None" in (place, output) or "://" in place + output:
+        return None
+    return os.path.relpath(place, output)

@@ -28,7 +28,8 @@ def accepted_changes(
     before = _recipe_of(position)
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
-    changes = decisive_changes(then, now, without=LENGTH)
+    found = decisive_changes(then, now, without=LENGTH)
+    changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(
             f"run {recipe.name!r} cannot go on from step {position.step}: {_listed(fixed)}. Put "
@@ -38,14 +39,18 @@ def accepted_changes(
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
     if total_steps < steps_before:
         changes += length
-    _refuse_too_late(recipe.name, position, changes, total_steps)
+    _refuse_too_late(recipe.name, position, changes, steps_before, total_steps)
     if changes and recipe.resume != "changed":
         raise ValueError(
             f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. Put that "
             "back, choose another name, or set resume=changed to go on with it from step "
             f"{position.step}"
         )
-    told = [f"goes on with another recipe: {_listed(changes)}"] if changes else []
+    told = [
+        f"{change}, where the same weights are taken to be" for change in found if change.is_move
+    ]
+    if changes:
+        told.append(f"goes on with another recipe: {_listed(changes)}")
     if total_steps > steps_before:
         told.append(_longer(recipe, before, position.step, length, steps_before, total_steps))
     return told
@@ -59,20 +64,32 @@ def _recipe_of(position: Position) -> Recipe:
 
 
 def _refuse_too_late(
-    name: str, position: Position, changes: list[Change], total_steps: int
+    name: str, position: Position, changes: list[Change], steps_before: int, total_steps: int
 ) -> None:
-    step, run = position.step, f"run {name!r}"
+    step, run, ended = position.step, f"run {name!r}", position.progress.ended
     if total_steps < step:
         raise ValueError(
             f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
             "give a length of at least that, or choose another name"
         )
-    late = [change for change in changes if change.key not in EVALUATED_SETS]
-    if late and position.progress.is_over(total_steps):
+    if ended and total_steps > steps_before:
         raise ValueError(
-            f"{run} is over, so nothing would be trained with {_listed(late)}. Put that back, "
-            "choose another name, or make the run longer (with resume=changed)"
+            f"{run} is over: it ended after step {step} of {steps_before} ({ended}), so it would "
+            f"not be trained for the {total_steps} steps of this recipe. Put the length back, or "
+            "choose another name (init_from takes over the weights)"
         )
+    if not (changes and position.progress.is_over(total_steps)):
+        return
+    if all(change.key in EVALUATED_SETS for change in changes):
+        raise ValueError(
+            f"{run} is over and was measured on other data: {_listed(changes)}. Put that back, or "
+            f"measure its weights on these: vit-ray evaluate, with init_from the folder of {name!r}"
+        )
+    way_out = "" if ended else ", or make the run longer (with resume=changed)"
+    raise ValueError(
+        f"{run} is over, so nothing would be trained with {_listed(changes)}. Put that back, or "
+        f"choose another name{way_out}"
+    )
 
 
 def _longer(

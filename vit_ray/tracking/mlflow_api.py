@@ -9,6 +9,7 @@ from vit_ray.imports import hide_modules
 with hide_modules("pandas", "scipy"):
     from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
     from mlflow.exceptions import MlflowException
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "Param",
     "Run",
     "RunTag",
+    "SystemMetricsMonitor",
 ]

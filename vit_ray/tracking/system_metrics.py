@@ -9,8 +9,7 @@ import logging
 import threading
 from typing import Any, Final
 
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
+from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import absolute_uri, open_client, redact_uri
 
 INTERVAL_S: Final = 10.0

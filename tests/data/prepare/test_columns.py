@@ -18,6 +18,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.sources.columns import stored_text
+from vit_ray.data.prepare.sources.entries import MOST_EXTRA_BYTES
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
@@ -192,3 +193,43 @@ def test_bytes_are_not_stored_as_text(tmp_path: Path, values: pa.Array) -> None:
     with pytest.raises(ValueError, match="has bytes in it"):
         stored_text({"a": [b"x"]})
     assert stored_text({"day": date(2026, 1, 2)}) == '{"day": "2026-01-02"}'
+
+
+def write_captions(file: Path, lengths: list[int]) -> str:
+    for i, length in enumerate(lengths):
+        (file.parent / f"{i}.jpg").write_bytes(jpeg(i, 20, 24))
+        row = json.dumps({"path": f"{i}.jpg", "label": "x", "caption": "c" * length, "id": i})
+        with file.open("a") as sink:
+            sink.write(row + "\n")
+    return str(file)
+
+
+def test_a_row_of_too_much_text_is_rejected(serial: None, tmp_path: Path) -> None:
+    lengths = [MOST_EXTRA_BYTES - 1, MOST_EXTRA_BYTES, 9]
+    source = write_captions(tmp_path / "a.jsonl", lengths)
+    options = {"columns": ["caption", "id"], "max_rejected_fraction": 0.5}
+    report = convert(source, str(tmp_path / "set"), **options)
+    assert report.num_images == 2
+    assert report.rejected == {
+        "1.jpg": "its fields of convert.columns have 65,537 bytes; the most are 65,536"
+    }
+
+
+def write_captions_in_parquet(file: Path, lengths: list[int]) -> str:
+    images = [{"bytes": jpeg(i, 20, 24)} for i in range(len(lengths))]
+    captions = ["c" * length for length in lengths]
+    table = pa.table({"image": images, "label": [0] * len(lengths), "caption": captions})
+    pq.write_table(table, file)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(write_captions, "a.jsonl"), (write_captions_in_parquet, "a.parquet")]
+)
+def test_shards_with_text_have_the_size_that_is_asked_for(
+    serial: None, tmp_path: Path, write: Any, name: str
+) -> None:
+    source = write(tmp_path / name, [60_000] * 40)
+    options = {"columns": ["caption"], "rows_per_row_group": 2}
+    convert(source, str(tmp_path / "set"), shard_mib=10 * 61_000 / 2**20, **options)
+    assert len(open_dataset(str(tmp_path / "set")).files) == 4

@@ -73,7 +73,7 @@ def written_bytes(entries: list[IndexEntry], shrinking: Shrinking | None) -> int
     total = 0
     for entry, image in read_ahead(entries):
         try:
-            total += len(checked(image, entry.key, (), shrinking).image)
+            total += len(checked(image, entry.key, (), shrinking).image) + entry.extra_bytes
         except ValueError:
             continue
     return total

@@ -60,7 +60,7 @@ class SourceIndex:
         classes: class names in label order.
         are_indices: whether labels are indices into `classes`, and not names of them.
         digest: tells one source from another.
-        bytes: of all images whose length is known.
+        bytes: of all images whose length is known, and of the fields that are passed through.
         unknown_lengths: entries of unknown length.
         repeated: rows whose key stands in an earlier row, sorted.
     """
@@ -310,7 +310,7 @@ class _Tally:
             self.kinds.add(entry.label_kind)
             values = zip(self._unit.columns, entry.extra, strict=True)
             self.columns.update(name for name, value in values if value is not None)
-            self.bytes += max(entry.length, 0)
+            self.bytes += max(entry.length, 0) + entry.extra_bytes
             self.unknown_lengths += entry.length < 0
             check_class_count(len(self.labels), self._unit.path)
         return entry

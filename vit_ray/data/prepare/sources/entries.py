@@ -22,6 +22,9 @@ WHOLE_FILE: Final = -1
 MOST_IMAGE_BYTES: Final = 1 << 29
 """Larger files are no images but mistakes, which would fill a task's memory."""
 
+MOST_EXTRA_BYTES: Final = 1 << 16
+"""Of all values of `convert.columns` of one image: tasks and indices hold thousands of rows."""
+
 INDEX_SCHEMA: Final = pa.schema(
     [
         ("path", pa.large_string()),
@@ -90,6 +93,11 @@ class IndexEntry:
     label_kind: LabelKind = "text"
     extra: tuple[str | None, ...] = ()
 
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the values of `extra`."""
+        return sum(len(value.encode()) for value in self.extra if value is not None)
+
     def read(self) -> bytes:
         """The encoded image.
 
@@ -113,10 +121,16 @@ def rejected(path: str, key: str, problem: str) -> IndexEntry:
 
 
 def storable(entry: IndexEntry) -> IndexEntry:
-    """The entry, or, where a name or label of it is no Unicode, a rejected one that can be kept."""
+    """The entry, or a rejected one that can be kept where its texts are no Unicode or too long."""
     try:
         values = (entry.problem, *entry.extra)
         "".join((entry.path, entry.key, *entry.labels, *filter(None, values))).encode()
+        if entry.extra_bytes > MOST_EXTRA_BYTES:
+            problem = (
+                f"its fields of convert.columns have {entry.extra_bytes:,} bytes; the most are "
+                f"{MOST_EXTRA_BYTES:,}"
+            )
+            return replace(with_problem(entry, problem), extra=())
         return entry
     except UnicodeEncodeError:
         problem = entry.problem or "its name or its label is not valid UTF-8"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ from mlflow.tracking import MlflowClient
 from vit_ray.commands.report import report
 from vit_ray.commands.study_tables import describe_study, print_study
 from vit_ray.config import load_recipe
+from vit_ray.config.decisive import TAGGED
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments.study import run_study, study_cells
-from vit_ray.launch.recorded import training_cost
+from vit_ray.experiments.study import _check_same_cell, run_study, study_cells
+from vit_ray.launch.recorded import trained_params, training_cost
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
@@ -75,6 +77,40 @@ def test_a_cell_differs_from_the_study_only_in_what_the_grid_varies():
     }
     assert (now["optim.learning_rate"], now["optim.epochs"]) == ("0.0003", "1.0")
     assert now["model.width"] == "16"
+
+
+def _recorded_cell(cell, digest="d" * 32, **tags):
+    """A finished cell as MLflow has it, and a plan whose evaluated set has the fingerprint d..."""
+    context = [SimpleNamespace(key="mlflow.data.context", value="evaluation")]
+    dataset = SimpleNamespace(dataset=SimpleNamespace(digest=digest), tags=context)
+    places = {key: value for key, value in cell.recipe.flat().items() if key in TAGGED}
+    run = SimpleNamespace(
+        data=SimpleNamespace(params=trained_params(cell.recipe), tags={**places, **tags}),
+        inputs=SimpleNamespace(dataset_inputs=[dataset]),
+    )
+    manifest = SimpleNamespace(path="/d", fingerprint="d" * 64, num_images=9, num_classes=3)
+    streams = {"eval": SimpleNamespace(manifest=manifest, num_images=9)}
+    return SimpleNamespace(manifest=manifest, streams=streams), run
+
+
+def test_a_finished_cell_is_compared_with_the_recipe_that_it_ended_with():
+    (cell, *_) = _cells()
+    _check_same_cell(cell, *_recorded_cell(cell))  # of code that recorded no fingerprint
+    with pytest.raises(ValueError, match="the data set's fingerprint was x and is ddd"):
+        _check_same_cell(cell, *_recorded_cell(cell, **{"vit_ray.data_fingerprint": "x"}))
+    went_on = {"vit_ray.changed_params": '{"optim.weight_decay": "0.3"}'}
+    with pytest.raises(ValueError, match=r"optim.weight_decay was 0.3 and is 0.0"):
+        _check_same_cell(cell, *_recorded_cell(cell, **went_on))
+    same = replace(cell, recipe=cell.recipe.with_changes(optim={"weight_decay": 0.3}))
+    _check_same_cell(same, *_recorded_cell(cell, **went_on))
+
+
+def test_a_finished_cell_is_not_taken_for_one_that_was_measured_on_other_data():
+    (cell, *_) = _cells()
+    moved = cell.recipe.with_changes(data={"eval": "/other"}, resume="changed")
+    _check_same_cell(replace(cell, recipe=moved), *_recorded_cell(cell))
+    with pytest.raises(ValueError, match=r"data.eval was data/test and is /other"):
+        _check_same_cell(replace(cell, recipe=moved), *_recorded_cell(cell, digest="e" * 32))
 
 
 def test_a_model_without_its_own_rate_takes_the_recipes():

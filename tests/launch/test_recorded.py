@@ -64,6 +64,15 @@ def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     assert changed == {"data.eval", "optim.weight_decay"}
 
 
+def test_a_run_that_went_on_with_another_recipe_is_recorded_as_of_that_one():
+    params = {"optim.learning_rate": "0.1", "seed": "3"}
+    changed = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2"}'}
+    before = recorded_before(params, changed)
+    assert (before["optim.learning_rate"], before["seed"]) == ("0.2", "3")
+    cut_off = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2", "se'}
+    assert recorded_before(params, cut_off)["optim.learning_rate"] == "0.1"
+
+
 def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
     recipe = load_recipe("digits", ["tracking.parent_run_id=abc", "optim.learning_rate=1.25e-4"])
     path = tmp_path / "recipe.yaml"

@@ -146,6 +146,11 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert run.data.params == {"seed": "0", "workers": "2", "new": "1"}
     assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
     assert run.data.tags["vit_ray.resumed_at_steps"] == "20"
+    back = {"seed": "0", "workers": "2", "new": "1"}
+    third = Tracker.start(config, "long", tmp_path / "3", run_id=first.run_id, params=back)
+    assert third.finish()
+    run = MlflowClient(config.uri).get_run(first.run_id)
+    assert run.data.tags["vit_ray.changed_params"] == "{}"
     assert run.info.status == "FINISHED"
 
 

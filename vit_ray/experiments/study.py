@@ -208,14 +208,26 @@ def _finished_cells(
 
 def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
     before = recorded_before(run.data.params, run.data.tags)
-    before[DATA_SET] = run.data.tags["vit_ray.data_fingerprint"]
+    if fingerprint := run.data.tags.get("vit_ray.data_fingerprint"):
+        before[DATA_SET] = fingerprint
     now = {**cell.recipe.flat(), DATA_SET: plan.manifest.fingerprint}
-    moved = EVALUATED_SETS if cell.recipe.resume == "changed" else ()
+    moved = EVALUATED_SETS if _has_same_sets(plan, run) else ()
     if changed := decisive_changes(before, now, without=moved):
         raise ValueError(
             f"cell {cell.name!r} was finished with another recipe: "
             f"{'; '.join(map(str, changed))}. Put that back, or choose another name for the study"
         )
+
+
+def _has_same_sets(plan: RunPlan, run: Run) -> bool:
+    """Whether the run used what the plan opens, by fingerprint and by what for."""
+    used = {
+        (tag.value, one.dataset.digest)
+        for one in (run.inputs.dataset_inputs if run.inputs else ())
+        for tag in one.tags
+        if tag.key == "mlflow.data.context"
+    }
+    return used == {(one["context"], one["digest"]) for one in data_inputs(plan)}
 
 
 def _run_cells(

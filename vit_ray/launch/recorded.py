@@ -6,7 +6,9 @@ parameters that differ, draws what a sweep or a study varies.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import json
 import os
 import platform
 import shlex
@@ -25,6 +27,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import RunPlan
+from vit_ray.tracking.run_status import CHANGED_PARAMS
 
 COST: Final = ("study/", "cost/")
 """What the keys of `training_cost` begin with."""
@@ -48,9 +51,14 @@ def trained_params(recipe: Recipe) -> dict[str, str]:
 
 
 def recorded_before(params: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
-    """The flat recipe of a run of MLflow, as far as it decides; what is not recorded was unset."""
+    """The flat recipe that a run of MLflow ended with, as far as it decides.
+
+    What is not recorded was unset; what a restart changed is in a tag.
+    """
     unset = Recipe(name="unset").flat()
     known = {key: unset[key] for key in unset if is_trained(key) or key in TAGGED}
+    with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
+        params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
     return {**known, **{key: tags[key] for key in TAGGED if key in tags}, **params}
 
 

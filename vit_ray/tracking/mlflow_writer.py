@@ -26,6 +26,7 @@ from vit_ray.tracking.mlflow_api import (
     RunTag,
 )
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
+from vit_ray.tracking.run_status import CHANGED_PARAMS
 
 MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS = 100
@@ -159,7 +160,7 @@ class RunWriter:
         self._load_steps(run, record["time_ms"])
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
-        self._send_params(record["params"], run.data.params)
+        self._send_params(record["params"], run)
         self._send_datasets(record.get("datasets") or ())
         awaited = record.get("awaited_metric")
         if awaited and awaited not in run.data.metrics:
@@ -175,15 +176,16 @@ class RunWriter:
             self._id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
         )
 
-    def _send_params(self, given: dict[str, str], known: dict[str, str]) -> None:
+    def _send_params(self, given: dict[str, str], run: Run) -> None:
         """MLflow never changes a parameter, so what a restart changed becomes a tag."""
+        known = run.data.params
         params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in given.items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for first in range(0, len(new), MAX_PARAMS):
             self.client.log_batch(self._id, params=new[first : first + MAX_PARAMS])
         changed = {k: v for k, v in params.items() if k in known and known[k] != v}
-        if changed:
-            self._tag("vit_ray.changed_params", json.dumps(changed))
+        if changed or (params and CHANGED_PARAMS in run.data.tags):
+            self._tag(CHANGED_PARAMS, json.dumps(changed))
 
     def _send_datasets(self, datasets: Sequence[Record]) -> None:
         inputs = [

@@ -9,6 +9,9 @@ from typing import Any
 
 from vit_ray.config.training_sections import TrackingConfig
 
+CHANGED_PARAMS = "vit_ray.changed_params"
+"""Tag of the parameters, as JSON, that are no longer as the run was begun with."""
+
 
 @dataclass
 class Event:

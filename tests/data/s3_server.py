@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_STALL_S = 60
+"""Much longer than a client waits; it is never waited for by one that has a time-out."""
+
 ACCESS_KEY, SECRET_KEY = "loopback-key", "loopback-secret"
 
 
@@ -102,14 +105,23 @@ class Faults:
     every: int = 1
     seen: int = 0
     injected: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    @property
+    def unrepeated(self) -> list[str]:
+        """Requests that met a fault, and that nobody has made again."""
+        return [r for r in self.injected if self.requests.count(r) <= self.injected.count(r)]
 
     def set(self, kind: str, remaining: int, path: str = "", every: int = 1) -> None:
         self.kind, self.remaining, self.path, self.every = kind, remaining, path, every
-        self.seen, self.injected = 0, []
+        self.seen, self.injected, self.requests = 0, [], []
 
     def take(self, request_line: str) -> str:
         """The fault for a request, or an empty string."""
-        if self.remaining <= 0 or self.path not in request_line:
+        if self.path not in request_line:
+            return ""
+        self.requests.append(request_line)
+        if self.remaining <= 0:
             return ""
         self.seen += 1
         if self.seen % self.every:
@@ -162,7 +174,7 @@ class FaultProxy:
         if fault == "reset":
             answer.transport.abort()
         elif fault == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(_STALL_S)
         else:
             code = "SlowDown" if fault == "503" else "InternalError"
             body = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
@@ -192,19 +204,25 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
 
 
 SPOILT = ("cut", "flip", "slow")
-"""Faults of an answer that begins as it should: half of its body, another bit, or drop by drop."""
+"""Faults of an answer that begins as it should: it ends or stalls half-way, or has another bit."""
 
 
 async def spoil(source: asyncio.StreamReader, target: asyncio.StreamWriter, fault: str) -> None:
-    target.write(await source.readuntil(b"\r\n\r\n"))
-    body = bytearray(await source.read())
-    middle = len(body) // 2
-    if fault == "cut":
-        body = body[:middle]
-    if fault == "flip" and body:
-        body[middle] ^= 1
-    step = max(1, middle // 8) if fault == "slow" else max(1, len(body))
-    for start in range(0, len(body), step):
-        target.write(body[start : start + step])
+    head = await source.readuntil(b"\r\n\r\n")
+    while head.startswith(b"HTTP/1.1 100"):  # Continue: the answer comes after what is uploaded
+        target.write(head)
         await target.drain()
-        await asyncio.sleep(0.01)
+        head = await source.readuntil(b"\r\n\r\n")
+    answer = bytearray(head + await source.read())
+    body = len(answer) - len(head)
+    # An answer without a body, such as to PUT, ends or stalls before its status.
+    middle = len(head) + body // 2 if body else len(b"HTTP/")
+    if fault == "flip" and body:
+        answer[middle] ^= 1
+    target.write(answer[:middle])
+    await target.drain()
+    if fault == "slow":
+        await asyncio.sleep(_STALL_S)
+    if fault != "cut":
+        target.write(answer[middle:])
+        await target.drain()

@@ -62,10 +62,12 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     recorder.event.remote("restart", "a worker has died", 1)
     ray.get(recorder.request_save.remote())
     ray.get(recorder.fail.remote("the disk is full"))
+    calls = []
     for step in range(2, 40):
-        recorder.metrics.remote(step, {"train/loss": float(step)})
+        calls.append(recorder.metrics.remote(step, {"train/loss": float(step)}))
         if step == 20:
             ray.kill(host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
+    ray.get(calls)  # some were under way when the host died, and are made again
     standing = ray.get(recorder.standing.remote())
     assert (standing.step, standing.metrics["eval/top1"]) == (39, 0.5)
     assert [event.text for event in standing.events] == ["a worker has died"]

@@ -443,6 +443,7 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
         "runs",
         "",
         "sqlite:///",
+        "sqlite:///:memory:",
         "http://user:hunter2@127.0.0.1:9",
         "http://[bad",
         "x",

@@ -8,6 +8,7 @@ nothing of Ray: the driver puts it into an actor beside itself.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import uuid
@@ -241,7 +242,8 @@ def replay(log_path: Path, uri: str) -> Replayed:
         ValueError: no such log, or the file is none.
         RuntimeError: MLflow cannot be used at this address.
     """
-    if "://" not in uri and uri not in ("databricks", "uc"):
+    is_none = "://" not in uri and uri not in ("databricks", "uc")
+    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # of memory, which ends with replay
         raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
     log = MetricsLog(log_path)
     first = log.first_start()

@@ -42,8 +42,11 @@ def test_damage_is_printed_and_is_the_exit_code(digits, tmp_path, capsys):
 
 def keys_of(manifest):
     reader = RowGroupReader(manifest)
-    groups = [reader.read(group) for group in range(manifest.num_row_groups)]
-    return {rows.key(row) for rows in groups for row in range(len(rows.keys))}
+    return {
+        reader.read(group).key(manifest.stored_row(group, row))
+        for group in range(manifest.num_row_groups)
+        for row in range(int(manifest.rows[group]))
+    }
 
 
 def test_evaluation_images_are_left_out(digits, tmp_path, capsys):

@@ -418,13 +418,13 @@ def test_each_footer_is_read_once(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = row_groups.ShardReader._footer
+    original = row_groups.ShardReader._read_footer
 
     def counted(reader: row_groups.ShardReader) -> bytes:
         read.append(reader._location.path)
         return original(reader)
 
-    monkeypatch.setattr(row_groups.ShardReader, "_footer", counted)
+    monkeypatch.setattr(row_groups.ShardReader, "_read_footer", counted)
     report = convert(str(image_folder), str(tmp_path / "set"), rows_per_row_group=8, shard_mib=0.1)
     assert len(read) == len(set(read)) == report.num_shards > 1
 

@@ -215,13 +215,14 @@ def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     from vit_ray.data import open_dataset
     from vit_ray.data.images.crops import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
-    from vit_ray.data.stream.stream_server import RankStreams, start_stream_server
+    from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 
     start_ray()
     spec = StreamSpec(open_dataset(str(data / folder)), Augmentation("inception_crop", SIZE))
     stop = spec.num_images * 50 // BATCH * BATCH
     specs = ray.put({"train": spec})
-    streams = RankStreams(start_stream_server(1), specs, "benchmark", 0, 1)
+    server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4).remote()
+    streams = RankStreams(server, specs, "benchmark", 0, 1)
     yield from (batch["image"] for batch in streams.training_batches(BATCH, 0, stop))
 
 

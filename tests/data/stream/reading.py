@@ -7,7 +7,7 @@ import ray
 from numpy.typing import NDArray
 
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.stream_server import RankStreams, start_stream_server
+from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 
 Batches = list[dict[str, NDArray[Any]]]
 
@@ -32,6 +32,12 @@ def read_training(
 def read_evaluation(spec: StreamSpec, world_size: int, batch_size: int) -> list[Batches]:
     """What each rank gets of an evaluation stream."""
     return _read(spec, world_size, "evaluation_batches", "eval", batch_size)
+
+
+def start_stream_server(world_size: int) -> Any:
+    """Handle of an actor that does for streams what the server of a lane does."""
+    options = {"num_cpus": 0, "max_concurrency": 2 * world_size + 2}
+    return ray.remote(StreamServer).options(**options).remote()
 
 
 def streams_of(spec: StreamSpec, world_size: int) -> list[RankStreams]:

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import pickle
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datas
 
 KEPT_SHARE: Final = 0.02
 """Of the object store, for decoded evaluation images of one lane at most."""
-RESTART_S: Final = 60.0
-"""For which a server that has died is waited for."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,12 @@ class DealtBlocks:
             index: how many blocks the rank has had.
 
         Raises:
-            StreamLostError: it has had another number of them from here.
+            StreamLostError: it was given another number of them.
             Exception: whatever a reading task raised.
         """
         if index != self._num_taken[rank]:
             raise StreamLostError(
-                f"rank {rank} has had {index} blocks, but {self._num_taken[rank]} of this process: "
-                "the process that runs the streams has died and was started again"
+                f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
             )
         mine = self._ready[rank]
         while not mine:
@@ -178,7 +174,7 @@ class KeptBlocks:
 
 
 class StreamServer:
-    """Runs as an actor with a thread for every call; see `start_stream_server`."""
+    """A thread of its actor runs each call: at most two of a rank at a time."""
 
     def __init__(self) -> None:
         self._open: dict[Pass, DealtBlocks] = {}
@@ -251,21 +247,6 @@ def _most_kept_bytes() -> float:
     return KEPT_SHARE * float(resources.get("object_store_memory", 0))
 
 
-def start_stream_server(world_size: int) -> Any:
-    """Handle of a `StreamServer` on this node, for groups of up to `world_size` ranks."""
-    # Each rank has at most two calls under way: training reads ahead while it is evaluated.
-    return (
-        ray.remote(StreamServer)
-        .options(
-            num_cpus=0,
-            max_concurrency=2 * world_size + 2,
-            max_restarts=-1,
-            label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-        )
-        .remote()
-    )
-
-
 class RankStreams:
     """The streams of one rank, read through a `StreamServer`."""
 
@@ -299,24 +280,13 @@ class RankStreams:
         self._num_passes[name] = number + 1
         one = Pass(self._specs, name, self._group, number, self._world_size, size, start, stop)
         ask = self._server.next_block.remote
-        found = self._first_block(one)
+        found = ray.get(ask(one, self._rank, 0))
         for index in itertools.count(1):
             if not found:
                 return
             asked = ask(one, self._rank, index)
             yield ray.get(found[0])
             found = ray.get(asked)
-
-    def _first_block(self, one: Pass) -> list[ray.ObjectRef[Block]]:
-        """Asked for again while the server, which had died, is being started."""
-        deadline = time.monotonic() + RESTART_S
-        while True:
-            try:
-                return list(ray.get(self._server.next_block.remote(one, self._rank, 0)))
-            except ray.exceptions.ActorUnavailableError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
 
 
 @dataclass(frozen=True)

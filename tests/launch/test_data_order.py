@@ -12,7 +12,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order.samples import Plan
-from vit_ray.launch.preflight import RunPlan, plan_run, prepared_training
+from vit_ray.launch.preflight import ResolvedRun, prepared_training, resolve_run
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
@@ -63,9 +63,9 @@ def save_checkpoint(recipe: Recipe, fingerprint: str | None = None, **data: Any)
     write_snapshot(Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
 
 
-def prepared(recipe: Recipe) -> tuple[Recipe, RunPlan]:
+def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
     with prepared_training(recipe, "pretrain") as run:
-        return run.recipe, run.plan
+        return run.recipe, run.resolved
 
 
 def orders(recipe: Recipe) -> tuple[Any, Any]:
@@ -73,9 +73,9 @@ def orders(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) -> None:
-    found, plan = prepared(recipe)
+    found, resolved = prepared(recipe)
     assert orders(found) == (1024, "row_group")
-    spec = plan.streams["train"]
+    spec = resolved.streams["train"]
     assert spec.window is not None
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
     assert spec.rows is None
@@ -92,10 +92,10 @@ def test_the_window_follows_memory_and_batch(
         data={"task_memory_mib": memory_mib},
         train={"global_batch_size": batch, "micro_batch_size": batch},
     )
-    plan = plan_run(changed)
-    assert plan.recipe.data.shuffle_window == window
-    assert (plan.streams["train"].window is None) == (window == 0)
-    assert plan.streams["train"].task_rows == max(1024, window)
+    resolved = resolve_run(changed)
+    assert resolved.recipe.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
+    assert resolved.streams["train"].task_rows == max(1024, window)
 
 
 @pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128), (2000, 1024)])
@@ -103,15 +103,15 @@ def test_the_window_follows_the_share_of_the_object_store(
     recipe: Recipe, store_mib: int, window: int
 ) -> None:
     """Pixels of an image take 147 KiB."""
-    plan = plan_run(recipe.with_changes(data={"object_store_mib": store_mib}))
-    assert plan.recipe.data.shuffle_window == window
+    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
+    assert resolved.recipe.data.shuffle_window == window
 
 
 def test_a_run_of_before_goes_on_in_its_old_order(recipe: Recipe) -> None:
     save_checkpoint(recipe)
-    found, plan = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
+    found, resolved = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
     assert orders(found) == (0, "row")
-    assert plan.streams["train"].window is None
+    assert resolved.streams["train"].window is None
 
 
 def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe) -> None:
@@ -126,8 +126,8 @@ def test_a_share_of_a_run_of_before_is_of_single_rows(recipe: Recipe) -> None:
     save_checkpoint(part)
     _, old = prepared(part)
     touched = [
-        np.count_nonzero(plan.streams["train"].rows.rows_per_group(plan.manifest))  # type: ignore[union-attr]
-        for plan in (new, old)
+        np.count_nonzero(resolved.streams["train"].rows.rows_per_group(resolved.manifest))  # type: ignore[union-attr]
+        for resolved in (new, old)
     ]
     assert touched[0] == 10
     assert touched[1] > 90
@@ -157,13 +157,13 @@ def test_another_order_than_the_run_has_is_refused_by_name(
 )
 def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_run(recipe.with_changes(data={"shuffle_window": window}))
+        resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
 @pytest.mark.parametrize("window", [0, 64])
 def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
-    plan = plan_run(recipe.with_changes(data={"shuffle_window": window}))
-    assert plan.streams["train"].window is None
+    resolved = resolve_run(recipe.with_changes(data={"shuffle_window": window}))
+    assert resolved.streams["train"].window is None
 
 
 def test_weights_of_a_run_of_before_keep_what_it_held_out(recipe: Recipe) -> None:
@@ -171,14 +171,14 @@ def test_weights_of_a_run_of_before_keep_what_it_held_out(recipe: Recipe) -> Non
     held_out = {"held_out_fraction": 0.1}
     save_checkpoint(recipe.with_changes(data=held_out))
     next_run = recipe.with_changes(name="next", init_from=recipe.run_folder, data=held_out)
-    for plan in (plan_run(next_run), plan_run(next_run, needs_train=False)):
-        assert plan.recipe.data.select_by == "row"
-        rows = plan.streams["eval"].rows
+    for resolved in (resolve_run(next_run), resolve_run(next_run, needs_train=False)):
+        assert resolved.recipe.data.select_by == "row"
+        rows = resolved.streams["eval"].rows
         assert rows is not None
         assert rows.unit == "row"
-    assert plan_run(next_run.with_changes(seed=1)).recipe.data.select_by == "row"
+    assert resolve_run(next_run.with_changes(seed=1)).recipe.data.select_by == "row"
     fresh = next_run.with_changes(init_from=None)
-    assert plan_run(fresh).recipe.data.select_by == "row_group"
+    assert resolve_run(fresh).recipe.data.select_by == "row_group"
 
 
 @pytest.fixture
@@ -192,26 +192,26 @@ def mixed(recipe: Recipe, tmp_path: Path) -> Recipe:
 
 
 def test_several_data_sets_are_planned_as_one(mixed: Recipe) -> None:
-    _, plan = prepared(mixed)
-    spec = plan.streams["train"]
-    assert (plan.num_images, plan.manifest.num_row_groups) == (7040, 110)
-    assert plan.total_steps == 2 * 7040 // 64
+    _, resolved = prepared(mixed)
+    spec = resolved.streams["train"]
+    assert (resolved.num_images, resolved.manifest.num_row_groups) == (7040, 110)
+    assert resolved.total_steps == 2 * 7040 // 64
     few = Path(str(mixed.data.train[1].path))  # type: ignore[union-attr, index]
-    assert plan.manifest.shard_location(105).path == str(few / "part")
+    assert resolved.manifest.shard_location(105).path == str(few / "part")
     assert spec.window is not None
     assert spec.rows is None
 
 
 def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> None:
     recipe = mixed.with_changes(data={"fraction": 0.5, "held_out_fraction": 0.1})
-    _, plan = prepared(recipe)
+    _, resolved = prepared(recipe)
     per_group = [
-        plan.streams[name].rows.rows_per_group(plan.manifest)  # type: ignore[union-attr]
+        resolved.streams[name].rows.rows_per_group(resolved.manifest)  # type: ignore[union-attr]
         for name in ("train", "eval")
     ]
     assert [(rows[:100].sum(), rows[100:].sum()) for rows in per_group] == [(2880, 288), (640, 64)]
     assert (np.minimum(*per_group) + np.maximum(*per_group) <= 64).all()
-    assert plan.num_images == 2880 + 288
+    assert resolved.num_images == 2880 + 288
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> No
 def test_a_run_on_several_data_sets_goes_on_with_these_only(
     mixed: Recipe, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    _, plan = prepared(mixed)
-    save_checkpoint(mixed, plan.manifest.fingerprint)
-    assert prepared(mixed)[1].manifest.fingerprint == plan.manifest.fingerprint
+    _, resolved = prepared(mixed)
+    save_checkpoint(mixed, resolved.manifest.fingerprint)
+    assert prepared(mixed)[1].manifest.fingerprint == resolved.manifest.fingerprint
     sets = [one.model_dump() for one in mixed.data.train]  # type: ignore[union-attr]
     if "path" in change:
         change = {"path": write_data_set(tmp_path / "other", 11)}
@@ -242,8 +242,8 @@ def test_data_sets_of_other_classes_are_not_mixed(mixed: Recipe, tmp_path: Path)
 
 def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:
     asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_gib": 0.5})
-    assert plan_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
-    assert plan_run(recipe).streams["train"].cache is None
+    assert resolve_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
+    assert resolve_run(recipe).streams["train"].cache is None
 
 
 def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:
@@ -254,7 +254,7 @@ def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:
 def test_a_window_leaves_room_for_the_cut_row_groups_of_each_data_set(mixed: Recipe) -> None:
     """1,116 images fit: 1,024 and a row group of one set, but not one of each of two."""
     windows = [
-        plan_run(recipe.with_changes(data={"task_memory_mib": 142})).recipe.data.shuffle_window
+        resolve_run(recipe.with_changes(data={"task_memory_mib": 142})).recipe.data.shuffle_window
         for recipe in (mixed.with_changes(data={"train": mixed.data.train[0].path}), mixed)  # type: ignore[union-attr, index]
     ]
     assert windows == [1024, 512]
@@ -267,8 +267,8 @@ def test_a_window_is_as_large_as_images_at_their_shares(recipe: Recipe, tmp_path
     memory = {"task_memory_mib": 512}
     plain = recipe.with_changes(data=memory)
     mixed = recipe.with_changes(data={"train": sets, **memory})
-    assert plan_run(plain).recipe.data.shuffle_window == 2048
-    assert plan_run(mixed).recipe.data.shuffle_window == 256
+    assert resolve_run(plain).recipe.data.shuffle_window == 2048
+    assert resolve_run(mixed).recipe.data.shuffle_window == 256
 
 
 @pytest.mark.parametrize("window", [0, 24, 48])
@@ -276,7 +276,7 @@ def test_every_global_batch_has_the_proportions_of_its_data_sets(
     mixed: Recipe, window: int
 ) -> None:
     train = {"global_batch_size": 24, "micro_batch_size": 24}
-    spec = plan_run(mixed.with_changes(train=train, data={"shuffle_window": window})).streams[
+    spec = resolve_run(mixed.with_changes(train=train, data={"shuffle_window": window})).streams[
         "train"
     ]
     order = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window)

@@ -13,7 +13,7 @@ from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
 from vit_ray.launch import preflight
 from vit_ray.launch.cluster import ClusterShape, local_cpus
-from vit_ray.launch.preflight import check_cluster, find_resume_point, plan_run
+from vit_ray.launch.preflight import check_cluster, find_resume_point, resolve_run
 from vit_ray.launch.run import evaluate, finetune, train
 
 LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
@@ -25,20 +25,20 @@ def recipe(digits: Digits, tmp_path: Path) -> Recipe:
 
 
 def test_a_plan_counts_images_and_steps(recipe: Recipe) -> None:
-    plan = plan_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
-    assert plan.num_images == 1497
-    assert plan.total_steps == round(1497 * 2 / 64)
-    assert plan.streams["eval"].num_images == 300
+    resolved = resolve_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
+    assert resolved.num_images == 1497
+    assert resolved.total_steps == round(1497 * 2 / 64)
+    assert resolved.streams["eval"].num_images == 300
 
 
 def test_a_held_out_part_is_taken_from_the_training_set(recipe: Recipe) -> None:
-    plan = plan_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
-    assert (plan.num_images, plan.streams["eval"].num_images) == (1347, 150)
+    resolved = resolve_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
+    assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
 
 
 def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
     changes = {"eval": None, "held_out_fraction": 0.1, "fraction": 0.5}
-    assert plan_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)
+    assert resolve_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_recipe_that_cannot_work_is_refused(
     recipe: Recipe, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan_run(recipe.with_changes(**changes))
+        resolve_run(recipe.with_changes(**changes))
 
 
 def few_shot(recipe: Recipe, digits: Digits, *shots: int) -> Recipe:
@@ -73,8 +73,8 @@ def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: 
         rf"examples in evaluate.few_shot_train, {count + 1} are needed; use shots up to {count} or"
     )
     with pytest.raises(ValueError, match=wanted):
-        plan_run(few_shot(recipe, digits, 1, count + 1))
-    plan_run(few_shot(recipe, digits, 1, count))
+        resolve_run(few_shot(recipe, digits, 1, count + 1))
+    resolve_run(few_shot(recipe, digits, 1, count))
 
 
 def test_a_subset_has_only_the_images_that_are_left_of_a_class(
@@ -84,17 +84,17 @@ def test_a_subset_has_only_the_images_that_are_left_of_a_class(
     subset(digits.train, str(tmp_path / "one"), count=1)
     one = replace(digits, train=str(tmp_path / "one"))
     with pytest.raises(ValueError, match=r"has 0 examples.*1 are needed; give a larger"):
-        plan_run(few_shot(recipe, one, 1))
+        resolve_run(few_shot(recipe, one, 1))
 
 
 def test_of_a_huge_pool_only_so_many_labels_are_read(
     recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(preflight, "MOST_LABELS_READ", 100)
-    plan_run(few_shot(recipe, digits, 1000))
+    resolve_run(few_shot(recipe, digits, 1000))
     assert "10 of 10 classes have fewer than 1000" in caplog.text
     caplog.clear()
-    plan_run(few_shot(recipe, digits, 2))
+    resolve_run(few_shot(recipe, digits, 2))
     assert not caplog.text
 
 

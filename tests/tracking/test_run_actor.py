@@ -36,7 +36,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
         Recorder(opening)
     first.finish("FINISHED")
     second = Recorder(opening)
-    assert second.standing().step == 0
+    assert second.status().step == 0
     second.finish("FINISHED")
 
 
@@ -68,9 +68,9 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
         if step == 20:
             ray.kill(host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
     ray.get(calls)  # some were under way when the host died, and are made again
-    standing = ray.get(recorder.standing.remote())
-    assert (standing.step, standing.metrics["eval/top1"]) == (39, 0.5)
-    assert [event.text for event in standing.events] == ["a worker has died"]
+    status = ray.get(recorder.status.remote())
+    assert (status.step, status.metrics["eval/top1"]) == (39, 0.5)
+    assert [event.text for event in status.events] == ["a worker has died"]
     assert ray.get(recorder.poll.remote(1, 39)) == (None, 1)
     assert ray.get(recorder.failure.remote()) == "the disk is full"
     ray.get(parent.request_stop.remote("SIGTERM"))
@@ -159,7 +159,7 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
     recorder = Recorder(opening)
     recorder.metrics(1, {"a/loss": 1.0})
     recorder.metrics(2, {"eval/top1": 0.75, "evaluated": 1.0})
-    assert recorder.standing().metrics["eval/top1"] == 0.75
+    assert recorder.status().metrics["eval/top1"] == 0.75
     recorder.finish("FINISHED")
     client = MlflowClient(config.uri)
     run = client.get_run(recorder.run_id())
@@ -167,4 +167,4 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
     assert set(run.data.metrics) == {"dev/top1", "a/loss", "evaluated"}
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
-    assert Recorder(opening).standing().metrics["eval/top1"] == 0.75
+    assert Recorder(opening).status().metrics["eval/top1"] == 0.75

@@ -22,7 +22,7 @@ def describe_training(recipe: Recipe) -> str:
     """Steps, batch, memory and compute of a training; reads the manifest and starts nothing.
 
     Raises:
-        ValueError: as `plan_run`; `data.train` may be a placeholder if `plan` tells the counts.
+        ValueError: as `resolve_run`; `data.train` may be a placeholder if `plan` tells the counts.
     """
     facts = data_facts(recipe)
     check_batch(recipe, facts.num_images)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
-from vit_ray.launch.preflight import check_model, plan_run
+from vit_ray.launch.preflight import check_model, resolve_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate, sum_precision
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
@@ -64,7 +64,7 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     train = recipe.data.train
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
     if all(not path.startswith(PLACEHOLDER) and locate(path).exists() for path in paths):
-        plan = plan_run(recipe)
+        plan = resolve_run(recipe)
         return _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
     return _source_facts(recipe) or _told_facts(recipe)
 

@@ -21,7 +21,7 @@ from vit_ray.experiments.page import page_of
 from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
-from vit_ray.launch.preflight import RunPlan, check_cluster, metrics_log_path, plan_run
+from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path, resolve_run
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorded import (
     COST,
@@ -126,9 +126,9 @@ def run_study(recipe: Recipe) -> StudyResult:
     """
     recipe = recipe.with_absolute_paths()
     cells = study_cells(recipe)
-    plans = [plan_run(cell.recipe) for cell in cells]
+    resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     parent_id = newest_run(recipe.tracking, recipe.name, "study")
-    finished = _finished_cells(recipe, cells, plans, parent_id)
+    finished = _finished_cells(recipe, cells, resolved_runs, parent_id)
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
     with lock_run(locate(recipe.run_folder)):
@@ -139,15 +139,15 @@ def run_study(recipe: Recipe) -> StudyResult:
                 metrics_log_path(recipe),
                 run_id=parent_id,
                 params=trained_params(recipe),
-                tags=run_facts(recipe, "study", plans[0], cluster),
+                tags=run_facts(recipe, "study", resolved_runs[0], cluster),
                 resume_step=None,
-                datasets=data_inputs(plans[0]),
+                datasets=data_inputs(resolved_runs[0]),
             ),
         )
         recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
         is_complete = False
         try:
-            outcome = _run_all(recipe, cells, plans, finished, recorder)
+            outcome = _run_all(recipe, cells, resolved_runs, finished, recorder)
             is_complete = outcome.is_complete
             return outcome
         finally:
@@ -158,18 +158,18 @@ def run_study(recipe: Recipe) -> StudyResult:
 def _run_all(
     recipe: Recipe,
     cells: list[Cell],
-    plans: list[RunPlan],
+    resolved_runs: list[ResolvedRun],
     finished: dict[str, CellResult],
     recorder: Any,
 ) -> StudyResult:
     parent_id = answer(recorder.run_id.remote(), "the run's record")
-    total_steps = sum(plan.total_steps for plan in plans)
+    total_steps = sum(resolved.total_steps for resolved in resolved_runs)
     with (
         shown_progress(recorder, recipe.name, total_steps),
         stopping_on_signals(recorder),
         kept_lanes(),
     ):
-        results = _run_cells(cells, plans, finished, recorder, parent_id)
+        results = _run_cells(cells, resolved_runs, finished, recorder, parent_id)
     answer(recorder.metrics.remote(len(results), _totals(results)), "the run's record")
     page = page_of(recipe, parent_id, recorder)
     return StudyResult(
@@ -190,28 +190,28 @@ def _cell_recipe(recipe: Recipe, model: StudyModel, fraction: float, epochs: flo
 
 
 def _finished_cells(
-    recipe: Recipe, cells: list[Cell], plans: list[RunPlan], parent_id: str | None
+    recipe: Recipe, cells: list[Cell], resolved_runs: list[ResolvedRun], parent_id: str | None
 ) -> dict[str, CellResult]:
     if parent_id is None:
         return {}
     runs = finished_children(recipe.tracking, parent_id)
     found = {}
-    for cell, plan in zip(cells, plans, strict=True):
+    for cell, resolved in zip(cells, resolved_runs, strict=True):
         run = runs.get(cell.name)
         if run is not None and "study/exaflops" in run.data.metrics:
-            _check_same_cell(cell, plan, run)
+            _check_same_cell(cell, resolved, run)
             found[cell.name] = CellResult(
                 cell, dict(run.data.metrics), str(run.info.run_id), was_finished=True
             )
     return found
 
 
-def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
+def _check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
     before = recorded_before(run.data.params, run.data.tags)
     if fingerprint := run.data.tags.get("vit_ray.data_fingerprint"):
         before[DATA_SET] = fingerprint
-    now = {**cell.recipe.flat(), DATA_SET: plan.manifest.fingerprint}
-    moved = EVALUATED_SETS if _has_same_sets(plan, run) else ()
+    now = {**cell.recipe.flat(), DATA_SET: resolved.manifest.fingerprint}
+    moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
     if changed := decisive_changes(before, now, without=moved):
         raise ValueError(
             f"cell {cell.name!r} was finished with another recipe: "
@@ -219,7 +219,7 @@ def _check_same_cell(cell: Cell, plan: RunPlan, run: Run) -> None:
         )
 
 
-def _has_same_sets(plan: RunPlan, run: Run) -> bool:
+def _has_same_sets(resolved: ResolvedRun, run: Run) -> bool:
     """Whether the run used what the plan opens, by fingerprint and by what for."""
     used = {
         (tag.value, one.dataset.digest)
@@ -227,36 +227,36 @@ def _has_same_sets(plan: RunPlan, run: Run) -> bool:
         for tag in one.tags
         if tag.key == "mlflow.data.context"
     }
-    return used == {(one["context"], one["digest"]) for one in data_inputs(plan)}
+    return used == {(one["context"], one["digest"]) for one in data_inputs(resolved)}
 
 
 def _run_cells(
     cells: list[Cell],
-    plans: list[RunPlan],
+    resolved_runs: list[ResolvedRun],
     finished: dict[str, CellResult],
     recorder: Any,
     parent_id: str | None,
 ) -> list[CellResult]:
     parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
     results = []
-    for cell, plan in zip(cells, plans, strict=True):
+    for cell, resolved in zip(cells, resolved_runs, strict=True):
         if answer(recorder.stop_reason.remote(), "the run's record"):
             break  # between two cells
         if cell.name in finished:
             results.append(finished[cell.name])
         else:
-            result = _run_cell(cell, plan, parent, parent_id)
+            result = _run_cell(cell, resolved, parent, parent_id)
             if result is None:
                 break  # stopped on request: what is left runs when the study is started again
             results.append(result)
         if results[-1].error:
             recorder.event.remote("failed cell", f"{cell.name}: {results[-1].error}", 0)
-        recorder.child_step.remote(cell.name, plan.total_steps)
+        recorder.child_step.remote(cell.name, resolved.total_steps)
     return results
 
 
 def _run_cell(
-    cell: Cell, plan: RunPlan, parent: ParentRun, parent_id: str | None
+    cell: Cell, resolved: ResolvedRun, parent: ParentRun, parent_id: str | None
 ) -> CellResult | None:
     """Train one cell; None if it was stopped on request. A failing cell does not end the study."""
     recipe = cell.recipe.with_changes(tracking={"parent_run_id": parent_id})

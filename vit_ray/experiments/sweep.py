@@ -25,7 +25,7 @@ from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import kept_lanes
-from vit_ray.launch.preflight import check_cluster, metrics_log_path, plan_run
+from vit_ray.launch.preflight import check_cluster, metrics_log_path, resolve_run
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.run import (
@@ -126,8 +126,8 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     recipe = recipe.with_absolute_paths()
     config = sweep_of(recipe)
     trials = [trial_recipe(recipe, rate) for rate in config.learning_rates]
-    plan = plan_run(recipe)
-    steps = [plan_run(trial).total_steps for trial in trials]
+    resolved = resolve_run(recipe)
+    steps = [resolve_run(trial).total_steps for trial in trials]
     cluster = connect(recipe)
     check_cluster(recipe, cluster)
     with lock_run(locate(recipe.run_folder)):
@@ -138,15 +138,15 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
                 metrics_log_path(recipe),
                 run_id=None,
                 params=trained_params(recipe),
-                tags=run_facts(recipe, "sweep", plan, cluster),
+                tags=run_facts(recipe, "sweep", resolved, cluster),
                 resume_step=None,
-                datasets=data_inputs(plan),
+                datasets=data_inputs(resolved),
             ),
         )
         recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
         is_complete = False
         try:
-            total_steps = sum(steps) + config.seeds * plan.total_steps
+            total_steps = sum(steps) + config.seeds * resolved.total_steps
             with (
                 shown_progress(recorder, recipe.name, total_steps),
                 stopping_on_signals(recorder),

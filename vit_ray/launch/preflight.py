@@ -56,7 +56,7 @@ MOST_LABELS_READ: Final = 2_000_000
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class ResolvedRun:
     """What a recipe comes to on its data: streams, classes and steps."""
 
     recipe: Recipe
@@ -85,7 +85,7 @@ class PreparedRun:
     recipe: Recipe
     """With absolute paths."""
     kind: Kind
-    plan: RunPlan
+    resolved: ResolvedRun
     resume_from: Checkpoint | None = None
     """The newest good checkpoint of a run of this name."""
     notes: tuple[tuple[str, str], ...] = ()
@@ -98,7 +98,7 @@ class PreparedRun:
         """Whether the run has ended before."""
         if self.resume_from is None:
             return False
-        return self.resume_from.position.progress.is_over(self.plan.total_steps)
+        return self.resume_from.position.progress.is_over(self.resolved.total_steps)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    plan = plan_run(recipe)
+    resolved = resolve_run(recipe)
     # From before the checkpoints are looked at: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     with lock_run(run_folder) as lock_number:
@@ -121,18 +121,18 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
             begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = recorded_order(resume_from.position.recipe)
-            if begun != order_of(plan.recipe):
-                plan = plan_run(recipe, begun=begun)
+            if begun != order_of(resolved.recipe):
+                resolved = resolve_run(recipe, begun=begun)
             changes = accepted_changes(
-                plan.recipe,
+                resolved.recipe,
                 resume_from.position,
-                fingerprint=plan.manifest.fingerprint,
-                num_images=plan.num_images,
-                total_steps=plan.total_steps,
+                fingerprint=resolved.manifest.fingerprint,
+                num_images=resolved.num_images,
+                total_steps=resolved.total_steps,
             )
         notes = [("damaged checkpoint", text) for text in damage]
         notes += [("recipe changed", text) for text in changes]
-        yield PreparedRun(plan.recipe, kind, plan, resume_from, tuple(notes), lock_number)
+        yield PreparedRun(resolved.recipe, kind, resolved, resume_from, tuple(notes), lock_number)
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
@@ -143,12 +143,14 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     """
     recipe = recipe.with_absolute_paths()
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
-    plan = plan_run(recipe, needs_train=False)
+    resolved = resolve_run(recipe, needs_train=False)
     check_weights(recipe)
-    return PreparedRun(plan.recipe, "evaluate", plan)
+    return PreparedRun(resolved.recipe, "evaluate", resolved)
 
 
-def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = None) -> RunPlan:
+def resolve_run(
+    recipe: Recipe, *, needs_train: bool = True, begun: Order | None = None
+) -> ResolvedRun:
     """Open the data sets and check the recipe's arithmetic; starts nothing.
 
     Args:
@@ -169,7 +171,7 @@ def plan_run(recipe: Recipe, *, needs_train: bool = True, begun: Order | None = 
     if needs_train:
         check_batch(recipe, rows.count)
         total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
-    return RunPlan(recipe, manifest, streams, total_steps)
+    return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
 def _open_data(recipe: Recipe, needs_train: bool) -> Manifest:

@@ -23,7 +23,7 @@ LINE_EVERY_S = 10.0
 def shown_progress(
     recorder: Any, name: str, total_steps: int, *, is_shown: bool = True
 ) -> Iterator[None]:
-    """Show the recorder's standing while the block runs."""
+    """Show how far the recorder's run is while the block runs."""
     if not is_shown:
         yield
         return
@@ -64,11 +64,11 @@ _IN_A_LINE = (
 )
 
 
-def describe(standing: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
+def describe(status: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
     """Which run under this one it is at, and the figures that are known, in one text."""
-    known = standing.metrics
+    known = status.metrics
     texts = [text.format(known[key]) for key, text in figures if key in known]
-    return ", ".join([standing.stage, *texts] if standing.stage else texts)
+    return ", ".join([status.stage, *texts] if status.stage else texts)
 
 
 class Pace:
@@ -82,19 +82,19 @@ class Pace:
         self._total, self._began_s = total_steps, time.monotonic()
         self._first: tuple[int, float] | None = None
 
-    def left(self, standing: RunStatus) -> str:
+    def left(self, status: RunStatus) -> str:
         """Hours, minutes and seconds."""
         now_s = time.monotonic()
-        if self._first is None and (standing.step or standing.stage):
-            is_parent = bool(standing.stage)
-            self._first = (standing.step, self._began_s if is_parent else now_s)
-        step, since_s = self._first or (standing.step, now_s)
-        return time_left(standing.step, step, self._total, now_s - since_s)
+        if self._first is None and (status.step or status.stage):
+            is_parent = bool(status.stage)
+            self._first = (status.step, self._began_s if is_parent else now_s)
+        step, since_s = self._first or (status.step, now_s)
+        return time_left(status.step, step, self._total, now_s - since_s)
 
 
 def _poll(recorder: Any) -> RunStatus | None:
     try:
-        return ray.get(recorder.standing.remote(), timeout=10)
+        return ray.get(recorder.status.remote(), timeout=10)
     except ray.exceptions.RayError:
         return None  # it is busy or gone; the driver's own call will tell
 
@@ -115,11 +115,11 @@ def _show_bar(
         seen, pace = 0, Pace(total)
         while True:
             is_last = ended.wait(POLL_S)
-            standing = _poll(recorder)
-            if standing is not None:
-                seen = _print_events(standing, seen, console, name)
-                figures = describe(standing, _IN_THE_BAR) or "starting"
-                done, eta = min(standing.step, total), pace.left(standing)
+            status = _poll(recorder)
+            if status is not None:
+                seen = _print_events(status, seen, console, name)
+                figures = describe(status, _IN_THE_BAR) or "starting"
+                done, eta = min(status.step, total), pace.left(status)
                 bar.update(task, completed=done, figures=figures, eta=eta)
             if is_last:
                 return
@@ -131,13 +131,13 @@ def _show_lines(
     seen, last_line_s, pace = 0, 0.0, Pace(total)
     while True:
         is_last = ended.wait(POLL_S)
-        standing = _poll(recorder)
-        if standing is not None:
-            seen = _print_events(standing, seen, console, name)
-            eta = pace.left(standing)
-            if standing.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
+        status = _poll(recorder)
+        if status is not None:
+            seen = _print_events(status, seen, console, name)
+            eta = pace.left(status)
+            if status.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
                 last_line_s = time.monotonic()
-                line = f"{name}: step {standing.step}/{total}, ETA {eta}, {describe(standing)}"
+                line = f"{name}: step {status.step}/{total}, ETA {eta}, {describe(status)}"
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
         if is_last:
             return
@@ -152,9 +152,9 @@ def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
 
 
-def _print_events(standing: RunStatus, seen: int, console: Console, name: str) -> int:
-    for event in standing.events[seen:]:
+def _print_events(status: RunStatus, seen: int, console: Console, name: str) -> int:
+    for event in status.events[seen:]:
         console.print(
             f"{name}: {event.kind}: {event.text}", highlight=False, markup=False, soft_wrap=True
         )
-    return len(standing.events)
+    return len(status.events)

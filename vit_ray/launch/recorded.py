@@ -26,7 +26,7 @@ from vit_ray.config.model_family import model_family
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import RunPlan
+from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.tracking.run_status import CHANGED_PARAMS
 
 COST: Final = ("study/", "cost/")
@@ -62,10 +62,12 @@ def recorded_before(params: dict[str, str], tags: dict[str, str]) -> dict[str, s
     return {**known, **{key: tags[key] for key in TAGGED if key in tags}, **params}
 
 
-def run_facts(recipe: Recipe, kind: str, plan: RunPlan, cluster: ClusterShape) -> dict[str, str]:
+def run_facts(
+    recipe: Recipe, kind: str, resolved: ResolvedRun, cluster: ClusterShape
+) -> dict[str, str]:
     """Tags that say what ran, by whom, on which code, data and cluster."""
     flat = recipe.flat()
-    data = PurePosixPath(redact(plan.manifest.path))
+    data = PurePosixPath(redact(resolved.manifest.path))
     return {
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
@@ -74,22 +76,22 @@ def run_facts(recipe: Recipe, kind: str, plan: RunPlan, cluster: ClusterShape) -
         "vit_ray.family": model_family(recipe.model.name),
         "vit_ray.data": "/".join(data.parts[-2:]),
         "vit_ray.git_commit": git_commit(),
-        "vit_ray.data_fingerprint": plan.manifest.fingerprint,
+        "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
         "vit_ray.cluster": str(cluster),
         "vit_ray.driver": platform.node(),
         "vit_ray.ray_version": ray.__version__,
         "mlflow.user": _user(),
         "mlflow.source.name": command_line(),
         "mlflow.source.type": "JOB",
-        "mlflow.note.content": _description(recipe, plan),
+        "mlflow.note.content": _description(recipe, resolved),
     }
 
 
-def data_inputs(plan: RunPlan) -> list[dict[str, Any]]:
+def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
     """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, use."""
     return [
         _data_input(spec.manifest, _CONTEXTS[name], spec.num_images)
-        for name, spec in plan.streams.items()
+        for name, spec in resolved.streams.items()
     ]
 
 
@@ -100,19 +102,21 @@ def recipe_yaml(recipe: Recipe) -> str:
 
 
 def training_cost(
-    recipe: Recipe, plan: RunPlan, steps: int, images_per_s: float | None
+    recipe: Recipe, resolved: ResolvedRun, steps: int, images_per_s: float | None
 ) -> dict[str, float]:
     """Compute and data: `study/...`, and `cost/core_days` where the speed is known."""
     from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
 
     model = recipe.model
-    macs = forward_macs(model.name, plan.manifest.num_classes, model.image_size, **model.options())
+    macs = forward_macs(
+        model.name, resolved.manifest.num_classes, model.image_size, **model.options()
+    )
     images_seen = steps * recipe.train.global_batch_size
     metrics = {
         "study/exaflops": count_exaflops(macs, images_seen),
         "study/forward_gmacs": macs / 1e9,
         "study/images_seen": float(images_seen),
-        "study/train_images": float(plan.num_images),
+        "study/train_images": float(resolved.num_images),
     }
     if images_per_s:
         num_workers = recipe.group_sizes[-1]
@@ -157,10 +161,11 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _description(recipe: Recipe, plan: RunPlan) -> str:
+def _description(recipe: Recipe, resolved: ResolvedRun) -> str:
+    num_classes = resolved.manifest.num_classes
     return (
-        f"{recipe.model.name} on {plan.num_images:,} images of {plan.manifest.num_classes:,} "
-        f"classes, {plan.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
+        f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
+        f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
         f"    {command_line()}\n"
     )
 

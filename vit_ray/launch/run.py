@@ -16,7 +16,7 @@ from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import (
     Kind,
     PreparedRun,
-    RunPlan,
+    ResolvedRun,
     check_cluster,
     metrics_log_path,
     prepare_evaluation,
@@ -128,7 +128,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
 def _run(
     prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: ParentRun | None = None
 ) -> RunResult:
-    recipe, plan, kind = prepared.recipe, prepared.plan, prepared.kind
+    recipe, resolved, kind = prepared.recipe, prepared.resolved, prepared.kind
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
@@ -139,10 +139,10 @@ def _run(
             metrics_log_path(recipe),
             run_id=position.tracking_run_id if position else None,
             params=trained_params(recipe),
-            tags={**run_facts(recipe, kind, plan, cluster), **(tags or {})},
+            tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
             resume_step=position.step if position else None,
             parent=parent.recorder if parent else None,
-            datasets=data_inputs(plan),
+            datasets=data_inputs(resolved),
             measured_on="dev" if is_on_dev_split(recipe) else "eval",
             awaited_metric="dev/top1" if kind == "sweep_trial" else None,
         ),
@@ -155,11 +155,11 @@ def _run(
     status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
     try:
         with (
-            shown_progress(recorder, recipe.name, plan.total_steps, is_shown=parent is None),
+            shown_progress(recorder, recipe.name, resolved.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
             stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
         ):
-            run_workers(job, plan.streams, cluster, use_gpu=use_gpu)
+            run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _with_cost(_result(job, recorder), prepared, recorder)
         status = finished_status(result.is_complete)
         return result
@@ -175,35 +175,35 @@ def _run(
 
 
 def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:
-    recipe, plan = prepared.recipe, prepared.plan
+    recipe, resolved = prepared.recipe, prepared.resolved
     return TrainJob(
         recipe=recipe,
         kind="evaluate" if prepared.kind == "evaluate" else "train",
-        num_classes=plan.manifest.num_classes,
-        num_images=plan.num_images,
-        total_steps=plan.total_steps,
-        data_fingerprint=plan.manifest.fingerprint,
+        num_classes=resolved.manifest.num_classes,
+        num_images=resolved.num_images,
+        total_steps=resolved.total_steps,
+        data_fingerprint=resolved.manifest.fingerprint,
         run_folder=recipe.run_folder,
         new_head=_HEADS.get(prepared.kind, "auto"),
-        few_shot_classes=plan.few_shot_classes,
+        few_shot_classes=resolved.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
         lock_number=prepared.lock_number,
-        note_bad_images=_bad_images(recipe, plan).note,
+        note_bad_images=_bad_images(recipe, resolved).note,
     )
 
 
-def _bad_images(recipe: Recipe, plan: RunPlan) -> BadRowLimit:
+def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
     """Of images that travel encoded, and turn out bad in a training worker."""
-    return BadRowLimit(recipe.run_folder, plan.num_images, recipe.data.max_bad_fraction)
+    return BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
 
 
 def _result(job: TrainJob, recorder: Any) -> RunResult:
-    standing = answer(recorder.standing.remote(), "the run's record")
+    status = answer(recorder.status.remote(), "the run's record")
     checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
-    was_stopped = any(event.kind == "stopped" for event in standing.events)
+    was_stopped = any(event.kind == "stopped" for event in status.events)
     if was_stopped and job.kind == "evaluate":
         raise RunStoppedError("the evaluation was stopped; there are no figures of it")
     if job.kind == "train" and not (steps >= job.total_steps or ended or was_stopped):
@@ -219,10 +219,10 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
         total_steps=job.total_steps,
         evaluation_due=checkpoint.position.progress.evaluation_due if checkpoint else False,
         ended=ended,
-        metrics=dict(standing.metrics),
+        metrics=dict(status.metrics),
         checkpoint=checkpoint.folder.path if checkpoint else "",
         hint=answer(recorder.hint.remote(), "the run's record"),
-        events=[f"{event.kind}: {event.text}" for event in standing.events],
+        events=[f"{event.kind}: {event.text}" for event in status.events],
     )
 
 
@@ -231,7 +231,7 @@ def _with_cost(result: RunResult, prepared: PreparedRun, recorder: Any) -> RunRe
     if prepared.kind == "evaluate":
         return result
     speed = result.metrics.get("train/images_per_s")
-    cost = training_cost(prepared.recipe, prepared.plan, result.steps, speed)
+    cost = training_cost(prepared.recipe, prepared.resolved, result.steps, speed)
     answer(
         recorder.metrics.remote(result.steps, cost), "the run's record"
     )  # before the end, which comes next
@@ -244,12 +244,12 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
     position = checkpoint.position
     metrics = position.progress.metrics
     speed = metrics.get("train/images_per_s")
-    cost = training_cost(prepared.recipe, prepared.plan, position.step, speed)
+    cost = training_cost(prepared.recipe, prepared.resolved, position.step, speed)
     return RunResult(
         run_id=position.tracking_run_id,
         name=prepared.recipe.name,
         steps=position.step,
-        total_steps=prepared.plan.total_steps,
+        total_steps=prepared.resolved.total_steps,
         metrics={**metrics, **cost},
         checkpoint=checkpoint.folder.path,
         already_complete=True,

@@ -26,7 +26,7 @@ def run_workers(
     """Train on the recipe's group until it ends, through failures and resizes.
 
     Args:
-        streams: what the workers read, by name, as in `RunPlan`.
+        streams: what the workers read, by name, as in `ResolvedRun`.
 
     Raises:
         RunFailedError: training failed more often than the recipe allows, or cannot work.

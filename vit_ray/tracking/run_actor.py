@@ -39,7 +39,7 @@ class Recorder:
         self._children: list[Any] = []
         self._stage: Stage | None = None
         self._measured_on = f"{opening.measured_on}/"
-        self._standing = RunStatus()
+        self._status = RunStatus()
         self._stop: str | None = None
         self._failure: str | None = None
         self._saves_wanted = 0
@@ -73,7 +73,7 @@ class Recorder:
                 values = self._renamed(record["values"], self._measured_on, "eval/")
                 self._note_metrics(record["step"], values)
             elif record["kind"] == "event":
-                self._standing.events.append(Event(**record["event"]))
+                self._status.events.append(Event(**record["event"]))
             elif record["kind"] == "wish":
                 self._note_wish(record["what"], record["reason"])
             elif record["kind"] == "finish":
@@ -87,8 +87,8 @@ class Recorder:
         }
 
     def _note_metrics(self, step: int, values: dict[str, float]) -> None:
-        self._standing.metrics.update(values)
-        self._standing.step = max(self._standing.step, step)
+        self._status.metrics.update(values)
+        self._status.step = max(self._status.step, step)
 
     def _note_wish(self, what: str, reason: str) -> None:
         if what == "stop":
@@ -112,7 +112,7 @@ class Recorder:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Metrics of a step; only the first attempt tells how long starting took."""
-        if "startup/first_step_s" in self._standing.metrics:
+        if "startup/first_step_s" in self._status.metrics:
             values = {k: v for k, v in values.items() if k != "startup/first_step_s"}
         self._note_metrics(step, values)
         self._tracker.metrics(step, self._renamed(values, "eval/", self._measured_on))
@@ -120,13 +120,13 @@ class Recorder:
     def event(self, kind: str, text: str, step: int) -> None:
         """Something for the run's history."""
         event = Event(kind, text, step, time.time())
-        self._standing.events.append(event)
+        self._status.events.append(event)
         self._tracker.note("event", event=vars(event))
 
     def poll(self, rank: int, step: int) -> tuple[str | None, int]:
         """A worker's heartbeat; answers why to stop, if at all, and how many saves were wanted."""
         if rank == 0:
-            self._standing.step = max(self._standing.step, step)
+            self._status.step = max(self._status.step, step)
             if self._parent is not None:
                 self._parent.child_step.remote(self._name, step)
         return self._stop, self._saves_wanted
@@ -134,7 +134,7 @@ class Recorder:
     def child_step(self, name: str, step: int) -> None:
         """A run under this one (a trial of a sweep) is at `step`; the display shows their sum."""
         self._child_steps[name] = step
-        self._standing.step = sum(self._child_steps.values())
+        self._status.step = sum(self._child_steps.values())
 
     def begin_stage(self, what: str, count: int) -> None:
         """So many runs of a kind come next."""
@@ -173,10 +173,10 @@ class Recorder:
         """The reason given to `request_stop`."""
         return self._stop
 
-    def standing(self) -> RunStatus:
+    def status(self) -> RunStatus:
         """For the display, and at the end for the result."""
         # A copy: other calls go on writing while it is being sent.
-        now = self._standing
+        now = self._status
         stage = "" if self._stage is None else str(self._stage)
         return RunStatus(now.step, dict(now.metrics), list(now.events), stage)
 
@@ -208,12 +208,12 @@ class Recorder:
             self._system.stop()
         for sampler in self._samplers:
             ray.kill(sampler)
-        if self._standing.events:
+        if self._status.events:
             # Each attempt of a run keeps its own.
             started = time.strftime("%Y%m%dT%H%M%S", time.gmtime(self._started_s))
             name = f"history/{started}.json"
-            self._tracker.artifact_text(name, _history(self._standing.events))
-            counts = collections.Counter(event.kind for event in self._standing.events)
+            self._tracker.artifact_text(name, _history(self._status.events))
+            counts = collections.Counter(event.kind for event in self._status.events)
             for kind, count in counts.items():
                 self._tracker.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
         self._tracker.record_end(status)

@@ -56,7 +56,7 @@ class RunHost:
     def status_of(self, log_path: str) -> RunStatus | None:
         """Of the run that writes this log; None if there is none here."""
         runs = [run for key, run in list(self._runs.items()) if key.startswith(f"{log_path} ")]
-        status: RunStatus | None = runs[-1].standing() if runs else None
+        status: RunStatus | None = runs[-1].status() if runs else None
         return status
 
     def forget(self, key: str) -> None:

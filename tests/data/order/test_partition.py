@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.order.partition import BlockShape, Partition, plan_segments, read_tasks
+from vit_ray.data.order.partition import BlockShape, Partition, cut_segments, read_tasks
 from vit_ray.data.order.shuffle import ShuffleWindow
 
 worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
@@ -68,7 +68,7 @@ def test_segments_follow_each_other_and_hold_whole_passes(
     partition: Partition, passes: int, task_rows: int, first_tasks: int, later_tasks: int
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
-    bounds = plan_segments(
+    bounds = cut_segments(
         partition,
         rows_per_rank,
         task_rows=task_rows,
@@ -84,7 +84,7 @@ def test_a_run_over_all_of_jft_is_planned_in_short_segments() -> None:
     """14 epochs of 303 million images on 512 ranks."""
     partition = Partition(512, 8)
     rows_per_rank = 14 * 303_000_000 // partition.rows_per_pass * 8
-    bounds = plan_segments(
+    bounds = cut_segments(
         partition, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192
     )
     assert len(bounds) < 600

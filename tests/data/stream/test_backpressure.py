@@ -13,7 +13,7 @@ from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams
-from vit_ray.launch.preflight import plan_run
+from vit_ray.launch.preflight import resolve_run
 
 SLOW_BATCHES = 24
 PAUSE_S = 0.25
@@ -54,7 +54,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path)
         },
         where="the test",
     )  # fmt: skip
-    return replace(plan_run(recipe).streams["train"], block_rows=20, task_rows=60)
+    return replace(resolve_run(recipe).streams["train"], block_rows=20, task_rows=60)
 
 
 def test_a_slow_consumer_holds_reading_back_and_gets_everything(

@@ -82,7 +82,7 @@ class BlockShape:
         return max(n for n in range(1, most + 1) if self.window_passes % n == 0)
 
 
-def plan_segments(
+def cut_segments(
     partition: Partition, rows_per_rank: int, *, task_rows: int, first_tasks: int, later_tasks: int
 ) -> list[tuple[int, int]]:
     """Row ranges, the same for every rank, that are planned one after the other.

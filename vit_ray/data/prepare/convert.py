@@ -139,9 +139,9 @@ def convert(
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
         _begin(settings, folder)
-        plan = _plan(settings, folder, keep_damaged_archives, num_cpus)
-        _make_shards(plan, folder, num_cpus)
-        report = _commit(plan, folder, max_rejected_fraction, lock_number)
+        conversion = _prepare(settings, folder, keep_damaged_archives, num_cpus)
+        _make_shards(conversion, folder, num_cpus)
+        report = _commit(conversion, folder, max_rejected_fraction, lock_number)
     _delete_staging(folder.child(STAGING_FOLDER))
     return report
 
@@ -267,7 +267,7 @@ def _other_settings(folder: Location) -> ValueError:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Conversion:
     """What is made; written once, when the list of each shard is, and kept by restarts."""
 
     settings: _Settings
@@ -288,11 +288,13 @@ class _Plan:
         return {name: label for label, name in enumerate(names)}
 
 
-def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: float) -> _Plan:
+def _prepare(
+    settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: float
+) -> _Conversion:
     staging = folder.child(STAGING_FOLDER)
     file = staging.child(_PLAN)
     if file.exists():
-        return _known_plan(settings, folder)
+        return _known_conversion(settings, folder)
     with tempfile.TemporaryDirectory() as scratch:
         index = build_index(
             list_units(settings.source, settings.format, settings.split),
@@ -305,19 +307,21 @@ def _plan(settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: f
             num_cpus=num_cpus,
         )
         num_shards = _num_shards(settings, index, num_cpus)
-        plan = _Plan(
+        conversion = _Conversion(
             settings, index.digest, index.classes, index.are_indices, index.num_images, num_shards
         )
         with_retries(
-            lambda: write_shard_lists(index, plan.shards, settings.seed, staging, Path(scratch)),
+            lambda: write_shard_lists(
+                index, conversion.shards, settings.seed, staging, Path(scratch)
+            ),
             "writing the shard lists",
         )
-    file.write(json.dumps(asdict(plan)).encode())
-    return plan
+    file.write(json.dumps(asdict(conversion)).encode())
+    return conversion
 
 
-def _known_plan(settings: _Settings, folder: Location) -> _Plan:
-    """The plan of an interrupted conversion.
+def _known_conversion(settings: _Settings, folder: Location) -> _Conversion:
+    """An interrupted conversion.
 
     Raises:
         ValueError: it has other settings, as when a conversion that had lost the folder wrote it.
@@ -325,7 +329,7 @@ def _known_plan(settings: _Settings, folder: Location) -> _Plan:
     fields = json.loads(folder.child(STAGING_FOLDER).child(_PLAN).read())
     if fields["settings"] != asdict(settings):
         raise _other_settings(folder)
-    return _Plan(**{**fields, "settings": settings})
+    return _Conversion(**{**fields, "settings": settings})
 
 
 def _num_shards(settings: _Settings, index: SourceIndex, num_cpus: float) -> int:
@@ -373,45 +377,47 @@ class _ShardResult:
     footer_crc32: int
 
 
-def _make_shards(plan: _Plan, folder: Location, num_cpus: float) -> None:
+def _make_shards(conversion: _Conversion, folder: Location, num_cpus: float) -> None:
     done = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
-    missing = [shard for shard in range(plan.num_shards) if _result_name(shard) not in done]
-    run_tasks(_ShardMaker(plan, folder.uri), missing, num_cpus)
+    missing = [shard for shard in range(conversion.num_shards) if _result_name(shard) not in done]
+    run_tasks(_ShardMaker(conversion, folder.uri), missing, num_cpus)
 
 
 def _result_name(shard: int) -> str:
     return f"shard-{shard:06d}.json"
 
 
-def _results(plan: _Plan, staging: Location) -> Iterator[_ShardResult]:
+def _results(conversion: _Conversion, staging: Location) -> Iterator[_ShardResult]:
     """The results of all shards, in order."""
-    files = (staging.child(_result_name(shard)) for shard in range(plan.num_shards))
+    files = (staging.child(_result_name(shard)) for shard in range(conversion.num_shards))
     for content in read_many(files):
         yield _ShardResult(**json.loads(content))
 
 
 @dataclass(frozen=True)
 class _ShardMaker:
-    plan: _Plan
+    conversion: _Conversion
     destination: str
 
     def __call__(self, shard: int) -> int:
         folder = locate(self.destination)
         staging = folder.child(STAGING_FOLDER)
         result = with_retries(
-            lambda: self._make(shard, folder, list_of_shard(self.plan.shards, staging, shard)),
+            lambda: self._make(
+                shard, folder, list_of_shard(self.conversion.shards, staging, shard)
+            ),
             f"making shard {shard}",
         )
         staging.child(_result_name(shard)).write(json.dumps(asdict(result)).encode())
         return shard
 
     def _make(self, shard: int, folder: Location, entries: list[IndexEntry]) -> _ShardResult:
-        settings = self.plan.settings
-        label_of = self.plan.label_of()
+        settings = self.conversion.settings
+        label_of = self.conversion.label_of()
         rejected: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         max_labels = 0
-        destination = folder.child(shard_name(shard, self.plan.num_shards))
+        destination = folder.child(shard_name(shard, self.conversion.num_shards))
         with ShardWriter(destination, settings.rows_per_row_group, settings.columns) as writer:
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
@@ -443,15 +449,15 @@ def _delete_abandoned(folder: Location) -> None:
 
 
 def _commit(
-    plan: _Plan, folder: Location, max_rejected_fraction: float, lock_number: int
+    conversion: _Conversion, folder: Location, max_rejected_fraction: float, lock_number: int
 ) -> ConvertReport:
     """Write what is left to write: the manifest last but for the report and the tidying up."""
     shown: dict[str, str] = {}
     written: list[_ShardResult] = []
-    counts = np.zeros(len(plan.classes), np.int64)
+    counts = np.zeros(len(conversion.classes), np.int64)
     num_rejected = 0
     with parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output:
-        for result in _results(plan, folder.child(STAGING_FOLDER)):
+        for result in _results(conversion, folder.child(STAGING_FOLDER)):
             if result.rejected:
                 output.write_table(_rejected_table(result.rejected))
             num_rejected += len(result.rejected)
@@ -460,17 +466,17 @@ def _commit(
                 counts[int(label)] += count
             if result.rows:
                 written.append(replace(result, rejected=[], label_counts={}))
-    _check_rejected(folder, shown, num_rejected, plan.num_images, max_rejected_fraction)
-    _check_shards(plan, folder, written)
+    _check_rejected(folder, shown, num_rejected, conversion.num_images, max_rejected_fraction)
+    _check_shards(conversion, folder, written)
     check_lock(folder.child(STAGING_FOLDER), lock_number)
     report = ConvertReport(
-        num_images=plan.num_images - num_rejected,
-        num_classes=len(plan.classes),
+        num_images=conversion.num_images - num_rejected,
+        num_classes=len(conversion.classes),
         num_shards=len(written),
         num_rejected=num_rejected,
         bytes=sum(result.bytes for result in written),
-        fingerprint=_write_manifest(plan, folder, written),
-        label_histogram=dict(zip(plan.classes, counts.tolist(), strict=True)),
+        fingerprint=_write_manifest(conversion, folder, written),
+        label_histogram=dict(zip(conversion.classes, counts.tolist(), strict=True)),
         rejected=shown,
     )
     content = json.dumps(asdict(report), indent=1).encode()
@@ -499,7 +505,7 @@ def _check_rejected(
         )
 
 
-def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) -> None:
+def _check_shards(conversion: _Conversion, folder: Location, written: list[_ShardResult]) -> None:
     """Look at the size and the footer of every shard before the data set becomes visible.
 
     Raises:
@@ -507,7 +513,7 @@ def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) ->
     """
 
     def problem_of(result: _ShardResult) -> str | None:
-        file = _shard_file(plan, result)
+        file = _shard_file(conversion, result)
         return problem_of_shard(folder.child(file.path), file)
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -517,19 +523,20 @@ def _check_shards(plan: _Plan, folder: Location, written: list[_ShardResult]) ->
         folder.child(STAGING_FOLDER).child(_result_name(shard)).delete()
     if problems:
         shard, problem = next(iter(problems.items()))
+        name = shard_name(shard, conversion.num_shards)
         raise ValueError(
             f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
-            f"written; the first is {shard_name(shard, plan.num_shards)}: {problem}. Check the "
+            f"written; the first is {name}: {problem}. Check the "
             f"storage, and run the same command again: it makes these shards anew."
         )
 
 
-def _shard_file(plan: _Plan, result: _ShardResult) -> ShardFile:
-    name = shard_name(result.shard, plan.num_shards)
+def _shard_file(conversion: _Conversion, result: _ShardResult) -> ShardFile:
+    name = shard_name(result.shard, conversion.num_shards)
     return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32)
 
 
-def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) -> str:
+def _write_manifest(conversion: _Conversion, folder: Location, written: list[_ShardResult]) -> str:
     columns = RowGroupColumns(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),
@@ -541,9 +548,9 @@ def _write_manifest(plan: _Plan, folder: Location, written: list[_ShardResult]) 
     return write_manifest(
         folder,
         columns,
-        files=[_shard_file(plan, result) for result in written],
-        classes=plan.classes,
+        files=[_shard_file(conversion, result) for result in written],
+        classes=conversion.classes,
         max_labels=max(r.max_labels for r in written),
-        text_columns=plan.settings.columns,
-        origin={"seed": plan.settings.seed, "source_digest": plan.source_digest},
+        text_columns=conversion.settings.columns,
+        origin={"seed": conversion.settings.seed, "source_digest": conversion.source_digest},
     )

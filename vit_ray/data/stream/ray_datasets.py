@@ -21,7 +21,7 @@ from ray.data.datasource import Datasource, ReadTask
 from vit_ray.data.order.partition import (
     BlockTask,
     Partition,
-    plan_segments,
+    cut_segments,
     read_tasks,
 )
 from vit_ray.data.order.samples import rows_per_group
@@ -76,7 +76,7 @@ def evaluation_datasets(
 
 def _datasets(job: StreamJob, rows_per_rank: int) -> Iterator[ray.data.Dataset]:
     spec = job.spec
-    bounds = plan_segments(
+    bounds = cut_segments(
         job.partition,
         rows_per_rank,
         task_rows=spec.task_rows,

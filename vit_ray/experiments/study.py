@@ -10,41 +10,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyModel
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
-from vit_ray.launch.answers import answer
-from vit_ray.launch.cluster import connect
-from vit_ray.launch.lane import kept_lanes
-from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path, resolve_run
-from vit_ray.launch.progress import shown_progress
+from vit_ray.experiments.parent import OpenParent, open_parent
+from vit_ray.launch.preflight import ResolvedRun, metrics_log_path, resolve_run
 from vit_ray.launch.recorded import (
     COST,
     data_inputs,
-    recipe_yaml,
     recorded_before,
-    run_facts,
-    trained_params,
 )
 from vit_ray.launch.run import (
-    ParentRun,
     RunResult,
-    finished_status,
     train,
 )
-from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.storage import locate
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.start_recorder import start_recorder
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -129,52 +113,15 @@ def run_study(recipe: Recipe) -> StudyResult:
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     parent_id = newest_run(recipe.tracking, recipe.name, "study")
     finished = _finished_cells(recipe, cells, resolved_runs, parent_id)
-    cluster = connect(recipe)
-    check_cluster(recipe, cluster)
-    with lock_run(locate(recipe.run_folder)):
-        recorder = start_recorder(
-            RunOpening(
-                recipe.tracking,
-                recipe.name,
-                metrics_log_path(recipe),
-                run_id=parent_id,
-                params=trained_params(recipe),
-                tags=run_facts(recipe, "study", resolved_runs[0], cluster),
-                resume_step=None,
-                datasets=data_inputs(resolved_runs[0]),
-            ),
-        )
-        recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
-        is_complete = False
-        try:
-            outcome = _run_all(recipe, cells, resolved_runs, finished, recorder)
-            is_complete = outcome.is_complete
-            return outcome
-        finally:
-            answer(recorder.finish.remote(finished_status(is_complete)), "the run's record")
-            recorder.release()
-
-
-def _run_all(
-    recipe: Recipe,
-    cells: list[Cell],
-    resolved_runs: list[ResolvedRun],
-    finished: dict[str, CellResult],
-    recorder: Any,
-) -> StudyResult:
-    parent_id = answer(recorder.run_id.remote(), "the run's record")
     total_steps = sum(resolved.total_steps for resolved in resolved_runs)
-    with (
-        shown_progress(recorder, recipe.name, total_steps),
-        stopping_on_signals(recorder),
-        kept_lanes(),
-    ):
-        results = _run_cells(cells, resolved_runs, finished, recorder, parent_id)
-    answer(recorder.metrics.remote(len(results), _totals(results)), "the run's record")
-    page = page_of(recipe, parent_id, recorder)
-    return StudyResult(
-        results, len(cells), parent_id, page, answer(recorder.hint.remote(), "the run's record")
-    )
+    with open_parent(recipe, "study", resolved_runs[0], total_steps, parent_id) as parent:
+        results = _run_cells(cells, resolved_runs, finished, parent)
+        parent.record.ask("metrics", len(results), _totals(results))
+        page = page_of(recipe, parent.run_id, parent.record.recorder)
+        hint = parent.record.ask("hint")
+        outcome = StudyResult(results, len(cells), parent.run_id, page, hint)
+        parent.record.is_complete = outcome.is_complete
+        return outcome
 
 
 def _cell_recipe(recipe: Recipe, model: StudyModel, fraction: float, epochs: float) -> Recipe:
@@ -220,7 +167,7 @@ def _check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
 
 
 def _has_same_sets(resolved: ResolvedRun, run: Run) -> bool:
-    """Whether the run used what the plan opens, by fingerprint and by what for."""
+    """Whether the run used what the cell opens, by fingerprint and by what for."""
     used = {
         (tag.value, one.dataset.digest)
         for one in (run.inputs.dataset_inputs if run.inputs else ())
@@ -234,18 +181,17 @@ def _run_cells(
     cells: list[Cell],
     resolved_runs: list[ResolvedRun],
     finished: dict[str, CellResult],
-    recorder: Any,
-    parent_id: str | None,
+    parent: OpenParent,
 ) -> list[CellResult]:
-    parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
+    recorder = parent.record.recorder
     results = []
     for cell, resolved in zip(cells, resolved_runs, strict=True):
-        if answer(recorder.stop_reason.remote(), "the run's record"):
+        if parent.record.ask("stop_reason"):
             break  # between two cells
         if cell.name in finished:
             results.append(finished[cell.name])
         else:
-            result = _run_cell(cell, resolved, parent, parent_id)
+            result = _run_cell(cell, parent)
             if result is None:
                 break  # stopped on request: what is left runs when the study is started again
             results.append(result)
@@ -255,14 +201,12 @@ def _run_cells(
     return results
 
 
-def _run_cell(
-    cell: Cell, resolved: ResolvedRun, parent: ParentRun, parent_id: str | None
-) -> CellResult | None:
+def _run_cell(cell: Cell, parent: OpenParent) -> CellResult | None:
     """Train one cell; None if it was stopped on request. A failing cell does not end the study."""
-    recipe = cell.recipe.with_changes(tracking={"parent_run_id": parent_id})
+    recipe = cell.recipe.with_changes(tracking={"parent_run_id": parent.run_id})
     tags = {"vit_ray.study_label": cell.label}
     try:
-        result = train(recipe, kind="study_cell", tags=tags, parent=parent)
+        result = train(recipe, kind="study_cell", tags=tags, parent=parent.for_children)
     except RunFailedError as error:
         return CellResult(cell, {}, None, error=str(error).strip().splitlines()[0])
     if not result.is_complete:

@@ -21,25 +21,16 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.experiments.page import page_of
+from vit_ray.experiments.parent import OpenParent, open_parent
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.answers import answer
-from vit_ray.launch.cluster import connect
-from vit_ray.launch.lane import kept_lanes
-from vit_ray.launch.preflight import check_cluster, metrics_log_path, resolve_run
-from vit_ray.launch.progress import shown_progress
-from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.preflight import resolve_run
 from vit_ray.launch.run import (
     ParentRun,
     RunResult,
-    finished_status,
     train,
 )
-from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.storage import locate
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.start_recorder import start_recorder
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
 
@@ -128,43 +119,16 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     trials = [trial_recipe(recipe, rate) for rate in config.learning_rates]
     resolved = resolve_run(recipe)
     steps = [resolve_run(trial).total_steps for trial in trials]
-    cluster = connect(recipe)
-    check_cluster(recipe, cluster)
-    with lock_run(locate(recipe.run_folder)):
-        recorder = start_recorder(
-            RunOpening(
-                recipe.tracking,
-                recipe.name,
-                metrics_log_path(recipe),
-                run_id=None,
-                params=trained_params(recipe),
-                tags=run_facts(recipe, "sweep", resolved, cluster),
-                resume_step=None,
-                datasets=data_inputs(resolved),
-            ),
-        )
-        recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
-        is_complete = False
-        try:
-            total_steps = sum(steps) + config.seeds * resolved.total_steps
-            with (
-                shown_progress(recorder, recipe.name, total_steps),
-                stopping_on_signals(recorder),
-                kept_lanes(),
-            ):
-                outcome = _run_stages(recipe, trials, recorder)
-            is_complete = outcome is not None
-            return outcome
-        finally:
-            answer(recorder.finish.remote(finished_status(is_complete)), "the run's record")
-            recorder.release()
+    total_steps = sum(steps) + config.seeds * resolved.total_steps
+    with open_parent(recipe, "sweep", resolved, total_steps) as parent:
+        outcome = _run_stages(recipe, trials, parent)
+        parent.record.is_complete = outcome is not None
+        return outcome
 
 
-def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepResult | None:
-    config = sweep_of(recipe)
-    parent_id = answer(recorder.run_id.remote(), "the run's record")
-    parent = ParentRun(recorder, ray.get_runtime_context().get_node_id())
-    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", parent)
+def _run_stages(recipe: Recipe, trials: list[Recipe], parent: OpenParent) -> SweepResult | None:
+    config, parent_id, children = sweep_of(recipe), parent.run_id, parent.for_children
+    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", children)
     if tried is None:
         return None
     rows = [
@@ -175,7 +139,7 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
     finals = [
         _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
     ]
-    results = _run_all(finals, "finetune", parent)
+    results = _run_all(finals, "finetune", children)
     if results is None:
         return None
     errors = [error for _, error in results if error]
@@ -187,11 +151,11 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], recorder: Any) -> SweepRes
         best,
         [metrics[deciding_metric(recipe)] for metrics in measured],
         parent_id,
-        answer(recorder.hint.remote(), "the run's record"),
+        parent.record.ask("hint"),
         [metrics["eval/top1"] for metrics in measured] if recipe.train.averaging else [],
     )
-    answer(recorder.metrics.remote(0, sweep_metrics(outcome)), "the run's record")
-    return replace(outcome, page=page_of(recipe, parent_id, recorder))
+    parent.record.ask("metrics", 0, sweep_metrics(outcome))
+    return replace(outcome, page=page_of(recipe, parent_id, parent.record.recorder))
 
 
 def max_concurrent(recipe: Recipe) -> int:

@@ -5,37 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-import ray
+from typing import Any
 
 from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
-from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape, connect
+from vit_ray.launch.open_record import OpenRecord, open_record
 from vit_ray.launch.preflight import (
     Kind,
     PreparedRun,
     ResolvedRun,
     check_cluster,
-    metrics_log_path,
     prepare_evaluation,
     prepared_training,
 )
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.recorded import (
-    data_inputs,
     is_on_dev_split,
-    recipe_yaml,
-    run_facts,
-    trained_params,
     training_cost,
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.start_recorder import start_recorder
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
@@ -132,46 +123,32 @@ def _run(
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
-    recorder = start_recorder(
-        RunOpening(
-            recipe.tracking,
-            recipe.name,
-            metrics_log_path(recipe),
-            run_id=position.tracking_run_id if position else None,
-            params=trained_params(recipe),
-            tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
-            resume_step=position.step if position else None,
-            parent=parent.recorder if parent else None,
-            datasets=data_inputs(resolved),
-            measured_on="dev" if is_on_dev_split(recipe) else "eval",
-            awaited_metric="dev/top1" if kind == "sweep_trial" else None,
-        ),
-        parent.node_id if parent else None,
-    )
-    recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
-    for note, text in prepared.notes:
-        recorder.event.remote(note, text, position.step if position else 0)
-    job = _job(prepared, cluster, recorder)
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
-    try:
+    with open_record(
+        recipe,
+        kind,
+        resolved,
+        cluster,
+        run_id=position.tracking_run_id if position else None,
+        tags=tags,
+        node_id=parent.node_id if parent else None,
+        resume_step=position.step if position else None,
+        parent=parent.recorder if parent else None,
+        measured_on="dev" if is_on_dev_split(recipe) else "eval",
+        awaited_metric="dev/top1" if kind == "sweep_trial" else None,
+    ) as record:
+        recorder = record.recorder
+        for note, text in prepared.notes:
+            recorder.event.remote(note, text, position.step if position else 0)
+        job = _job(prepared, cluster, recorder)
         with (
             shown_progress(recorder, recipe.name, resolved.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
             stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
         ):
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
-        result = _with_cost(_result(job, recorder), prepared, recorder)
-        status = finished_status(result.is_complete)
+        result = _with_cost(_result(job, record), prepared, record)
+        record.is_complete = result.is_complete
         return result
-    except RunStoppedError:
-        status = "KILLED"
-        raise
-    finally:
-        # The result stands without its record.
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            answer(recorder.finish.remote(status), "the run's record")
-        with contextlib.suppress(ray.exceptions.RayError):
-            recorder.release()
 
 
 def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:
@@ -198,8 +175,8 @@ def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
     return BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
 
 
-def _result(job: TrainJob, recorder: Any) -> RunResult:
-    status = answer(recorder.status.remote(), "the run's record")
+def _result(job: TrainJob, record: OpenRecord) -> RunResult:
+    status = record.ask("status")
     checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
@@ -213,7 +190,7 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
             "events, make room there and run the same command again"
         )
     return RunResult(
-        run_id=answer(recorder.run_id.remote(), "the run's record"),
+        run_id=record.ask("run_id"),
         name=job.recipe.name,
         steps=steps,
         total_steps=job.total_steps,
@@ -221,20 +198,18 @@ def _result(job: TrainJob, recorder: Any) -> RunResult:
         ended=ended,
         metrics=dict(status.metrics),
         checkpoint=checkpoint.folder.path if checkpoint else "",
-        hint=answer(recorder.hint.remote(), "the run's record"),
+        hint=record.ask("hint"),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
 
 
-def _with_cost(result: RunResult, prepared: PreparedRun, recorder: Any) -> RunResult:
+def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> RunResult:
     """What the training took, in the record and in the result."""
     if prepared.kind == "evaluate":
         return result
     speed = result.metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.resolved, result.steps, speed)
-    answer(
-        recorder.metrics.remote(result.steps, cost), "the run's record"
-    )  # before the end, which comes next
+    record.ask("metrics", result.steps, cost)  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
 
 
@@ -255,8 +230,3 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
         already_complete=True,
         ended=position.progress.ended,
     )
-
-
-def finished_status(is_complete: bool) -> Literal["FINISHED", "KILLED"]:
-    """MLflow's word for a run that ended without an error."""
-    return "FINISHED" if is_complete else "KILLED"

@@ -66,7 +66,7 @@ class RunOpening:
     """MLflow run to continue."""
     params: dict[str, str]
     tags: dict[str, str]
-    resume_step: int | None
+    resume_step: int | None = None
     """Step of the checkpoint that training goes on from."""
     parent: Any = None
     """Handle of the sweep or study that the run is part of."""

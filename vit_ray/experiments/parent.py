@@ -1,0 +1,58 @@
+"""The record of a study or a sweep, whose trainings are its children."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster import connect
+from vit_ray.launch.lane import kept_lanes
+from vit_ray.launch.open_record import OpenRecord, open_record
+from vit_ray.launch.preflight import ResolvedRun, check_cluster
+from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.run import ParentRun
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.stopping import stopping_on_signals
+from vit_ray.storage import locate
+
+
+@dataclass(frozen=True)
+class OpenParent:
+    """A parent run that goes on."""
+
+    record: OpenRecord
+    run_id: str | None
+    """In MLflow; None while its server could not be reached."""
+    for_children: ParentRun
+
+
+@contextmanager
+def open_parent(
+    recipe: Recipe, kind: str, resolved: ResolvedRun, total_steps: int, run_id: str | None = None
+) -> Iterator[OpenParent]:
+    """Inside this block hold a parent run's folder, record it, and show how far its children are.
+
+    Args:
+        resolved: what the run is described by: the recipe's own training, or the first of a grid.
+        total_steps: of all its children.
+        run_id: the MLflow run to go on with; None for a new one.
+
+    Raises:
+        ValueError: the cluster cannot hold the recipe's workers, or another process holds the
+            folder; nothing was started.
+    """
+    cluster = connect(recipe)
+    check_cluster(recipe, cluster)
+    with (
+        lock_run(locate(recipe.run_folder)),
+        open_record(recipe, kind, resolved, cluster, run_id=run_id) as record,
+        shown_progress(record.recorder, recipe.name, total_steps),
+        stopping_on_signals(record.recorder),
+        kept_lanes(),
+    ):
+        children = ParentRun(record.recorder, ray.get_runtime_context().get_node_id())
+        yield OpenParent(record, record.ask("run_id"), children)

@@ -1,0 +1,87 @@
+"""The record of a run from its opening to its end, whatever ends it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+
+from vit_ray.config import Recipe
+from vit_ray.launch.answers import answer
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
+from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.run_handle import RunHandle
+from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.start_recorder import start_recorder
+
+
+@dataclass
+class OpenRecord:
+    """The record of a run that goes on."""
+
+    recorder: RunHandle
+    is_complete: bool = False
+    """Set by who has done the work; a block that ends without it was stopped."""
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The answer of a method of the recorder."""
+        return answer(getattr(self.recorder, method).remote(*args), "the run's record")
+
+
+@contextmanager
+def open_record(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    cluster: ClusterShape,
+    *,
+    run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    node_id: str | None = None,
+    **opening: Any,
+) -> Iterator[OpenRecord]:
+    """Record inside this block.
+
+    The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
+
+    Args:
+        resolved: what the run is described by.
+        run_id: the MLflow run to go on with; None for a new one.
+        tags: beside those that every run has.
+        node_id: the node that writes to MLflow; None for this one.
+        opening: other fields of `RunOpening`.
+    """
+    recorder = start_recorder(
+        RunOpening(
+            recipe.tracking,
+            recipe.name,
+            metrics_log_path(recipe),
+            run_id=run_id,
+            params=trained_params(recipe),
+            tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
+            datasets=data_inputs(resolved),
+            **opening,
+        ),
+        node_id,
+    )
+    recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
+    record = OpenRecord(recorder)
+    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    try:
+        yield record
+        status = "FINISHED" if record.is_complete else "KILLED"
+    except (RunStoppedError, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    finally:
+        # The result stands without its record.
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            record.ask("finish", status)
+        with contextlib.suppress(ray.exceptions.RayError):
+            recorder.release()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     )
     from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
     from ray.train.v2._internal.execution.context import get_train_context as get_train_context
+    from ray.train.v2._internal.execution.controller.state import (
+        PreemptingState as PreemptingState,
+    )
     from ray.train.v2._internal.execution.controller.state import ResizingState as ResizingState
     from ray.train.v2._internal.execution.controller.state import RunningState as RunningState
     from ray.train.v2._internal.execution.failure_handling import (
@@ -116,6 +119,10 @@ INTERNALS: Final = (
     Internal(
         f"{_TRAIN}.execution.controller.state", "RunningState",
         "Tells whether a group has found its place.", "",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.controller.state", "PreemptingState",
+        "A group whose node is about to leave still has its place.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",

@@ -7,15 +7,24 @@ from typing import Any
 import pytest
 
 from tests.train.fakes import make_job
-from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, describe_missing
+from vit_ray.launch import place_watch
+from vit_ray.launch.place_watch import (
+    NoPlaceError,
+    PlaceWatch,
+    StoppedWaitingError,
+    describe_missing,
+)
 
 
 class Watched:
     def __init__(self, folder: Path, minutes: float = 5.0) -> None:
         self.now_s, self.told = 0.0, []
+        self.stop: str | None = None
         job = make_job(folder, workers={"place_timeout_minutes": minutes})
         event = SimpleNamespace(remote=lambda *entry: self.told.append(entry))
-        object.__setattr__(job, "recorder", SimpleNamespace(event=event))
+        stop_reason = SimpleNamespace(remote=lambda: self.stop)
+        recorder = SimpleNamespace(event=event, stop_reason=stop_reason)
+        object.__setattr__(job, "recorder", recorder)
         self.watch = PlaceWatch(job, lambda: "needs a GPU", clock=lambda: self.now_s)
 
     def after(self, seconds: float, *, is_placed: bool = False) -> list[Any]:
@@ -25,6 +34,11 @@ class Watched:
             self.now_s += 5.0
             self.watch.check(is_placed=is_placed)
         return self.told
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_watch, "answer", lambda reference, _: reference)
 
 
 def test_what_is_missing_is_told_every_minute(tmp_path: Path) -> None:
@@ -47,6 +61,20 @@ def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:
     watched.after(180)
     with pytest.raises(NoPlaceError, match=r"needs a GPU \(workers.place_timeout_minutes=3\)"):
         watched.after(60)
+
+
+def test_a_stop_ends_the_wait_at_the_next_look(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.after(20)
+    watched.stop = "Ctrl-C"
+    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+        watched.after(5)
+
+
+def test_a_stop_of_workers_that_run_is_theirs_to_hear(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.stop = "Ctrl-C"
+    assert watched.after(3600, is_placed=True) == []
 
 
 def test_it_is_said_what_is_needed_what_there_is_and_what_to_do() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from ray.train.v2._internal.execution.controller.state import ResizingState, RunningState
+from ray.train.v2._internal.execution.controller.state import (
+    InitializingState,
+    PreemptingState,
+    ResizingState,
+    RestartingState,
+    RunningState,
+    SchedulingState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2._internal.execution.preemption import PreemptionInfo
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -24,6 +33,7 @@ from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
+    NotePlacement,
     SaveBeforeResize,
     newest_step,
 )
@@ -62,9 +72,44 @@ def test_the_group_is_the_largest_that_divides_the_batch_and_leaves_a_cpu_to_rea
     scaling = ScalingConfig(
         num_workers=(1, 8), use_gpu="GPU" in resources, resources_per_worker=resources
     )
-    policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], reading_cpus=0.5)
+    policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], 0.5, lambda: None)
     lost = {"lost": {"CPU": 64.0, "GPU": 8.0}}  # Ray still holds it for the run
     assert policy._count_possible_workers(_held(alive, resources) | lost) == size
+
+
+def test_a_group_for_which_nobody_waits_any_more_stops_looking_for_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone() -> TrainJob | None:
+        raise ray.exceptions.RayActorError
+
+    policy = DivisorScalingPolicy(ScalingConfig(num_workers=(1, 2)), [1, 2], 0.5, gone)
+    monkeypatch.setattr(
+        ray_policies.ElasticScalingPolicy,
+        "make_decision_for_non_running_worker_group",
+        lambda self: NoopDecision(),
+    )
+    with pytest.raises(ray.exceptions.RayActorError):
+        policy.make_decision_for_non_running_worker_group()
+
+
+def test_a_group_has_its_place_while_it_runs_be_it_for_the_last_time() -> None:
+    told: list[bool] = []
+    note = SimpleNamespace(note_placement=SimpleNamespace(remote=told.append))
+    callback = NotePlacement(note)
+    decision = ResizeDecision(num_workers=2, resources_per_worker={})
+    failure = failed(RuntimeError("lost"))
+    leaving = PreemptionInfo(None, {})
+    states = {
+        SchedulingState(decision): False,
+        RunningState(): True,
+        PreemptingState(preemption_info=leaving, detected_at_s=0.0): True,
+        ResizingState(decision): True,
+        RestartingState(training_failed_error=failure): False,
+    }
+    for state in states:
+        callback.after_controller_state_update(InitializingState(), state)
+    assert told == list(states.values())
 
 
 def _held(nodes: dict[str, dict[str, float]], worker: dict[str, float]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tests.train.fakes import make_job
 from vit_ray.launch import lane, worker_group
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
+from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.worker_group import MOST_LANES, RunFailedError, run_workers
 
 CLUSTER = ClusterShape(1, 4, 0, 0.0)
@@ -65,6 +66,44 @@ def test_a_group_that_has_ended_is_not_tried_again(
     lanes = Lanes(monkeypatch, LaneEndedError("worker 0: bad data"))
     with pytest.raises(RunFailedError, match="worker 0: bad data"):
         lanes.train(tmp_path)
+
+
+def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = Lanes(monkeypatch, LaneLostError("gone"), StoppedWaitingError("SIGTERM"))
+    lanes.train(tmp_path)
+    text = "SIGTERM; there was no place for the workers, so there is no new checkpoint"
+    assert lanes.events[-1] == ("stopped", text, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (StoppedWaitingError("Ctrl-C"), "abandon"),  # its controller may wait for ten minutes
+        (NoPlaceError("no GPU"), "abandon"),
+        (LaneEndedError("bad data"), "close"),
+        (KeyboardInterrupt(), "close"),
+    ],
+)
+def test_only_a_group_that_has_no_place_is_not_waited_for(
+    error: BaseException, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class FakeLane:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def close(self) -> None:
+            calls.append("close")
+
+        def abandon(self) -> None:
+            calls.append("abandon")
+
+    monkeypatch.setattr(lane, "Lane", FakeLane)
+    with pytest.raises(type(error)), lane.borrowed_lane(shape(), is_private=True):
+        raise error
+    assert calls == [left]
 
 
 def shape(**sections: Any) -> LaneShape:

@@ -27,7 +27,7 @@ from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane_server import LaneServer
-from vit_ray.launch.place_watch import PlaceWatch, missing_now
+from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, missing_now
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
@@ -155,7 +155,7 @@ class Lane:
         Raises:
             LaneEndedError: the group has ended, and the lane with it.
             LaneLostError: through no fault of the training.
-            NoPlaceError: there is no place for the group.
+            NoPlaceError: there is no place for the group, or a stop came while there was none.
         """
         shape = self.shape
         watch = PlaceWatch(job, lambda: missing_now(shape.least_workers, shape.resources))
@@ -176,6 +176,14 @@ class Lane:
         with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._server)
+
+    def abandon(self) -> None:
+        """Leave a group that has no place: its controller ends when it next looks for the server.
+
+        Ray lets it look when its wait for a place is over, which may be ten minutes from now.
+        """
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._server)
 
@@ -221,7 +229,9 @@ def _trainer(
         callbacks.append(SaveBeforeResize(current_job))
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
     if shape.is_elastic:
-        policies["scaling_policy"] = DivisorScalingPolicy(scaling, shape.sizes, shape.reading_cpus)
+        policies["scaling_policy"] = DivisorScalingPolicy(
+            scaling, shape.sizes, shape.reading_cpus, current_job
+        )
     return PolicedTrainer(
         policies,
         is_private=is_private,
@@ -303,6 +313,9 @@ def borrowed_lane(shape: LaneShape, *, is_private: bool) -> Iterator[Lane]:
     lane = lane or Lane(shape, is_private=is_private)
     try:
         yield lane
+    except NoPlaceError:
+        lane.abandon()
+        raise
     except BaseException:
         lane.close()
         raise

@@ -1,4 +1,7 @@
-"""The wait for a place: what a worker group lacks is told every minute, and the wait ends."""
+"""The wait for a place: what a worker group lacks is told every minute, and the wait ends.
+
+A stop ends it, too: workers, which hear of one with their heartbeat, are not there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Final
 
 import ray
 
+from vit_ray.launch.answers import answer
 from vit_ray.train.job import TrainJob
 
 TELL_S: Final = 60.0
@@ -15,6 +19,10 @@ TELL_S: Final = 60.0
 
 class NoPlaceError(RuntimeError):
     """A worker group has found no place on the cluster in time."""
+
+
+class StoppedWaitingError(NoPlaceError):
+    """The run was told to stop while its worker group had no place; the text is the reason."""
 
 
 class PlaceWatch:
@@ -35,11 +43,14 @@ class PlaceWatch:
 
         Raises:
             NoPlaceError: it has had none for `workers.place_timeout_minutes`.
+            StoppedWaitingError: it has none, and the run is to stop.
         """
         now_s = self._clock()
         if is_placed:
             self._since_s = self._told_s = now_s
             return
+        if reason := answer(self._job.recorder.stop_reason.remote(), "the run's record"):
+            raise StoppedWaitingError(reason)
         if now_s - self._told_s < TELL_S:
             return
         self._told_s = now_s

@@ -29,6 +29,7 @@ from vit_ray.ray_internals import (
     FailureDecision,
     NoopDecision,
     PlacementGroupCleanerCallback,
+    PreemptingState,
     ResizingState,
     RunningState,
     ScalingDecision,
@@ -151,21 +152,32 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
     """The largest group that fits, divides the global batch, and leaves a CPU to read data with."""
 
     def __init__(
-        self, scaling_config: ScalingConfig, sizes: Sequence[int], reading_cpus: float
+        self,
+        scaling_config: ScalingConfig,
+        sizes: Sequence[int],
+        reading_cpus: float,
+        current_job: Callable[[], TrainJob | None],
     ) -> None:
         """
         Args:
             sizes: worker counts that are allowed.
             reading_cpus: CPUs of one reading task, which must be free on some node.
+            current_job: what the group is to train.
         """
         super().__init__(scaling_config)
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
+        self._current_job = current_job
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """As Ray's, which would ask again without a pause while there is no place for a group."""
+        """As Ray's, which would ask again without a pause while there is no place for a group.
+
+        Raises:
+            RayActorError: the lane's server is gone, and nobody waits for the group any more.
+        """
         expire_resource_requests_after(KEEP_REQUEST_S)  # here: in the controller's process
         decision = super().make_decision_for_non_running_worker_group()
         if isinstance(decision, NoopDecision):
+            self._current_job()
             time.sleep(WAIT_FOR_NODES_S)
         return decision
 
@@ -194,14 +206,15 @@ def cpus_by_node() -> dict[str, float]:
 
 
 class NotePlacement(ControllerCallback):
-    """Tells the lane's server whether the group has its place."""
+    """Tells the lane's server whether the group has its place, be it for its last steps there."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Each time that the group starts, runs, fails, or changes its size."""
-        self._server.note_placement.remote(isinstance(current_state, RunningState))
+        is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
+        self._server.note_placement.remote(is_placed)
 
 
 class SaveBeforeResize(ControllerCallback):

@@ -8,7 +8,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
-from vit_ray.launch.place_watch import NoPlaceError
+from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.ray_policies import cause
 from vit_ray.train.job import TrainJob
 
@@ -25,6 +25,9 @@ def run_workers(
 ) -> None:
     """Train on the recipe's group until it ends, through failures and resizes.
 
+    A stop while the group has no place ends it with the event `stopped`, as workers end it who
+    have written a checkpoint before.
+
     Args:
         streams: what the workers read, by name, as in `ResolvedRun`.
 
@@ -39,6 +42,10 @@ def run_workers(
             break
         text = f"{error}; the training goes on with new workers"
         job.recorder.event.remote("worker failed", text, 0)
+    if isinstance(error, StoppedWaitingError):
+        text = f"{error}; there was no place for the workers, so there is no new checkpoint"
+        answer(job.recorder.event.remote("stopped", text, 0), "the run's record")
+        return
     # A worker's own reason says more than the time-outs of those that waited for it.
     failure = answer(job.recorder.failure.remote(), "the run's record")
     reason = failure or (cause(error.__cause__ or error) if error else None)

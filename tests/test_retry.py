@@ -27,6 +27,7 @@ TRANSIENT = [
     "AWS Error SERVICE_UNAVAILABLE during PutObject operation",
     "AWS Error INTERNAL_FAILURE during GetObject operation",
     'bucket/key: Could not connect to the endpoint URL: "http://127.0.0.1:1/bucket/key"',
+    "bucket/key: An error occurred (BadDigest) when calling PutObject (HTTP status 400)",
     "bucket/key: Connection was closed before we received a valid response from endpoint URL",
 ]
 

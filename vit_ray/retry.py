@@ -20,7 +20,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 _TRANSIENT: Final = re.compile(
     r"SLOW_DOWN|SlowDown|INTERNAL_FAILURE|InternalError|SERVICE_UNAVAILABLE|NETWORK_CONNECTION"
-    r"|ConditionalRequestConflict|OperationAborted"
+    r"|ConditionalRequestConflict|OperationAborted|BadDigest|IncompleteBody"
     r"|REQUEST_TIMEOUT|RequestTimeout|THROTTLING|Throttl|HTTP status (?:408|429|5\d\d)|curlCode"
     r"|timed? ?out|Connection (?:reset|was closed|refused|broken)|Could(?:n't| not) connect",
     re.IGNORECASE,
@@ -79,6 +79,20 @@ def with_retries(
             _LOG.info("%s: attempt %d failed (%s)", what, attempt, error)
             sleep(delay_s)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def second_look(read: Callable[[], Result], *differs: type[Exception]) -> Result:
+    """What a read gives, or gives when it is made again: bytes may be changed on their way.
+
+    Args:
+        differs: what is raised where something is not as it was written.
+    """
+    try:
+        return read()
+    except differs as error:
+        if isinstance(error, OSError) and is_transient(error):
+            raise  # nothing has been seen
+        return read()
 
 
 def is_transient(error: OSError) -> bool:

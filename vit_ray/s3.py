@@ -8,7 +8,9 @@ need it. Its retries are off; `with_retries` stands around each request instead.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import io
 import logging
 import os
@@ -267,8 +269,15 @@ _WHOLE_BUCKET: Final = {"list_objects_v2", "delete_objects"}
 def _request(operation: str, path: str, **values: Any) -> Any:
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket} if operation in _WHOLE_BUCKET else {"Bucket": bucket, "Key": key}
+    if "Body" in values:
+        values["ContentMD5"] = _content_md5(values["Body"])
     with _as_os_errors(path):
         return getattr(client(), operation)(**where, **values)
+
+
+def _content_md5(body: bytes) -> str:
+    """By which every store refuses what was changed on its way; not all know newer checksums."""
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
 @contextlib.contextmanager

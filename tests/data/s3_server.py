@@ -190,8 +190,10 @@ class FaultProxy:
         lines.insert(1, b"Connection: close")
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
         writer.write(b"\r\n".join(lines))
-        upload = asyncio.create_task(copy(client, writer))
-        await (spoil(reader, answer, fault) if fault else copy(reader, answer))
+        flips_body = fault == "flip" and head.startswith(b"PUT")
+        upload = asyncio.create_task((copy_flipped if flips_body else copy)(client, writer))
+        spoils = fault and not flips_body
+        await (spoil(reader, answer, fault) if spoils else copy(reader, answer))
         upload.cancel()
         writer.close()
 
@@ -203,8 +205,19 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
             await target.drain()
 
 
+async def copy_flipped(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    """With another bit in the middle of what comes first."""
+    first = bytearray(await source.read(1 << 16))
+    first[len(first) // 2] ^= 1
+    target.write(first)
+    await copy(source, target)
+
+
 SPOILT = ("cut", "flip", "slow")
-"""Faults of an answer that begins as it should: it ends or stalls half-way, or has another bit."""
+"""Faults of an answer that begins as it should: it ends or stalls half-way, or has another bit.
+
+Of a PUT the bit is one of what is uploaded.
+"""
 
 
 async def spoil(source: asyncio.StreamReader, target: asyncio.StreamWriter, fault: str) -> None:

@@ -24,7 +24,9 @@ CLASSES = ["cat", "dog", "emu"]
 SHARD = "part-00000-of-00001.parquet"
 
 
-def write_rows(folder: Path, labels: list[tuple[int, ...]], image_bytes: int = 40) -> Manifest:
+def write_rows(
+    folder: Path | str, labels: list[tuple[int, ...]], image_bytes: int = 40
+) -> Manifest:
     """One shard of row groups of 3, with random bytes for images."""
     random = np.random.default_rng(5)
     location = locate(str(folder))

@@ -11,9 +11,9 @@ from vit_ray.data.prepare.source_index import (
     SourceIndex,
     entries_table,
     find_repeated_keys,
-    parquet_output,
 )
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
+from vit_ray.data.prepare.staged_files import parquet_output
 from vit_ray.storage import Location, locate
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest, ShardFile
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, shard_schema
-from vit_ray.retry import is_denied, is_transient, with_retries
+from vit_ray.retry import is_denied, is_transient, second_look, with_retries
 from vit_ray.storage import Location
 
 Result = TypeVar("Result")
@@ -178,6 +178,9 @@ class ShardReader:
         return pq.ParquetFile(source, metadata=self.metadata, page_checksum_verification=is_checked)
 
     def _checked_footer(self, entry: ShardFile) -> bytes:
+        return second_look(lambda: self._footer_as_written(entry), pa.ArrowInvalid)
+
+    def _footer_as_written(self, entry: ShardFile) -> bytes:
         footer = self._read_footer()
         if entry.footer_crc32 is not None and checksum(footer) != entry.footer_crc32:
             raise pa.ArrowInvalid("its footer differs from the manifest's checksum")

@@ -45,15 +45,16 @@ from vit_ray.data.prepare.shard_lists import (
     shuffled_rows,
     write_shard_lists,
 )
-from vit_ray.data.prepare.source_index import (
-    SourceIndex,
-    build_index,
-    parquet_output,
-    read_many,
-)
+from vit_ray.data.prepare.source_index import SourceIndex, build_index
 from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import IndexEntry, printable, relative
 from vit_ray.data.prepare.sources.formats import Format, list_units
+from vit_ray.data.prepare.staged_files import (
+    parquet_output,
+    read_facts,
+    read_many_facts,
+    write_facts,
+)
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
@@ -316,7 +317,7 @@ def _prepare(
             ),
             "writing the shard lists",
         )
-    file.write(json.dumps(asdict(conversion)).encode())
+    write_facts(file, asdict(conversion))
     return conversion
 
 
@@ -326,7 +327,7 @@ def _known_conversion(settings: _Settings, folder: Location) -> _Conversion:
     Raises:
         ValueError: it has other settings, as when a conversion that had lost the folder wrote it.
     """
-    fields = json.loads(folder.child(STAGING_FOLDER).child(_PLAN).read())
+    fields = read_facts(folder.child(STAGING_FOLDER).child(_PLAN))
     if fields["settings"] != asdict(settings):
         raise _other_settings(folder)
     return _Conversion(**{**fields, "settings": settings})
@@ -390,8 +391,8 @@ def _result_name(shard: int) -> str:
 def _results(conversion: _Conversion, staging: Location) -> Iterator[_ShardResult]:
     """The results of all shards, in order."""
     files = (staging.child(_result_name(shard)) for shard in range(conversion.num_shards))
-    for content in read_many(files):
-        yield _ShardResult(**json.loads(content))
+    for facts in read_many_facts(files):
+        yield _ShardResult(**facts)
 
 
 @dataclass(frozen=True)
@@ -408,7 +409,7 @@ class _ShardMaker:
             ),
             f"making shard {shard}",
         )
-        staging.child(_result_name(shard)).write(json.dumps(asdict(result)).encode())
+        write_facts(staging.child(_result_name(shard)), asdict(result))
         return shard
 
     def _make(self, shard: int, folder: Location, entries: list[IndexEntry]) -> _ShardResult:

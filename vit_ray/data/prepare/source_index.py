@@ -4,13 +4,8 @@ Each unit's index is a parquet file in the staging folder, so that a restart doe
 Nobody ever reads it at random places: `shard_lists.py` draws it into another order.
 """
 
-import contextlib
-import functools
 import hashlib
-import json
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +14,6 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.prepare.class_names import (
@@ -38,12 +32,17 @@ from vit_ray.data.prepare.sources.entries import (
     storable,
 )
 from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
+from vit_ray.data.prepare.staged_files import (
+    parquet_output,
+    read_many_facts,
+    read_row_groups,
+    write_facts,
+)
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, closed_after, locate
+from vit_ray.storage import Location, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
 """Rows of a row group of an index file."""
-_READERS: Final = 16
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
@@ -140,8 +139,8 @@ def build_index(
     done = {info.base_name for info in staging.list_files()}
     missing = [unit for unit in units if _facts_name(unit) not in done]
     run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
-    contents = read_many(staging.child(_facts_name(unit)) for unit in units)
-    facts = [_UnitFacts(**json.loads(content)) for content in contents]
+    found = read_many_facts(staging.child(_facts_name(unit)) for unit in units)
+    facts = [_UnitFacts(**one) for one in found]
     damages = [fact.damage for fact in facts if fact.damage]
     if damages and not keep_damaged:
         _forget_damaged(units, facts, staging)
@@ -198,18 +197,6 @@ def _advice(damages: list[str]) -> str:
     )
 
 
-def read_many(files: Iterable[Location]) -> Iterator[bytes]:
-    """The contents of small files, in order, a few read ahead: object stores answer slowly."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        waiting: deque[Future[bytes]] = deque()
-        for file in files:
-            waiting.append(pool.submit(file.read))
-            if len(waiting) > 2 * _READERS:
-                yield waiting.popleft().result()
-        for future in waiting:
-            yield future.result()
-
-
 def _name(unit: SourceUnit) -> str:
     """By its path, so that a restart finds what it needs though units have come or gone."""
     name = f"{unit.path}#{unit.start}" if unit.start else unit.path
@@ -254,7 +241,7 @@ class _UnitIndexer:
     def __call__(self, unit: SourceUnit) -> str:
         staging = locate(self.staging)
         facts = with_retries(lambda: self._index(staging, unit), f"indexing {unit.path}")
-        staging.child(_facts_name(unit)).write(json.dumps(asdict(facts)).encode())
+        write_facts(staging.child(_facts_name(unit)), asdict(facts))
         return unit.path
 
     def _index(self, staging: Location, unit: SourceUnit) -> _UnitFacts:
@@ -316,19 +303,6 @@ class _Tally:
         return entry
 
 
-@contextlib.contextmanager
-def parquet_output(
-    destination: Location, schema: pa.Schema, compression: str = "zstd"
-) -> Iterator[pq.ParquetWriter]:
-    """A writer of a file that becomes `destination` when the block ends without an error."""
-    with (
-        destination.atomic_output() as target,
-        closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-        closed_after(pq.ParquetWriter(stream, schema, compression=compression)) as writer,
-    ):
-        yield writer
-
-
 def entries_table(entries: list[IndexEntry]) -> pa.Table:
     """Index entries as an Arrow table."""
     rows = [[getattr(entry, f.name) for entry in entries] for f in INDEX_SCHEMA]
@@ -371,25 +345,3 @@ def _keys(parts: list[Location]) -> Iterator[tuple[int, list[str]]]:
         for table in read_row_groups(part, columns=["key"]):
             yield first, table["key"].to_pylist()
             first += table.num_rows
-
-
-def read_row_groups(
-    location: Location, only: int | None = None, columns: list[str] | None = None
-) -> Iterator[pa.Table]:
-    """The row groups of a parquet file, or one of them, each read with retries."""
-
-    def read_one(number: int) -> tuple[pa.Table, int]:
-        with location.filesystem.open_input_file(location.path) as source:
-            file = pq.ParquetFile(source)
-            count = file.metadata.num_row_groups
-            if number >= count:
-                return file.schema_arrow.empty_table(), count
-            return file.read_row_group(number, columns=columns), count
-
-    number, count = only or 0, 1 if only is None else only + 1
-    while number < count:
-        what = f"reading {location.path}"
-        table, total = with_retries(functools.partial(read_one, number), what)
-        count = total if only is None else count
-        yield table
-        number += 1

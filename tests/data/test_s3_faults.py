@@ -1,0 +1,167 @@
+"""Every fault of an object store at every kind of access: all is whole in the end, without Ray."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.data.format.test_rot import SHARD, used_rows, write_rows
+from tests.data.pictures import write_class_folders
+from tests.data.prepare.conftest import one_by_one
+from tests.data.s3_server import FaultProxy, s3_environment, serve_s3
+from tests.train.test_checkpoint import values, write
+from vit_ray import lock, retry, s3, storage
+from vit_ray.data import open_dataset
+from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.storage import locate
+from vit_ray.train import run_checkpoints
+from vit_ray.train.run_checkpoints import newest_verified_checkpoint
+
+QUICK = ["503", "500", "reset", "cut", "flip"]
+STALLS = ["hang", "slow"]
+"""Each costs the time-out of a request."""
+LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("buckets") / "b"
+    write_rows(folder / "set", LABELS)
+    write_class_folders(folder / "images", num_classes=2, per_class=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def proxy(bucket: Path) -> Iterator[FaultProxy]:
+    with serve_s3(bucket.parent) as port, FaultProxy(port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """The store of this process, which tries again without a pause."""
+    for name, value in {**s3_environment(proxy.port), "VIT_RAY_S3_TIMEOUT_S": "0.5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0, 0.0))
+    storage._s3.cache_clear()
+    s3.client.cache_clear()
+    proxy.faults.set("", 0)
+    yield proxy
+    storage._s3.cache_clear()
+    s3.client.cache_clear()
+
+
+def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], None]) -> None:
+    """Act without a fault, and then with one at a request whose first line holds `path`.
+
+    A flip is at each that has a body, what is no answer at every seventh, and what stalls, which
+    takes a time-out, at the last.
+    """
+    store.faults.set("", 0, path=path)
+    act()
+    requests = list(store.faults.requests)
+    last = len(requests)
+    step = {"flip": 1, "hang": last, "slow": last}.get(kind, 7)
+    for number in range(last, 0, -step):
+        if kind == "flip" and requests[number - 1].startswith("HEAD"):
+            continue
+        store.faults.set(kind, 1, path=path, every=number)
+        act()
+        assert store.faults.remaining == 0
+
+
+@pytest.mark.parametrize("kind", QUICK + STALLS)
+def test_rows_are_those_of_the_disk(store: FaultProxy, bucket: Path, kind: str) -> None:
+    expected = used_rows(open_dataset(str(bucket / "set")))
+
+    def read() -> None:
+        assert used_rows(open_dataset("s3://b/set")) == expected
+
+    at_each_request(store, "/b/set/", kind, read)
+
+
+@pytest.mark.parametrize("kind", QUICK + STALLS)
+def test_shards_and_manifest_arrive_as_they_are(
+    store: FaultProxy, bucket: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of 400 bytes, so that the shard goes by a multipart upload.
+
+    But where a part is flipped, after which the server has lost the upload (rclone 1.75).
+    """
+    monkeypatch.setattr(s3, "_PART_BYTES", 1 << 20 if kind == "flip" else 400)
+
+    def write_all() -> None:
+        write_rows("s3://b/new", LABELS)
+        for file in (bucket / "set").iterdir():
+            assert (bucket / "new" / file.name).read_bytes() == file.read_bytes()
+            (bucket / "new" / file.name).unlink()
+
+    at_each_request(store, "/b/new/", kind, write_all)
+    assert kind == "flip" or len([r for r in store.faults.requests if SHARD in r]) > 4
+
+
+FLIPPED = (".parquet", "/shard-", "/index-")
+
+
+@pytest.mark.parametrize("kind", QUICK + STALLS)
+def test_a_conversion_makes_the_same_data_set(
+    store: FaultProxy, bucket: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("convert", "source_index"):
+        monkeypatch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
+    unslept = {**vars(time), "sleep": lambda _: None}  # for a store without exclusive writes
+    monkeypatch.setattr(lock, "time", SimpleNamespace(**unslept))
+    here = converted(str(bucket / "images"), str(tmp_path / "set"))
+    # Sources have no checksums but those of the connection; and what the server refuses of a lock
+    # it has written all the same.
+    for path in FLIPPED if kind == "flip" else ("/b/",):
+        store.faults.set(kind, 2 if kind in STALLS else 1000, path=path, every=5)
+        there = converted("s3://b/images", f"s3://b/{kind}-set")
+        assert store.faults.injected
+        assert (there.fingerprint, there.rejected) == (here.fingerprint, {})
+        store.faults.set("", 0)
+        for file in open_dataset(f"s3://b/{kind}-set").files:
+            stored = (bucket / f"{kind}-set" / file.path).read_bytes()
+            assert stored == (tmp_path / "set" / file.path).read_bytes()
+        locate(f"s3://b/{kind}-set").delete()
+
+
+def converted(source: str, target: str) -> ConvertReport:
+    return convert(source, target, rows_per_row_group=2, shard_mib=0.01, seed=3)
+
+
+@pytest.mark.parametrize("kind", QUICK + STALLS)
+def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
+    run = locate(f"s3://b/{kind}-run")
+
+    def write_and_open() -> None:
+        write(run, 7)
+        requests, store.faults.path = store.faults.path, "none"
+        check_newest(run.uri)
+        run.delete()
+        store.faults.path = requests
+
+    at_each_request(store, f"/b/{kind}-run/step", kind, write_and_open)
+
+
+@pytest.mark.parametrize("kind", QUICK + STALLS)
+def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
+    store: FaultProxy, kind: str
+) -> None:
+    run = f"s3://b/{kind}-kept"
+    write(locate(run), 7)
+    at_each_request(store, f"GET /b/{kind}-kept/step", kind, lambda: check_newest(run))
+
+
+def check_newest(run: str) -> None:
+    told: list[str] = []
+    checkpoint = newest_verified_checkpoint(locate(run), told.append)
+    assert checkpoint is not None
+    assert told == []
+    weights = checkpoint.weights()
+    for name, expected in values(7).items():
+        assert torch.equal(weights[name].flatten(), expected)

@@ -25,6 +25,7 @@ from tests.end_to_end.runs import (
 from vit_ray import lock
 from vit_ray.config import Recipe
 from vit_ray.launch.lane import kept_lanes
+from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run import RunResult, evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
@@ -119,10 +120,18 @@ def test_the_trace_of_the_chosen_steps_is_kept_with_it(
     assert len(passes) == 4
 
 
-def test_a_run_that_is_complete_is_not_trained_again(straight: tuple[Recipe, RunResult]) -> None:
+def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(
+    straight: tuple[Recipe, RunResult],
+) -> None:
     recipe, result = straight
+    client = MlflowClient(recipe.tracking.uri)
+    log = metrics_log_path(recipe)  # as a driver leaves it that is killed after the last checkpoint
+    lines = [line for line in log.read_text().splitlines(True) if '"kind": "finish"' not in line]
+    log.write_text("".join(lines))
+    client.update_run(result.run_id, status="RUNNING")
     again = train(recipe)
     assert again.already_complete
+    assert client.get_run(again.run_id or "").info.status == "FINISHED"
     assert again.run_id == result.run_id
     assert again.metrics["eval/top1"] == result.metrics["eval/top1"]
 

@@ -1,17 +1,24 @@
 """How the record of a run ends, whatever ends the run; the recorder is a fake one."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from mlflow import MlflowClient
 
 from tests.launch.test_recorded import _plan as described
-from vit_ray.config import load_recipe
+from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.open_record import OpenRecord, open_record
+from vit_ray.launch.open_record import OpenRecord, end_record, open_record
+from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.run_actor import lock_log
 from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.tracker import Status, Tracker
 
 
 class Recorder:
@@ -116,3 +123,79 @@ def test_what_a_run_is_told_joins_what_every_run_has(recorder: Recorder) -> None
     assert opening.tags["vit_ray.data_fingerprint"] == "f" * 64
     assert opening.params["model.depth"] == "4"
     assert recorder.calls[0][:2] == ("text", "recipe.yaml")
+
+
+COST = {"study/exaflops": 0.5}
+
+
+@pytest.fixture
+def trained(tmp_path: Path, empty_store: Path) -> Recipe:
+    """A run whose workers have come to their end."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    words = [f"output={tmp_path}", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
+    return load_recipe("digits", words)
+
+
+def driven(recipe: Recipe, status: Status | None) -> str:
+    """The MLflow run of a driver that ended it so, or not at all."""
+    tracker = Tracker.start(recipe.tracking, recipe.name, metrics_log_path(recipe))
+    tracker.metrics(9, {"train/loss": 1.5})
+    if status is None:
+        tracker.close()
+    else:
+        tracker.finish(status)
+    assert tracker.run_id is not None
+    return tracker.run_id
+
+
+def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
+    return MlflowClient(recipe.tracking.uri).get_run(run_id or "")
+
+
+@pytest.mark.parametrize("status", [None, "FAILED"])
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda log: None,
+        Path.unlink,
+        lambda log: shutil.rmtree(log.parent),  # as on another machine
+    ],
+)
+def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
+    trained: Recipe, status: Status | None, lose: Callable[[Path], None]
+) -> None:
+    run_id = driven(trained, status)
+    lose(metrics_log_path(trained))
+    assert end_record(trained, run_id, 10, COST) == run_id
+    run = mlflow_run(trained, run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics == {"train/loss": 1.5, **COST}
+
+
+def test_an_end_that_mlflow_has_is_left_alone(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = driven(trained, "FINISHED")
+    monkeypatch.setattr(Tracker, "start", None)
+    assert end_record(trained, run_id, 10, COST) == run_id
+
+
+def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
+    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
+    tracker = Tracker.start(away.tracking, away.name, metrics_log_path(away), wait_s=0.0)
+    tracker.finish("FINISHED", timeout_s=0.0)
+    (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
+    run_id = end_record(trained, None, 10, COST)
+    assert mlflow_run(trained, run_id).info.status == "FINISHED"
+
+
+def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vit_ray.tracking.run_actor.RELEASE_S", 0.0)
+    run_id = driven(trained, None)
+    with lock_log(metrics_log_path(trained), trained.name):
+        assert end_record(trained, run_id, 10, COST) == run_id
+    assert "end that driver's job" in caplog.text.replace("\n", " ")
+    assert mlflow_run(trained, run_id).info.status == "RUNNING"

@@ -16,20 +16,12 @@ from vit_ray.config.command_sections import StudyModel
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent import OpenParent, open_parent
-from vit_ray.launch.preflight import ResolvedRun, metrics_log_path, resolve_run
-from vit_ray.launch.recorded import (
-    COST,
-    data_inputs,
-    recorded_before,
-)
-from vit_ray.launch.run import (
-    RunResult,
-    train,
-)
+from vit_ray.launch.preflight import ResolvedRun, resolve_run
+from vit_ray.launch.recorded import data_inputs, recorded_before
+from vit_ray.launch.run import train
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run
-from vit_ray.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)
@@ -211,19 +203,7 @@ def _run_cell(cell: Cell, parent: OpenParent) -> CellResult | None:
         return CellResult(cell, {}, None, error=str(error).strip().splitlines()[0])
     if not result.is_complete:
         return None
-    run_id = _record(recipe, result) if result.already_complete else result.run_id
-    return CellResult(cell, result.metrics, run_id, result.already_complete)
-
-
-def _record(recipe: Recipe, result: RunResult) -> str | None:
-    """Tell the cost of a run whose training had ended before its driver could, and end it."""
-    metrics = {key: value for key, value in result.metrics.items() if key.startswith(COST)}
-    tracker = Tracker.start(
-        recipe.tracking, recipe.name, metrics_log_path(recipe), run_id=result.run_id
-    )
-    tracker.metrics(result.steps, metrics)
-    tracker.finish()
-    return tracker.run_id
+    return CellResult(cell, result.metrics, result.run_id, result.already_complete)
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

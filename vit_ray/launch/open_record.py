@@ -1,8 +1,9 @@
-"""The record of a run from its opening to its end, whatever ends it."""
+"""The record of a run from its opening to its end, whatever ends it, be it the next driver."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
 from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.run_handle import RunHandle
 from vit_ray.tracking.run_status import RunOpening
 from vit_ray.tracking.start_recorder import start_recorder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,3 +89,35 @@ def open_record(
             record.ask("finish", status)
         with contextlib.suppress(ray.exceptions.RayError):
             recorder.release()
+
+
+def end_record(
+    recipe: Recipe, run_id: str | None, step: int, metrics: Mapping[str, float]
+) -> str | None:
+    """End the record of a run that has trained to its end, where its own driver died before it did.
+
+    Args:
+        run_id: the MLflow run, as the last checkpoint has it.
+        step: the run's last.
+        metrics: what its driver would have recorded at its end.
+
+    Returns:
+        The MLflow run; None while MLflow is away.
+    """
+    log_path = metrics_log_path(recipe)
+    if MetricsLog(log_path).end_is_sent("FINISHED"):
+        return run_id
+    # Here and not above, for it is rare: both import MLflow, which takes seconds.
+    from vit_ray.tracking.run_actor import lock_log
+    from vit_ray.tracking.tracker import Tracker
+
+    try:
+        lock = lock_log(log_path, recipe.name)
+    except RuntimeError as error:
+        logger.warning("%s", error)
+        return run_id
+    with lock:
+        tracker = Tracker.start(recipe.tracking, recipe.name, log_path, run_id=run_id)
+        tracker.metrics(step, metrics)
+        tracker.finish("FINISHED", timeout_s=10.0)
+        return tracker.run_id

@@ -29,8 +29,6 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.tracking.run_status import CHANGED_PARAMS
 
-COST: Final = ("study/", "cost/")
-"""What the keys of `training_cost` begin with."""
 _SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 _CONTEXTS: Final = {
     "train": "training",

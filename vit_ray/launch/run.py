@@ -10,7 +10,7 @@ from typing import Any
 from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.open_record import OpenRecord, open_record
+from vit_ray.launch.open_record import OpenRecord, end_record, open_record
 from vit_ray.launch.preflight import (
     Kind,
     PreparedRun,
@@ -214,6 +214,7 @@ def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> 
 
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
+    """By its last checkpoint; its driver may have died after that, and before the run's end."""
     checkpoint = prepared.resume_from
     assert checkpoint is not None
     position = checkpoint.position
@@ -221,7 +222,7 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
     speed = metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.resolved, position.step, speed)
     return RunResult(
-        run_id=position.tracking_run_id,
+        run_id=end_record(prepared.recipe, position.tracking_run_id, position.step, cost),
         name=prepared.recipe.name,
         steps=position.step,
         total_steps=prepared.resolved.total_steps,

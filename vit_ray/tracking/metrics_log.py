@@ -41,6 +41,7 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "wish": {"what": str, "reason": str},
 }
 _START: Final = b'{"kind": "start"'
+_FINISH: Final = b'{"kind": "finish"'
 SENT_KINDS: Final = frozenset(_FIELDS) - {"event", "wish"}
 """What MLflow gets; other kinds are for the recorder that opens the log again."""
 
@@ -114,6 +115,16 @@ class MetricsLog:
                     found.append(_parsed(line))
         return found
 
+    def end_is_sent(self, status: str) -> bool:
+        """Whether the last opening has ended with this status, and MLflow has all of the log."""
+        sent, last = self.sent(), None
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            for line in file:
+                if line.startswith((_START, _FINISH)):
+                    last = _parsed(line)
+        has_all = min(sent.offset, sent.files_offset or sent.offset) >= self.size
+        return has_all and last is not None and last.get("status") == status
+
     def first_start(self) -> Record | None:
         """The record that opened the file."""
         records = self.read(0)
@@ -125,9 +136,10 @@ class MetricsLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def sent(self) -> Sent:
-        """How far MLflow has the file, as noted by `mark_sent`."""
+        """How far MLflow has the file, as noted by `mark_sent`; of a file that is gone, nothing."""
         try:
-            return Sent(**json.loads(self._sent_path.read_text()))
+            sent = Sent(**json.loads(self._sent_path.read_text()))
+            return Sent(run_id=sent.run_id) if sent.offset > self.size else sent
         except (OSError, ValueError, TypeError):
             return Sent()
 

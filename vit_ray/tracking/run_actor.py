@@ -12,6 +12,7 @@ import fcntl
 import io
 import json
 import time
+from pathlib import Path
 from typing import IO, Any
 
 import ray
@@ -31,7 +32,7 @@ class Recorder:
 
     def __init__(self, opening: RunOpening) -> None:
         config = opening.config
-        self._writer_lock = _lock_log(opening)
+        self._writer_lock = lock_log(opening.log_path, opening.run_name)
         self._name, self._parent = opening.run_name, opening.parent
         self._log_path = opening.log_path
         self._started_s = time.time()
@@ -248,13 +249,13 @@ def sample_other_nodes(run_id: str, uri: str) -> list[Any]:
     ]
 
 
-def _lock_log(opening: RunOpening) -> IO[str]:
+def lock_log(log_path: Path, run_name: str) -> IO[str]:
     """The run's log for this recorder alone, until the file is closed or the process ends.
 
     Raises:
         RuntimeError: the recorder of an earlier driver still writes it.
     """
-    path = opening.log_path.with_suffix(".lock")
+    path = log_path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w")  # noqa: SIM115 - held until the run has ended
@@ -268,8 +269,8 @@ def _lock_log(opening: RunOpening) -> IO[str]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"run {opening.run_name!r}: the recorder of its last driver on this machine "
-                    f"has not ended in {RELEASE_S:g} s and still writes {opening.log_path}; end "
+                    f"run {run_name!r}: the recorder of its last driver on this machine "
+                    f"has not ended in {RELEASE_S:g} s and still writes {log_path}; end "
                     "that driver's job (ray job stop), then start again"
                 ) from None
             time.sleep(0.5)

@@ -66,7 +66,8 @@ def test_requests_of_a_group_expire_when_it_is_told(monkeypatch: pytest.MonkeyPa
         "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client"
     )
     monkeypatch.setattr(client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
-    ray_internals.expire_resource_requests_after(45)
+    monkeypatch.setattr(client, "AUTOSCALING_REQUESTS_INTERVAL_S", 20)
+    ray_internals.expire_resource_requests_after(45, repeat_s=10)
     sent: list[int] = []
 
     class Coordinator:
@@ -78,6 +79,13 @@ def test_requests_of_a_group_expire_when_it_is_told(monkeypatch: pytest.MonkeyPa
     requester = client.TrainAutoscalingCoordinatorClient("run")
     requester.__dict__["_autoscaling_coordinator"] = Coordinator
     monkeypatch.setattr(client.ray, "get", lambda *_, **__: None)
-    requester.send_resource_request(ray.train.ScalingConfig(num_workers=2), 2)
+    workers = ray.train.ScalingConfig(num_workers=2)
+    now_s = 100.0
+    monkeypatch.setattr(client.time, "monotonic", lambda: now_s)
+    requester.send_resource_request(workers, 2)
+    now_s += 9.0
+    requester.maybe_send_resource_request(workers, 2)
     assert sent == [45]
-    assert client.AUTOSCALING_REQUESTS_INTERVAL_S < 45
+    now_s += 2.0
+    requester.maybe_send_resource_request(workers, 2)
+    assert sent == [45, 45]

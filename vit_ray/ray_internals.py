@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import ray
+
 if TYPE_CHECKING:
     from ray.experimental.internal_kv import _internal_kv_list as _internal_kv_list
     from ray.experimental.internal_kv import _internal_kv_put as _internal_kv_put
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     )
     from ray.train.v2._internal.exceptions import (
         WorkerGroupStartupFailedError as WorkerGroupStartupFailedError,
+    )
+    from ray.train.v2._internal.exceptions import (
+        WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError,
     )
     from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
     from ray.train.v2._internal.execution.context import get_train_context as get_train_context
@@ -87,12 +92,18 @@ INTERNALS: Final = (
         "Workers that die while their group starts count as a failure of the run.", "#54833",
     ),
     Internal(
+        f"{_TRAIN}.exceptions", "WorkerGroupStartupTimeoutError",
+        "A group that waits for its place has not failed.", "#54833",
+    ),
+    Internal(
         f"{_TRAIN}.execution.scaling_policy", "ElasticScalingPolicy", _POLICIES, "",
         {
             "__init__": ("self", "scaling_config"),
             "make_decision_for_non_running_worker_group": ("self",),
             "_count_possible_workers": ("self", "reserved_resources"),
+            "after_controller_start": ("self", "train_run_context"),
         },
+        ("_autoscaling_coordinator",),
     ),
     Internal(f"{_TRAIN}.execution.scaling_policy", "NoopDecision", _DECISIONS, ""),
     Internal(f"{_TRAIN}.execution.scaling_policy", "ScalingDecision", _DECISIONS, ""),
@@ -129,6 +140,17 @@ INTERNALS: Final = (
         "AUTOSCALING_REQUESTS_EXPIRE_TIME_S",
         "What the group of a driver that was killed had asked for is kept from the next one for "
         "that long.", "",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
+        "AUTOSCALING_REQUESTS_INTERVAL_S",
+        "A group that lives asks again before that.", "",
+    ),
+    Internal(
+        "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
+        "_AutoscalingCoordinatorActor",
+        "Counts nodes and requests every 20 s, or when it is told to.", "",
+        {"get_reserved_resources": ("self", "requester_id", "recompute")},
     ),
     Internal(
         f"{_TRAIN}.execution.context", "get_train_context",
@@ -207,7 +229,18 @@ def reload_ray_config() -> None:
     importlib.import_module("ray._raylet").Config.initialize("")
 
 
-def expire_resource_requests_after(seconds: int) -> None:
-    """Of elastic groups whose controller runs in this process; it repeats them every 20 s."""
-    name = "AUTOSCALING_REQUESTS_EXPIRE_TIME_S"
-    setattr(importlib.import_module(_MODULES[name]), name, seconds)
+def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
+    """Of elastic groups whose controller runs in this process, which repeats them."""
+    for name, value in (
+        ("AUTOSCALING_REQUESTS_EXPIRE_TIME_S", seconds),
+        ("AUTOSCALING_REQUESTS_INTERVAL_S", repeat_s),
+    ):
+        setattr(importlib.import_module(_MODULES[name]), name, value)
+
+
+def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:
+    """Have the nodes and requests counted now, of which an elastic policy asks what it may take."""
+    counted = policy._autoscaling_coordinator.get_reserved_resources.remote(
+        policy._requester_id, recompute=True
+    )
+    ray.get(counted, timeout=timeout_s)

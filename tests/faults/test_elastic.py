@@ -24,7 +24,6 @@ from vit_ray.storage import locate
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 STEPS, EVERY = 800, 40
-SOONER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20"}
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     recipe = elastic_recipe("node-lost", digits, folder)
     head = Head(one_node.address, "")
-    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)), **SOONER)
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
     one_node.remove_node(second, allow_graceful=False)
     code, output = driver.wait()
@@ -98,7 +97,7 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
     # Long enough for any machine: it is told to stop when the larger group has saved.
     recipe = elastic_recipe("node-joins", digits, folder).with_changes(optim={"steps": 100_000})
     head = Head(one_node.address, "")
-    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)), **SOONER)
+    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)))
     wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
     one_node.add_node(num_cpus=1, include_dashboard=False)
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    _AutoscalingCoordinatorActor,
+)
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -25,12 +28,16 @@ from ray.train.v2._internal.execution.controller.state import (
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.preemption import PreemptionInfo
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.scaling_policy import (
+    autoscaling_coordinator_client as client,
+)
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from tests.train.fakes import make_job
 from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
+    KEEP_REQUEST_S,
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
     NotePlacement,
@@ -77,6 +84,83 @@ def test_the_group_is_the_largest_that_divides_the_batch_and_leaves_a_cpu_to_rea
     assert policy._count_possible_workers(_held(alive, resources) | lost) == size
 
 
+class Coordinator:
+    """Ray's own, with nodes and a clock of the test's, called where an actor would be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.nodes = 0.0, ["a"]
+        monkeypatch.setattr(ray, "get", lambda reference, **_: reference)
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)  # it counts when it is told to
+        self._counts = _AutoscalingCoordinatorActor(
+            lambda: self.now_s, lambda *_, **__: None, self.alive
+        )
+        monkeypatch.setattr(ray, "nodes", self.alive)
+        monkeypatch.setattr(client, "get_or_create_autoscaling_coordinator", lambda: self)
+        monkeypatch.setattr(client.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(ray_policies, "WAIT_FOR_NODES_S", 0.0)
+        # Both are set for the controller's process, which here is that of the tests.
+        for name in ("AUTOSCALING_REQUESTS_EXPIRE_TIME_S", "AUTOSCALING_REQUESTS_INTERVAL_S"):
+            monkeypatch.setattr(client, name, getattr(client, name))
+
+    def alive(self) -> list[dict[str, Any]]:
+        held = {"CPU": 1.0}
+        return [{"NodeID": n, "Alive": True, "Resources": held} for n in self.nodes]
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._counts, method))
+
+    def start(self, run: str) -> DivisorScalingPolicy:
+        """Policy of a run's controller, which has sent its first request."""
+        scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 0.75})
+        policy = DivisorScalingPolicy(scaling, [1, 2], 0.25, lambda: None)
+        policy.GET_RESERVED_RESOURCES_INTERVAL_S = 0
+        policy.after_controller_start(SimpleNamespace(run_id=run))
+        return policy
+
+    def size(self, policy: DivisorScalingPolicy, after_s: float = 0.0) -> int:
+        """Of the group that the policy would start; 0: it waits."""
+        self.now_s += after_s
+        decision = policy.make_decision_for_non_running_worker_group()
+        return decision.num_workers if isinstance(decision, ResizeDecision) else 0
+
+
+def test_a_node_is_counted_as_soon_as_it_is_there_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(monkeypatch)
+    policy = coordinator.start("run")
+    assert coordinator.size(policy) == 1
+    coordinator.nodes = ["a", "b"]
+    assert coordinator.size(policy) == 2
+    coordinator.nodes = ["b"]
+    assert coordinator.size(policy) == 1
+
+
+def test_a_driver_that_was_killed_keeps_its_places_for_seconds_and_one_that_lives_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = Coordinator(monkeypatch)
+    killed = coordinator.start("killed")
+    assert coordinator.size(killed) == 1
+    again = coordinator.start("again")
+    for _ in range(8):  # it lives
+        assert coordinator.size(killed, after_s=KEEP_REQUEST_S / 4) == 1
+        assert coordinator.size(again) == 0
+    assert coordinator.size(again, after_s=KEEP_REQUEST_S - 1) == 0
+    assert coordinator.size(again, after_s=2.0) == 1
+
+
+def test_a_coordinator_that_does_not_answer_leaves_what_was_counted_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = Coordinator(monkeypatch)
+    policy = coordinator.start("run")
+
+    def hangs(*_: Any) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray_policies, "refresh_reserved_resources", hangs)
+    assert coordinator.size(policy) == 1
+
+
 def test_a_group_for_which_nobody_waits_any_more_stops_looking_for_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +173,7 @@ def test_a_group_for_which_nobody_waits_any_more_stops_looking_for_a_place(
         "make_decision_for_non_running_worker_group",
         lambda self: NoopDecision(),
     )
+    monkeypatch.setattr(ray_policies, "refresh_reserved_resources", lambda *_: None)
     with pytest.raises(ray.exceptions.RayActorError):
         policy.make_decision_for_non_running_worker_group()
 
@@ -204,6 +289,8 @@ def test_nodes_that_are_taken_back_and_workers_that_find_no_place_are_not_counte
     for error in (failed(taken), failed(WorkerHealthCheckFailedError("gone", taken)), timeout):
         for _ in range(30):
             assert policy.make_decision(error) is FailureDecision.RETRY
+    # What waits for a place is told by its driver, once a minute.
+    assert len(ray.get(workers.events.remote())) == 60
     assert policy.make_decision(failed(RuntimeError("bad card"))) is FailureDecision.RAISE
 
 

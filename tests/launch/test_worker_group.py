@@ -122,7 +122,7 @@ def test_a_lanes_settings_are_its_own_and_not_those_of_the_one_before(
         "30",
         "600",
     )
-    assert second["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "60"
+    assert second["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "10"
     assert second["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "1"
 
 

@@ -205,8 +205,9 @@ def lane_environment(shape: LaneShape, *, is_private: bool) -> dict[str, str]:
         # How soon Ray Train notices that a worker has ended or died.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
-        # An elastic group must give up the size that a node lost a moment ago had allowed.
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60" if shape.is_elastic else "600",
+        # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
+        # takes 15 s to notice, and decides anew each time that a group has found no place.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
         # On a private Ray nobody takes the one node away, and nobody reads metrics.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
         "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",

@@ -6,6 +6,7 @@ controller is overridden, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -34,16 +35,20 @@ from vit_ray.ray_internals import (
     RunningState,
     ScalingDecision,
     WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
     _is_preemption_failure,
     expire_resource_requests_after,
+    refresh_reserved_resources,
 )
 from vit_ray.storage import locate
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0
-KEEP_REQUEST_S: Final = 45
+KEEP_REQUEST_S: Final = 20
 """How long a driver that was killed holds the places of its group; Ray's default is 180 s."""
+REPEAT_REQUEST_S: Final = 5
+REFRESH_S: Final = 5.0
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
@@ -110,6 +115,8 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             return FailureDecision.RAISE  # of the lane's server: the lane ends, and its group
         if job is None:
             return super().make_decision(training_failed_error)
+        if _is_wait_for_place(training_failed_error):
+            return super().make_decision(training_failed_error)  # the driver tells it
         text = cause(training_failed_error)
         job.recorder.event.remote("worker failed", text, 0)
         if answer(job.recorder.failure.remote(), "the run's record"):
@@ -136,6 +143,10 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
             self._count += 1
         return self._count
+
+
+def _is_wait_for_place(error: TrainingFailedError) -> bool:
+    return isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError)
 
 
 def _is_crash(error: TrainingFailedError) -> bool:
@@ -168,13 +179,19 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
         self._current_job = current_job
 
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Here, in the controller's process: the first request is kept no longer than others."""
+        expire_resource_requests_after(KEEP_REQUEST_S, repeat_s=REPEAT_REQUEST_S)
+        super().after_controller_start(train_run_context)
+
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """As Ray's, which would ask again without a pause while there is no place for a group.
 
         Raises:
             RayActorError: the lane's server is gone, and nobody waits for the group any more.
         """
-        expire_resource_requests_after(KEEP_REQUEST_S)  # here: in the controller's process
+        with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
+            refresh_reserved_resources(self, REFRESH_S)
         decision = super().make_decision_for_non_running_worker_group()
         if isinstance(decision, NoopDecision):
             self._current_job()

@@ -122,7 +122,8 @@ class MetricsLog:
             for line in file:
                 if line.startswith((_START, _FINISH)):
                     last = _parsed(line)
-        has_all = min(sent.offset, sent.files_offset or sent.offset) >= self.size
+        files_offset = sent.offset if sent.files_offset is None else sent.files_offset
+        has_all = min(sent.offset, files_offset) >= self.size
         return has_all and last is not None and last.get("status") == status
 
     def first_start(self) -> Record | None:

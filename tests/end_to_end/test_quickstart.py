@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import mlflow
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import Head
 from vit_ray.commands import quickstart
@@ -35,6 +38,7 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert accuracy is not None
     assert float(accuracy[1]) > 70  # in a quarter of its epochs; 10 is chance
     assert re.search(r"0\.03 .* chosen", first)
+    assert _accuracy_of_the_logged_model(recipe, tmp_path / "images" / "test") == accuracy[1]
     made = _weight_files(tmp_path)
     assert len(made) >= 4  # of the pre-training, two trials and the retraining
     assert run_quickstart(recipe) == 0
@@ -42,6 +46,21 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert second.count("it was complete before") == 1
     assert _tables(second) == _tables(first)
     assert _weight_files(tmp_path) == made
+
+
+def _accuracy_of_the_logged_model(recipe: Recipe, images: Path) -> str:
+    """Of the pre-training, on the files that the test set was converted from; in percent."""
+    mlflow.set_tracking_uri(recipe.tracking.uri)
+    found = f"attributes.run_name = '{recipe.name}'"
+    (run,) = mlflow.search_runs(
+        search_all_experiments=True, filter_string=found, output_format="list"
+    )
+    model = mlflow.pyfunc.load_model(f"models:/{run.outputs.model_outputs[0].model_id}")
+    files = sorted(images.rglob("*.png"))
+    classes = sorted({file.parent.name for file in files})
+    labels = [classes.index(file.parent.name) for file in files]
+    pixels = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
+    return f"{(model.predict(pixels).argmax(1) == labels).mean():.2%}".rstrip("%")
 
 
 def _weight_files(folder: Path) -> dict[Path, int]:

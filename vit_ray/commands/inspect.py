@@ -11,8 +11,9 @@ from pyarrow import fs
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
-from vit_ray.data.images.crops import Augmentation, BadImageError, UInt8Array, training_crop
+from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
+from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.recorded import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.tracker import Tracker
@@ -66,7 +67,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     Raises:
         ValueError: the folder holds no image that can be decoded.
     """
-    augmentation = _evaluation_crop(recipe)
+    augmentation = augmentation_of(recipe, recipe.data.eval_augment)
     crops = []
     for file in _spread(_image_files(locate(config.images)), config.num_images):
         try:
@@ -93,13 +94,6 @@ def _image_files(folder: Location) -> list[Location]:
 def _spread(files: list[Location], count: int) -> list[Location]:
     count = min(count, len(files))
     return [files[index * len(files) // count] for index in range(count)]
-
-
-def _evaluation_crop(recipe: Recipe) -> Augmentation:
-    size, augment = recipe.model.image_size, recipe.data.eval_augment
-    longest = size if isinstance(size, int) else max(size)
-    resize = augment.resize or round(longest * 8 / 7)
-    return Augmentation(kind=augment.kind, size=size, flip=augment.flip, resize=resize)
 
 
 def _keep(recipe: Recipe, folder: Path, files: list[Path]) -> None:

@@ -406,6 +406,10 @@ class TrackingConfig(Section):
     """Record under this run (sweeps and studies set it)."""
     system_metrics: bool = True
     """CPU, memory, GPU and network of every node."""
+    log_model: bool = True
+    """Log the trained model for `mlflow.pyfunc.load_model`: its checkpoint's address, no copy."""
+    register_as: Annotated[str, Field(pattern=r"^[^/:]+$")] | None = None
+    """Registered model of which what is trained becomes a version; trials of a sweep do not."""
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:

@@ -377,14 +377,7 @@ def _spec(
 ) -> StreamSpec:
     return StreamSpec(
         manifest,
-        Augmentation(
-            kind=augment.kind,
-            size=recipe.model.image_size,
-            flip=augment.flip,
-            resize=augment.resize or _default_resize(recipe),
-            min_area=augment.min_area,
-            max_area=augment.max_area,
-        ),
+        augmentation_of(recipe, augment),
         seed=recipe.seed,
         rows=rows,
         max_bad_fraction=recipe.data.max_bad_fraction,
@@ -408,6 +401,18 @@ def _training_spec(recipe: Recipe, manifest: Manifest, rows: Selection | None) -
     if window is None or window.num_batches == 1:
         return replace(spec, window=window)
     return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
+
+
+def augmentation_of(recipe: Recipe, augment: AugmentConfig) -> Augmentation:
+    """How images of the recipe's model are cut, for training or for evaluation."""
+    return Augmentation(
+        kind=augment.kind,
+        size=recipe.model.image_size,
+        flip=augment.flip,
+        resize=augment.resize or _default_resize(recipe),
+        min_area=augment.min_area,
+        max_area=augment.max_area,
+    )
 
 
 def _default_resize(recipe: Recipe) -> int:

@@ -10,11 +10,13 @@ from typing import Any
 from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster import ClusterShape, connect
+from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.open_record import OpenRecord, end_record, open_record
 from vit_ray.launch.preflight import (
     Kind,
     PreparedRun,
     ResolvedRun,
+    augmentation_of,
     check_cluster,
     prepare_evaluation,
     prepared_training,
@@ -46,7 +48,7 @@ class RunResult:
     metrics: dict[str, float]
     """Last value of every metric."""
     checkpoint: str
-    """Folder of the newest checkpoint."""
+    """Folder of the newest checkpoint, as `init_from` takes it."""
     already_complete: bool = False
     """The run had ended before; nothing was trained."""
     hint: str = ""
@@ -148,6 +150,7 @@ def _run(
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _with_cost(_result(job, record), prepared, record)
         record.is_complete = result.is_complete
+        _log_model(result, prepared, record)
         return result
 
 
@@ -197,7 +200,7 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
         evaluation_due=checkpoint.position.progress.evaluation_due if checkpoint else False,
         ended=ended,
         metrics=dict(status.metrics),
-        checkpoint=checkpoint.folder.path if checkpoint else "",
+        checkpoint=checkpoint.folder.uri if checkpoint else "",
         hint=record.ask("hint"),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
@@ -211,6 +214,23 @@ def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> 
     cost = training_cost(prepared.recipe, prepared.resolved, result.steps, speed)
     record.ask("metrics", result.steps, cost)  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
+
+
+def _log_model(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> None:
+    """What has been trained to its end, and has a head, as a model of MLflow."""
+    recipe, config = prepared.recipe, prepared.recipe.tracking
+    has_head = prepared.kind != "evaluate" and recipe.train.loss != "masked_patch"
+    if config.log_model and result.is_complete and has_head:
+        augmentation = augmentation_of(recipe, recipe.data.eval_augment)
+        num_classes = prepared.resolved.manifest.num_classes
+        record.ask(
+            "model",
+            model_files(recipe.model, augmentation, result.checkpoint, num_classes),
+            recipe.name,
+            result.steps,
+            {"model": recipe.model.name, "checkpoint": result.checkpoint},
+            None if prepared.kind == "sweep_trial" else config.register_as,
+        )
 
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
@@ -227,7 +247,7 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
         steps=position.step,
         total_steps=prepared.resolved.total_steps,
         metrics={**metrics, **cost},
-        checkpoint=checkpoint.folder.path,
+        checkpoint=checkpoint.folder.uri,
         already_complete=True,
         ended=position.progress.ended,
     )

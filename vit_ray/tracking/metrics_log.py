@@ -20,7 +20,7 @@ from vit_ray.config.secrets import redacted
 
 Record = dict[str, Any]
 
-FILES: Final = ("text", "artifact")
+FILES: Final = ("text", "artifact", "model")
 """Kinds of records that become files of the run."""
 _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "start": {
@@ -36,6 +36,13 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "tag": {"key": str, "value": str},
     "text": {"name": str, "text": str},
     "artifact": {"path": str, "folder": str},
+    "model": {
+        "path": str,
+        "name": str,
+        "step": int,
+        "params": dict,
+        "register_as": (str, NoneType),
+    },
     "finish": {"status": str},
     "event": {"event": dict},
     "wish": {"what": str, "reason": str},

@@ -7,7 +7,17 @@ the rest.
 from vit_ray.imports import hide_modules
 
 with hide_modules("pandas", "scipy"):
-    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+    from mlflow.entities import (
+        Dataset,
+        DatasetInput,
+        InputTag,
+        LoggedModel,
+        LoggedModelOutput,
+        Metric,
+        Param,
+        Run,
+        RunTag,
+    )
     from mlflow.exceptions import MlflowException
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
@@ -16,6 +26,8 @@ __all__ = [
     "Dataset",
     "DatasetInput",
     "InputTag",
+    "LoggedModel",
+    "LoggedModelOutput",
     "Metric",
     "MlflowClient",
     "MlflowException",

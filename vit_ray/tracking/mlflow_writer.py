@@ -26,6 +26,7 @@ from vit_ray.tracking.mlflow_api import (
     RunTag,
 )
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
+from vit_ray.tracking.model_sender import send_model
 from vit_ray.tracking.run_status import CHANGED_PARAMS
 
 MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
@@ -77,6 +78,7 @@ class RunWriter:
             "tag": lambda r: self._tag(r["key"], r["value"]),
             "text": self._send_text,
             "artifact": self._send_artifact,
+            "model": self._send_model,
             "finish": lambda r: self.client.set_terminated(self._id, r["status"]),
         }
 
@@ -246,12 +248,22 @@ class RunWriter:
 
     def _send_artifact(self, record: Record) -> None:
         path = Path(record["path"])
-        if not path.exists():
-            logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
+        if not self._is_there(path):
             return
-        self._check_own(path)
         send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
         send(self._id, str(path), record["folder"] or None)
+
+    def _send_model(self, record: Record) -> None:
+        if self._is_there(Path(record["path"])):
+            send_model(self.client, self.client.get_run(self._id), record)
+
+    def _is_there(self, path: Path) -> bool:
+        """Whether a file or folder that a record names is still there, and the run's own."""
+        if not path.exists():
+            logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
+            return False
+        self._check_own(path)
+        return True
 
     def _check_own(self, path: Path) -> None:
         """All that would be sent lies in the run's folder, links followed.

@@ -11,6 +11,7 @@ import collections
 import fcntl
 import io
 import json
+import logging
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,8 @@ from vit_ray.tracking.tracker import Status, Tracker
 
 RELEASE_S = 20.0
 """How long the recorder of a driver that was killed may take to end."""
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -202,6 +205,24 @@ class Recorder:
         path = self._log_path.parent / name
         path.write_bytes(content)
         self._tracker.artifact(path, folder)
+
+    def model(
+        self,
+        files: dict[str, str],
+        name: str,
+        step: int,
+        params: dict[str, str],
+        register_as: str | None,
+    ) -> None:
+        """A model of MLflow by the texts of its files; else as `Tracker.model`."""
+        folder = self._log_path.parent / f"mlflow-model-{step:08d}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, text in files.items():
+                (folder / file).write_text(text)
+        except OSError as error:
+            return logger.warning("run %s: no model is logged: %s", self._name, error)
+        self._tracker.model(folder, name, step, params, register_as)
 
     def finish(self, status: Status) -> bool:
         """Write the history and end the run; False if MLflow has not taken all of it."""

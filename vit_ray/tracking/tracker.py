@@ -145,6 +145,32 @@ class Tracker:
         """Keep a file or folder of the run's folder; it must stay where it is until it is sent."""
         self._record({"kind": "artifact", "path": str(Path(path).resolve()), "folder": folder})
 
+    def model(
+        self,
+        path: str | Path,
+        name: str,
+        step: int,
+        params: Mapping[str, str],
+        register_as: str | None,
+    ) -> None:
+        """Log a model of MLflow: a folder of the run's folder that stays where it is.
+
+        Args:
+            step: at which the run had the model.
+            params: shown with it.
+            register_as: registered model of which it becomes a version.
+        """
+        self._record(
+            {
+                "kind": "model",
+                "path": str(Path(path).resolve()),
+                "name": name,
+                "step": step,
+                "params": dict(params),
+                "register_as": register_as,
+            }
+        )
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False when it does not in time.
 

@@ -173,6 +173,16 @@ def training_crop(
     return _cut(pixels, box, out)
 
 
+def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
+    """The crop of an image that is decoded already, uint8 (height, width, 3); as `training_crop`.
+
+    Where the augmentation is random, it takes the same numbers for every image.
+    """
+    height, width = pixels.shape[:2]
+    box = _BOXES[augmentation.kind](height, width, augmentation, KeyedUniform(0, 0, 0, _CROP))
+    return _cut(pixels, box, np.empty(augmentation.shape, np.uint8))
+
+
 @dataclass(frozen=True)
 class DeviceCrop:
     """A plain JPEG that has yet to be decoded, and which pixels of it make the crop.

@@ -294,6 +294,13 @@ def locate(path: str) -> Location:
                 "secret."
             )
         return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
+    if path.startswith(("gs://", "gcs://")):
+        raise ValueError(
+            "a gs:// address is not served; Google's storage answers to S3, too: give "
+            "s3://bucket/folder, and set AWS_ENDPOINT_URL=https://storage.googleapis.com, "
+            "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
     if "://" in path and not path.startswith("file://"):
         raise ValueError(
             f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "

@@ -1,9 +1,7 @@
 """What storage does in the middle of a save: a disk that is really full, a process that dies."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,6 @@ from vit_ray.train.checkpoint import Position, Snapshot, folder_name, open_check
 from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_verified_checkpoint
-
-DISK_MIB = 2
 
 DIES = """
 import os, sys
@@ -36,18 +32,6 @@ where = Position(Progress(step), step, step, 1, {"w": [1000]}, {}, "print")
 taken = Snapshot(0, 1, {"weight|w|0": torch.full((1000,), float(step))}, where)
 write_snapshot(taken, run.child(folder_name(step)), die if dies else lambda: None)
 """
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of a few MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root may mount a file system")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 class Engine(FakeEngine):

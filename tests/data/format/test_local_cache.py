@@ -1,12 +1,16 @@
 """A node's cache: right or not there, bounded among processes, and nobody else's files touched."""
 
+import contextlib
 import errno
 import logging
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from tests.data.format.test_rot import SHARD, as_version_1, used_rows, write_rows
@@ -123,7 +127,7 @@ def test_use_counts_as_use(tmp_path: Path) -> None:
     cache = LocalCache(str(tmp_path / "cache"), 100)
     cache.write(f"{OTHER}-0-0", bytes(90))
     os.utime(tmp_path / "cache" / f"{OTHER}-0-0", (0, 0))
-    assert cache.read(f"{OTHER}-0-0", checksum(bytes(90))) is not None
+    assert cache.read(f"{OTHER}-0-0", checksum(bytes(90)), 90) is not None
     cache.write(f"{ONE}-0-0", bytes(90))
     assert entries(cache) == {f"{OTHER}-0-0": 90}
 
@@ -139,7 +143,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match=r"data.cache_dir=.* cannot be used on this node"):
-        LocalCache(str(tmp_path / "file" / "cache"), 100).read(f"{ONE}-0-0", 0)
+        LocalCache(str(tmp_path / "file" / "cache"), 100).read(f"{ONE}-0-0", 0, 40)
 
 
 def test_files_that_are_not_the_caches_own_stay(tmp_path: Path) -> None:
@@ -217,3 +221,120 @@ def test_a_recipe_gives_the_cache_of_each_node(tmp_path: Path) -> None:
     assert recipe.data.cache_dir == str(Path("here").absolute())
     with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is no folder on a node's disk"):
         recipe.with_changes(data={"cache_dir": "s3://b/c"})
+
+
+def test_a_folder_is_listed_once_and_when_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Mock(side_effect=local_cache._entries)
+    monkeypatch.setattr(local_cache, "_entries", looks)
+    cache = LocalCache(str(tmp_path / "cache"), 3000)
+    for number in range(500):
+        cache.write(f"{ONE}-0-{number}", bytes(10))
+    assert looks.call_count == 2
+    assert sum(entries(cache).values()) == 3000
+    monkeypatch.setattr(local_cache, "_FULL_S", 0.0)
+    (tmp_path / "cache" / f"{ONE}-0-7").unlink()
+    marker = tmp_path / "cache" / "vit_ray_cache"
+    marker.write_bytes(b"%20d %20d\n" % (3000, 0))  # the while is over
+    cache.write(f"{ONE}-0-900", bytes(10))
+    assert f"{ONE}-0-900" in entries(cache)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 42, b"12", b"-5 0\n", b"%20d %20d\n" % (0, 0), b"9" * 60 + b" 1\n"]
+)
+def test_whatever_the_marker_says_the_bound_holds(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "vit_ray_cache").write_bytes(content)
+    for number in range(9):
+        (folder / f"{ONE}-0-{number}").write_bytes(bytes(10))
+    cache = LocalCache(str(folder), 100)
+    for number in range(9, 20):
+        cache.write(f"{ONE}-0-{number}", bytes(10))
+    assert sum(entries(cache).values()) == 100
+
+
+def test_a_writer_that_is_killed_leaves_no_wrong_entry_and_no_wrong_count(tmp_path: Path) -> None:
+    cache = LocalCache(str(tmp_path / "cache"), 2_000_000)
+    random = np.random.default_rng(1)
+    for _ in range(12):
+        writer = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(cache,))
+        writer.start()
+        time.sleep(random.uniform(0.005, 0.05))
+        writer.kill()
+        writer.join()
+    found = entries(cache)
+    whole = [name for name in found if not name.endswith(".tmp")]
+    assert len(whole) > 10
+    for name in whole:
+        assert cache.read(name, checksum(_content_of(name)), 100_000) is not None
+    for number in range(1000):
+        cache.write(f"{ONE}-3-{number}", bytes(9_000))
+    assert 1_900_000 < sum(entries(cache).values()) <= 2_000_000
+
+
+def _write_for_ever(cache: LocalCache) -> None:
+    for number in range(os.getpid() % 1000 * 1000, 10**9):
+        cache.write(f"{ONE}-0-{number}", _content_of(f"{ONE}-0-{number}"))
+
+
+def _content_of(name: str) -> bytes:
+    return name.encode() * 1000
+
+
+def _extend(entry: Path) -> None:
+    os.truncate(entry, 1 << 42)  # of holes, more than any memory has
+
+
+def _replace_by_folder(entry: Path) -> None:
+    entry.unlink()
+    entry.mkdir()
+
+
+def _replace_by_loop(entry: Path) -> None:
+    entry.unlink()
+    entry.symlink_to(entry.name)
+
+
+def _empty(entry: Path) -> None:
+    entry.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_extend, _replace_by_folder, _replace_by_loop, _empty])
+def test_an_entry_that_is_no_file_of_its_size_is_read_from_the_source(
+    small: Manifest, cache: LocalCache, damage: Callable[[Path], None]
+) -> None:
+    before = keys(small, cache)
+    for name in entries(cache):
+        damage(Path(cache.folder) / name)
+    assert keys(small, cache) == before
+    assert keys(small, cache) == before
+
+
+@pytest.mark.parametrize("is_full_before", [True, False])
+def test_a_disk_that_is_really_full_is_told_once_and_costs_nothing_else(
+    small_disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_full_before: bool,
+) -> None:
+    whole = write_rows(tmp_path / "large", LABELS * 40, 20_000)
+    if is_full_before:
+        (small_disk / "other").write_bytes(b"")
+        with contextlib.suppress(OSError):
+            (small_disk / "other").write_bytes(bytes(3 << 20))
+    writes = Mock(side_effect=local_cache._write)
+    monkeypatch.setattr(local_cache, "_write", writes)
+    local_cache._warn_once.cache_clear()
+    cache = LocalCache(str(small_disk / "cache"), 1 << 30)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert keys(whole, cache) == [f"key {i}" for i in range(240)]
+    assert caplog.text.count("No space left on device; reading goes on without it") == 1
+    kept = list(small_disk.glob("cache/*-*"))
+    assert bool(kept) != is_full_before
+    assert not [file for file in kept if file.suffix == ".tmp"]
+    assert writes.call_count <= len(kept) + 1

@@ -1,4 +1,6 @@
 import itertools
+import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,10 @@ from vit_ray.data.prepare.source_index import (
     SourceIndex,
     entries_table,
     find_repeated_keys,
+    in_pieces,
 )
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
+from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.staged_files import parquet_output
 from vit_ray.storage import Location, locate
 
@@ -25,9 +29,8 @@ def index_of(keys: list[str], staging: Location, scratch: Path) -> SourceIndex:
         part = staging.child(f"index-{number}.parquet")
         entries = [IndexEntry(f"/{k}", 0, len(k), k, ("cat", k)) for k in keys[begin:end]]
         with parquet_output(part, INDEX_SCHEMA) as writer:
-            step = source_index.ENTRIES_AT_A_TIME
-            for first in range(0, len(entries), step):
-                writer.write_table(entries_table(entries[first : first + step]))
+            for piece in in_pieces(entries):
+                writer.write_table(entries_table(piece))
         parts.append(part)
         rows.append(end - begin)
     repeated = find_repeated_keys(parts, len(keys), scratch)
@@ -52,6 +55,51 @@ def test_each_shard_lists_what_a_plain_shuffle_gives_it(
     assert all(e.path == f"/{e.key}" and e.labels == ("cat", e.key) for s in listed for e in s)
     assert [len(shard) % 4 for shard in listed[:-1]] == [0] * 16
     assert not list(tmp_path.glob("bucket-*"))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3000, 20_000])
+def test_long_texts_in_small_pieces_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    keys = [f"image {i}" + "x" * (i % 7 * 100) for i in range(60)]
+    places, shards = np.array([0, 5, 30, 59]), ShardRows(len(keys), 9, 4)
+    found = []
+    for limit in (1 << 20, num_bytes):
+        monkeypatch.setattr(source_index, "CHARACTERS_AT_A_TIME", limit)
+        monkeypatch.setattr(shard_lists, "_BYTES_AT_A_TIME", limit)
+        staging = locate(str(tmp_path / f"staging-{limit}"))
+        index = index_of(keys, staging, tmp_path)
+        write_shard_lists(index, shards, 9, staging, tmp_path)
+        lists = [list_of_shard(shards, staging, shard) for shard in range(9)]
+        found.append((list(index.entries(places)), lists))
+    assert found[0] == found[1]
+
+
+def test_long_texts_are_held_in_pieces_of_some_bytes(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """19 MB of captions and lists of labels, of which never more than a few MB are held."""
+    monkeypatch.setattr(source_index, "CHARACTERS_AT_A_TIME", 1 << 19)
+    monkeypatch.setattr(shard_lists, "_BYTES_AT_A_TIME", 1 << 19)
+    labels = [f"{i:03d}" + "y" * 200 for i in range(40)]
+    row = {"label": labels, "caption": "c" * 40_000}
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(json.dumps({"path": f"{i}.jpg", **row}) + "\n" for i in range(400))
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        staging = locate(str(tmp_path / "staging"))
+        units = list_units(str(tmp_path / "a.jsonl"))
+        index = source_index.build_index(units, staging, tmp_path, columns=["caption"])
+        list(index.entries(np.array([3, 200, 399])))
+        write_shard_lists(index, ShardRows(400, 40, 4), 9, staging, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+        assert pool.max_memory() < 5 << 20
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
 
 
 def test_only_the_first_of_equal_keys_is_usable(

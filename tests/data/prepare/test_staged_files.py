@@ -16,7 +16,7 @@ from vit_ray.data.prepare.staged_files import (
 from vit_ray.storage import Location, locate
 
 FACTS = {"rows": [64, 64, 12], "row_group_crc32": [7, 8, 9], "reason": "of\ntwo lines \u00fc"}
-TABLE = pa.table({"key": [f"image {i}" for i in range(50)], "length": list(range(50))})
+TABLE = pa.table({"key": [f"image {i}" for i in range(20)]})
 
 
 @pytest.fixture
@@ -53,12 +53,13 @@ def test_facts_of_a_version_before_are_read(facts: Location) -> None:
 def test_a_flipped_bit_of_a_table_is_no_other_value(tmp_path: Path) -> None:
     file = locate(str(tmp_path / "index.parquet"))
     with parquet_output(file, TABLE.schema) as writer:
-        writer.write_table(TABLE, row_group_size=25)
+        writer.write_table(TABLE, row_group_size=10)
     assert pa.concat_tables(read_row_groups(file)).equals(TABLE)
     for flip in flips(Path(file.path), bits_per_byte=1):
         try:
             found = pa.concat_tables(read_row_groups(file))
+            # Names and types stand in the footer, which has no checksum.
+            values = found.rename_columns(TABLE.column_names).cast(TABLE.schema)
         except (pa.ArrowException, OSError, KeyError, ValueError):
             continue
-        # A name has no checksum; a column of another one is missed by who asks for it.
-        assert found.rename_columns(TABLE.column_names).equals(TABLE), flip
+        assert values.equals(TABLE), flip

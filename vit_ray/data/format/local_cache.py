@@ -10,6 +10,7 @@ reads and not 50 %). Entries of other data sets make room when they have not bee
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,11 @@ _ENTRY: Final = re.compile(r"[0-9a-f]{16}-\d+-(\d+|footer)(\.[0-9a-f]{8}\.tmp)?"
 """Names that this module gives to files; no other file is ever deleted."""
 _IDLE_S: Final = 3600.0
 """For which another data set's entries are kept after their last use."""
+_FULL_S: Final = 60.0
+"""Between two looks for what may go from a full cache."""
+_TOTAL: Final = re.compile(rb" *(\d{1,20}) +(\d{1,20})\n")
+_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""What a disk says that worked before, and may again."""
 _LOCK_WAIT_S: Final = 2.0
 _LOCK_POLL_S: Final = 0.01
 
@@ -49,15 +55,19 @@ class LocalCache:
     folder: str
     most_bytes: int
 
-    def read(self, name: str, crc32: int) -> pa.Buffer | None:
-        """An entry, if it is there and is what it should be."""
-        path = self._opened() / name
+    def read(self, name: str, crc32: int, most_bytes: int) -> pa.Buffer | None:
+        """An entry, if it is there and is what it should be.
+
+        Args:
+            most_bytes: that it can have; a larger file is damaged, and is not read.
+        """
         try:
+            path = self._opened() / name
             with pa.OSFile(str(path)) as file:
-                content = file.read_buffer()
+                content = file.read_buffer() if file.size() <= most_bytes else None
         except OSError:
             return None
-        if checksum(content) != crc32:
+        if content is None or checksum(content) != crc32:
             _LOG.warning("%s differs from its checksum; it is deleted and read again", path)
             _delete(path)
             return None
@@ -67,21 +77,41 @@ class LocalCache:
 
     def write(self, name: str, content: pa.Buffer | bytes) -> None:
         """Keep an entry if there is room; never raises for want of it."""
-        folder = self._opened()
         try:
-            with _locked(folder) as is_mine:
-                if is_mine and self._make_room(folder, name, len(memoryview(content))):
-                    _write(folder / name, content)
+            folder = self._opened()
+            with _locked(folder) as total:
+                # Of two tasks that missed it, one has written it meanwhile.
+                if total is None or (folder / name).exists():
+                    return
+                if self._has_room(folder, total, name, len(memoryview(content))):
+                    _write(folder / name, content, total, self.most_bytes)
         except OSError as error:
-            _warn_once(str(folder), error.strerror or str(error))
+            _warn_once(self.folder, error.strerror or str(error))
 
     def _opened(self) -> Path:
         return _own_folder(self.folder)
 
-    def _make_room(self, folder: Path, name: str, num_bytes: int) -> bool:
-        """Whether an entry fits, after others have gone that may."""
+    def _has_room(self, folder: Path, total: "_Total", name: str, num_bytes: int) -> bool:
+        """Whether an entry fits, which then counts as written.
+
+        The folder is listed by each process once, and when it seems to be full, which is believed
+        for a while. So the count is never too low: a writer that is killed leaves it too high.
+        """
+        known, full_until = total.read()
+        is_first = self.folder not in _COUNTED
+        if known is None or is_first or known + num_bytes > self.most_bytes:
+            if known is not None and not is_first and time.time() < full_until:
+                return False
+            known = self._make_room(folder, name, num_bytes)
+            _COUNTED.add(self.folder)
+        fits = known + num_bytes <= self.most_bytes
+        total.write(known + num_bytes * fits, 0.0 if fits else time.time() + _FULL_S)
+        return fits
+
+    def _make_room(self, folder: Path, name: str, num_bytes: int) -> int:
+        """Bytes of all entries, after others have gone that may."""
         entries = list(_entries(folder))
-        excess = sum(stat.st_size for _, stat in entries) + num_bytes - self.most_bytes
+        total = sum(stat.st_size for _, stat in entries)
         idle_since = time.time() - _IDLE_S
         of_set = name.partition("-")[0]
         idle = sorted(
@@ -91,11 +121,15 @@ class LocalCache:
             if not path.name.startswith(of_set) or path.suffix == ".tmp"
         )
         for _, path, size in idle:
-            if excess <= 0:
+            if total + num_bytes <= self.most_bytes:
                 break
             _delete(path)
-            excess -= size
-        return excess <= 0
+            total -= size
+        return total
+
+
+_COUNTED: Final[set[str]] = set()
+"""Folders whose entries this process has counted."""
 
 
 @lru_cache(maxsize=8)
@@ -104,6 +138,7 @@ def _own_folder(folder: str) -> Path:
 
     Raises:
         ValueError: it holds what no cache has put there, or cannot be made.
+        OSError: its disk is full.
     """
     path = Path(folder)
     try:
@@ -116,6 +151,8 @@ def _own_folder(folder: str) -> Path:
             )
         (path / _MARKER).touch()
     except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
         raise ValueError(
             f"data.cache_dir={folder!r} cannot be used on this node ({error}); give a folder on a "
             "local disk, or unset it"
@@ -130,31 +167,51 @@ def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield Path(entry.path), entry.stat()
 
 
+class _Total:
+    """Bytes of all entries, as the marker has them; and until when a full cache is taken for full.
+
+    Of fixed length, so that it is replaced by one call.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def read(self) -> tuple[int | None, float]:
+        found = _TOTAL.fullmatch(os.pread(self._file, 64, 0))
+        return (int(found[1]), float(found[2])) if found else (None, 0.0)
+
+    def write(self, num_bytes: int, full_until: float) -> None:
+        os.pwrite(self._file, b"%20d %20d\n" % (num_bytes, full_until), 0)
+
+
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether no other process counts or writes meanwhile; given up if one does for too long."""
-    with (folder / _MARKER).open("a") as marker:
-        until = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    yield False
-                    return
-                time.sleep(_LOCK_POLL_S)
-                continue
-            yield True  # closing the file lets go
-            return
+def _locked(folder: Path) -> Iterator[_Total | None]:
+    """While no other process counts or writes; None if one does for too long."""
+    marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield _Total(marker) if _is_held(marker) else None
+    finally:
+        os.close(marker)  # which lets go
 
 
-def _write(path: Path, content: pa.Buffer | bytes) -> None:
+def _is_held(marker: int) -> bool:
+    until = time.monotonic() + _LOCK_WAIT_S
+    while time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(_LOCK_POLL_S)
+    return False
+
+
+def _write(path: Path, content: pa.Buffer | bytes, total: _Total, most_bytes: int) -> None:
     half = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         half.write_bytes(content)
         half.replace(path)
     except OSError:
         _delete(half)
+        total.write(most_bytes, time.time() + _FULL_S)  # the disk is, where the cache is not
         raise
 
 

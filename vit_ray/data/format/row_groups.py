@@ -276,8 +276,9 @@ class RowGroupReader:
     def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
         number = int(self._manifest.row_group[group])
         expected = None if self._manifest.crc32 is None else int(self._manifest.crc32[group])
-        name = f"{int(self._manifest.file_index[group])}-{number}"
-        content = self._kept(name, expected)
+        index = int(self._manifest.file_index[group])
+        name = f"{index}-{number}"
+        content = self._kept(index, name, expected)
         if content is None:
             content = shard.content(number)
             if expected is not None and checksum(content) != expected:
@@ -290,10 +291,12 @@ class RowGroupReader:
         self._check_count(group, len(columns["key"]))
         return _rows_of(columns, is_whole=expected is not None)
 
-    def _kept(self, name: str, crc32: int | None) -> pa.Buffer | None:
+    def _kept(self, index: int, name: str, crc32: int | None) -> pa.Buffer | None:
+        """Of the file of an index, of which it is a part."""
         if self._cache is None or crc32 is None:
             return None
-        return self._cache.read(f"{self._manifest.fingerprint}-{name}", crc32)
+        file_bytes = self._manifest.files[index].bytes
+        return self._cache.read(f"{self._manifest.fingerprint}-{name}", crc32, file_bytes)
 
     def _keep(self, name: str, content: pa.Buffer | bytes, crc32: int | None) -> None:
         """Of what has just been compared with its checksum."""
@@ -355,7 +358,7 @@ class RowGroupReader:
 
     def _open_shard(self, index: int, location: Location) -> ShardReader:
         entry, name = self._manifest.files[index], f"{index}-footer"
-        kept = self._kept(name, entry.footer_crc32)
+        kept = self._kept(index, name, entry.footer_crc32)
         shard = ShardReader(location, entry, None if kept is None else bytes(kept))
         if kept is None:
             self._keep(name, shard.footer, entry.footer_crc32)

@@ -1,12 +1,13 @@
 """Which images each shard holds: the index of a source, drawn into the order of the data set.
 
 Two passes over the index, each from its begin to its end: its rows are dealt into buckets by the
-shards that they belong to, and each bucket, which fits into memory, is put in order and written
-with a row group per shard. So the work grows with the number of images and nothing else, and a task
-that makes a shard reads one small footer and one row group.
+shards that they belong to, and each bucket, or as much of it as fits into memory, is put in order
+and written with a row group per shard. So the work grows with the number of images and nothing
+else, and a task that makes a shard reads one small footer and one row group.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _MOST_BUCKETS: Final = 256
 """Each is an open file while rows are dealt."""
 _ROWS_DEALT: Final = 1 << 20
 """At a time, so that each bucket gets thousands of them."""
+_BYTES_AT_A_TIME: Final = 1 << 28
+"""Of rows that are dealt, or put in order: fewer than the above where texts are long."""
 _POSITION: Final = pa.field("position", pa.int64())
 
 
@@ -73,9 +76,8 @@ def write_shard_lists(
     """
     _deal(index, shards, seed, scratch)
     for number, first in enumerate(shards.first_shards):
-        table = _in_order(_bucket(scratch, number))
         with parquet_output(staging.child(_list_name(number)), INDEX_SCHEMA) as writer:
-            for part in _per_shard(table, shards, first):
+            for part in _per_shard(_bucket(scratch, number), shards, first):
                 writer.write_table(part, row_group_size=max(1, part.num_rows))
         _bucket(scratch, number).unlink()
 
@@ -119,28 +121,41 @@ def _deal(index: SourceIndex, shards: ShardRows, seed: int, scratch: Path) -> No
 def _large_pieces(tables: Iterator[tuple[int, pa.Table]]) -> Iterator[tuple[int, pa.Table]]:
     """The tables joined to about `_ROWS_DEALT` rows each, with the number of the first row."""
     waiting: list[pa.Table] = []
-    first = rows = 0
+    first = rows = num_bytes = 0
     for _, table in tables:
         waiting.append(table)
         rows += table.num_rows
-        if rows >= _ROWS_DEALT:
+        num_bytes += table.nbytes
+        if rows >= _ROWS_DEALT or num_bytes >= _BYTES_AT_A_TIME:
             yield first, pa.concat_tables(waiting).combine_chunks()
-            first, rows, waiting = first + rows, 0, []
+            first, rows, num_bytes, waiting = first + rows, 0, 0, []
     if rows:
         yield first, pa.concat_tables(waiting).combine_chunks()
 
 
-def _in_order(bucket: Path) -> pa.Table:
-    """The rows of a bucket by their positions, without them."""
+def _per_shard(bucket: Path, shards: ShardRows, first: int) -> Iterator[pa.Table]:
+    """The rows of each shard of a bucket, of which `first` is the first.
+
+    Of as many shards at a time as memory holds: where texts are long, not of all.
+    """
+    stop = min(first + shards.shards_per_list, shards.num_shards)
+    step = max(1, (stop - first) // -(-bucket.stat().st_size // _BYTES_AT_A_TIME))
     with pa.memory_map(str(bucket)) as file:
-        table = pa.ipc.open_stream(file).read_all().combine_chunks()
+        batches = pa.ipc.open_stream(file).read_all().to_batches()
+        for begin in range(first, stop, step):
+            ends = [shards.first_row(s) for s in range(begin, min(begin + step, stop) + 1)]
+            table = _in_order(batches, ends[0], ends[-1])
+            for start, end in itertools.pairwise(ends):
+                yield table.slice(start - ends[0], end - start)
+
+
+def _in_order(batches: list[pa.RecordBatch], start: int, stop: int) -> pa.Table:
+    """The rows whose positions are in a range, by these, without them."""
+    found = []
+    for batch in batches:
+        positions = batch["position"].to_numpy()
+        chosen = np.flatnonzero((positions >= start) & (positions < stop))
+        found.append(batch if len(chosen) == len(positions) else batch.take(pa.array(chosen)))
+    table = pa.Table.from_batches(found).combine_chunks()
     order = np.argsort(table["position"].to_numpy())
     return table.drop_columns(["position"]).take(order)
-
-
-def _per_shard(table: pa.Table, shards: ShardRows, first: int) -> Iterator[pa.Table]:
-    """The rows of each shard of a bucket, of which `first` is the first."""
-    begin = shards.first_row(first)
-    for shard in range(first, min(first + shards.shards_per_list, shards.num_shards)):
-        start, stop = (shards.first_row(s) - begin for s in (shard, shard + 1))
-        yield table.slice(start, stop - start)

@@ -5,9 +5,8 @@ Nobody ever reads it at random places: `shard_lists.py` draws it into another or
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +34,7 @@ from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_many_facts,
+    read_row,
     read_row_groups,
     write_facts,
 )
@@ -42,7 +42,9 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
-"""Rows of a row group of an index file."""
+"""Rows of a row group of an index file, at most."""
+CHARACTERS_AT_A_TIME: Final = 16 << 20
+"""After which one ends: captions, or lists of labels, may be long."""
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
@@ -91,9 +93,8 @@ class SourceIndex:
         ends = np.cumsum(self.rows)
         for row in np.sort(rows).tolist():
             part = int(np.searchsorted(ends, row, side="right"))
-            group, place = divmod(row - int(ends[part]) + self.rows[part], ENTRIES_AT_A_TIME)
-            (table,) = read_row_groups(self.parts[part], only=group)
-            yield from table_entries(self._marked(table.slice(place, 1), row))
+            table = read_row(self.parts[part], row - int(ends[part]) + self.rows[part])
+            yield from table_entries(self._marked(table, row))
 
     def _marked(self, table: pa.Table, first: int) -> pa.Table:
         """With the reason why a repeated row is not usable."""
@@ -248,8 +249,8 @@ class _UnitIndexer:
         tally = _Tally(unit)
         entries = map(tally.add, _until_damage(unit, staging.child(f"{_name(unit)}.bin")))
         with parquet_output(staging.child(_part_name(unit)), INDEX_SCHEMA) as writer:
-            while found := list(islice(entries, ENTRIES_AT_A_TIME)):
-                writer.write_table(entries_table(found))
+            for piece in in_pieces(entries):
+                writer.write_table(entries_table(piece))
         declared = None if tally.damage else class_names_in_file(unit)
         return _UnitFacts(
             unit.path,
@@ -301,6 +302,20 @@ class _Tally:
             self.unknown_lengths += entry.length < 0
             check_class_count(len(self.labels), self._unit.path)
         return entry
+
+
+def in_pieces(entries: Iterable[IndexEntry]) -> Iterator[list[IndexEntry]]:
+    """The entries in lists that a process can hold, each of one at least."""
+    piece: list[IndexEntry] = []
+    characters = 0
+    for entry in entries:
+        piece.append(entry)
+        characters += entry.characters
+        if len(piece) == ENTRIES_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece
 
 
 def entries_table(entries: list[IndexEntry]) -> pa.Table:

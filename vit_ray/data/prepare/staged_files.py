@@ -9,10 +9,11 @@ import contextlib
 import functools
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -21,6 +22,8 @@ from vit_ray.retry import second_look, with_retries
 from vit_ray.storage import Location, closed_after
 
 _READERS: Final = 16
+
+_Result = TypeVar("_Result")
 
 
 def write_facts(file: Location, facts: dict[str, Any]) -> None:
@@ -83,20 +86,45 @@ def read_row_groups(
 ) -> Iterator[pa.Table]:
     """The row groups of a parquet file, or one of them, each read with retries."""
 
-    def read_one(number: int) -> tuple[pa.Table, int]:
-        with location.filesystem.open_input_file(location.path) as source:
-            file = pq.ParquetFile(source, page_checksum_verification=True)
-            count = file.metadata.num_row_groups
-            if number >= count:
-                return file.schema_arrow.empty_table(), count
-            return file.read_row_group(number, columns=columns), count
-
-    def read(number: int) -> tuple[pa.Table, int]:
-        return second_look(functools.partial(read_one, number), OSError, pa.ArrowException)
+    def read(number: int, file: pq.ParquetFile) -> tuple[pa.Table, int]:
+        count = file.metadata.num_row_groups
+        if number >= count:
+            return file.schema_arrow.empty_table(), count
+        return _row_group(file, number, columns), count
 
     number, count = only or 0, 1 if only is None else only + 1
     while number < count:
-        table, total = with_retries(functools.partial(read, number), f"reading {location.path}")
+        table, total = _read_parquet(location, functools.partial(read, number))
         count = total if only is None else count
         yield table
         number += 1
+
+
+def read_row(location: Location, row: int) -> pa.Table:
+    """One row of a parquet file; reads the row group that it lies in."""
+
+    def read(file: pq.ParquetFile) -> pa.Table:
+        rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        ends = np.cumsum(rows)
+        group = int(np.searchsorted(ends, row, side="right"))
+        return _row_group(file, group).slice(row - int(ends[group]) + rows[group], 1)
+
+    return _read_parquet(location, read)
+
+
+def _row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:
+    table = file.read_row_group(number, columns=columns)
+    if table.num_rows != file.metadata.row_group(number).num_rows:  # the header of a page lies
+        raise pa.ArrowInvalid(f"row group {number} has {table.num_rows} rows; its footer says more")
+    return table
+
+
+def _read_parquet(location: Location, read: Callable[[pq.ParquetFile], _Result]) -> _Result:
+    def read_once() -> _Result:
+        with location.filesystem.open_input_file(location.path) as source:
+            return read(pq.ParquetFile(source, page_checksum_verification=True))
+
+    def read_twice() -> _Result:
+        return second_look(read_once, OSError, pa.ArrowException)
+
+    return with_retries(read_twice, f"reading {location.path}")

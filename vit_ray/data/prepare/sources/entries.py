@@ -98,6 +98,12 @@ class IndexEntry:
         """Bytes of the values of `extra`."""
         return sum(len(value.encode()) for value in self.extra if value is not None)
 
+    @property
+    def characters(self) -> int:
+        """Of all its texts."""
+        texts = (self.path, self.key, *self.labels, self.problem, *self.extra)
+        return sum(len(text) for text in texts if text is not None)
+
     def read(self) -> bytes:
         """The encoded image.
 

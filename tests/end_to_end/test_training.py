@@ -81,7 +81,8 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(
     wanted = {
         "train/loss", "train/lr", "train/grad_norm", "train/images_per_s", "data/wait_fraction",
         "eval/top1", "eval/top5", "eval/loss", "eval/averaged_top1", "startup/first_step_s",
-        "checkpoint/stall_s", "perf/model_tflops_per_gpu", "perf/step_ms_max", "perf/memory_gib",
+        "checkpoint/stall_s", "perf/model_tflops_per_gpu", "perf/own_ms_max", "perf/slowest_rank",
+        "perf/memory_gib",
     }  # fmt: skip
     assert wanted <= set(run.data.metrics)
     assert run.data.params["train.zero_stage"] == "2"

@@ -9,16 +9,17 @@ from vit_ray.tracking.run_status import RunStatus, Stage
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
     "perf/model_tflops_per_gpu": 512.4, "perf/mfu": 0.551, "perf/hfu": 0.602,
-    "data/wait_fraction": 0.03, "perf/step_ms_median": 310.2, "perf/step_ms_max": 333.3,
-    "perf/memory_gib": 71.25, "eval/top1": 0.8137,
+    "data/wait_fraction": 0.03, "perf/step_ms_median": 310.2, "perf/own_ms_median": 151.0,
+    "perf/own_ms_max": 251.0, "perf/slowest_rank": 7.0, "perf/memory_gib": 71.25,
+    "eval/top1": 0.8137,
 }  # fmt: skip
 
 
 def test_a_log_line_has_every_figure() -> None:
     assert describe(RunStatus(metrics=METRICS)) == (
         "loss 2.250, lr 3.00e-04, gradient 0.75, 1234 images/s, 512 TFLOP/s per worker, "
-        "MFU 55.1%, HFU 60.2%, data wait 3%, step 310 ms, slowest worker 333 ms, 71.2 GiB, "
-        "top-1 81.37%"
+        "MFU 55.1%, HFU 60.2%, data wait 3%, step 310 ms, own work 151 ms, at most 251 ms, "
+        "of worker 7, 71.2 GiB, top-1 81.37%"
     )
 
 

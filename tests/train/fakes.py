@@ -125,6 +125,9 @@ class FakeEngine:
         self.weight += 1
         return Stepped()
 
+    def take_forward_s(self) -> float:
+        return 0.001
+
     def snapshot(self, position: Position) -> Snapshot:
         return Snapshot(0, 1, {"weight|w|0": torch.tensor([self.weight])}, position)
 

@@ -58,7 +58,9 @@ _IN_A_LINE = (
     ("perf/hfu", "HFU {:.1%}"),
     ("data/wait_fraction", "data wait {:.0%}"),
     ("perf/step_ms_median", "step {:.0f} ms"),
-    ("perf/step_ms_max", "slowest worker {:.0f} ms"),
+    ("perf/own_ms_median", "own work {:.0f} ms"),
+    ("perf/own_ms_max", "at most {:.0f} ms"),
+    ("perf/slowest_rank", "of worker {:.0f}"),
     ("perf/memory_gib", "{:.1f} GiB"),
     ("eval/top1", "top-1 {:.2%}"),
 )

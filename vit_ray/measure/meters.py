@@ -5,8 +5,10 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,11 +24,14 @@ class StepTimes:
     """Whole steps, waiting for data included."""
     waits: list[float] = field(default_factory=list)
     """The part of each step spent waiting for its batch."""
+    forwards: list[float] = field(default_factory=list)
+    """The part of each step that its forward passes took."""
 
-    def record(self, step_s: float, wait_s: float) -> None:
+    def record(self, step_s: float, wait_s: float, forward_s: float = 0.0) -> None:
         """One finished step."""
         self.steps.append(step_s)
         self.waits.append(wait_s)
+        self.forwards.append(forward_s)
 
     @property
     def total_s(self) -> float:
@@ -43,10 +48,47 @@ class StepTimes:
         """Median step."""
         return statistics.median(self.steps) if self.steps else 0.0
 
+    @property
+    def own_median_s(self) -> float:
+        """Median of what a step takes before it may wait for other workers: batch and forward."""
+        own = [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
+        return statistics.median(own) if own else 0.0
+
     def reset(self) -> None:
         """Start a new window."""
         self.steps.clear()
         self.waits.clear()
+        self.forwards.clear()
+
+
+class DeviceTimes:
+    """Adds up the time that a device takes for what it is given in the blocks."""
+
+    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        """`clock`: of a device that works while the host waits, a CPU."""
+        self._is_cuda, self._clock = device.type == "cuda", clock
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """What the device is given in the block counts; the host does not wait for it."""
+        begin = self._mark()
+        yield
+        self._spans.append((begin, self._mark()))
+
+    def take_s(self) -> float:
+        """Seconds since the last call, of work that the device has come to the end of."""
+        spans, self._spans = self._spans, []
+        if self._is_cuda:
+            return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+        return float(sum(end - begin for begin, end in spans))
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 @dataclass(frozen=True)

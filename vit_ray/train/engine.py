@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.imports import hide_modules
 from vit_ray.measure.memory import sum_precision
+from vit_ray.measure.meters import DeviceTimes
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
     Fragment,
@@ -84,6 +85,7 @@ class DeepSpeedEngine:
         self.device = torch.device("cpu")
         self._engine = self._initialize(model, optim, micro_batch_size, accumulation_steps)
         self.device = torch.device(self._engine.device)
+        self.forward_times = DeviceTimes(self.device)
         self.dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer_state(self._engine).clear()
@@ -113,13 +115,21 @@ class DeepSpeedEngine:
 
         `step`: 0-based, for losses that change from epoch to epoch.
         """
-        loss = self._loss_function(self._engine, images, labels, samples, step)
+        with self.forward_times.measured():
+            loss = self._loss_function(self._engine, images, labels, samples, step)
         # A loss that is not finite must poison the gradients, so that all ranks skip together.
         factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
         self._engine.backward(loss * factor)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
         return loss.detach()
+
+    def take_forward_s(self) -> float:
+        """Time of this rank's forward passes since the last call, which the device has ended.
+
+        They wait for no other rank, but for weights under ZeRO 3.
+        """
+        return self.forward_times.take_s()
 
     def step(self, learning_rate: float) -> StepResult:
         """Apply the accumulated gradients, unless they are not finite."""

@@ -9,6 +9,7 @@ baseline that the overhead of everything else is measured against.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Engine(Protocol):
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
     def step(self, learning_rate: float) -> StepResultLike: ...
+    def take_forward_s(self) -> float:
+        """Of the forward passes since the last call; asked when the host has waited for them."""
 
 
 class Collectives(Protocol):
@@ -195,7 +198,7 @@ def run_training(
         progress.step += 1
         progress.train_seconds += step_s
         hooks.note_step(progress.step)
-        times.record(step_s, wait_s)
+        times.record(step_s, wait_s, engine.take_forward_s())
         if result.applied and math.isfinite(total_loss):
             progress.nonfinite_steps = 0
         else:
@@ -297,13 +300,18 @@ def _window_metrics(
         v / context.world_size
         for v in context.collectives.sum([times.total_s / len(times.steps), times.wait_fraction])
     )
-    slowest_s = context.collectives.max([times.median_s])[0]
+    # Whole steps take equally long on all ranks, who wait for the slowest in each.
+    own_s = [0.0] * context.world_size
+    own_s[context.rank] = times.own_median_s
+    own_s = context.collectives.sum(own_s)
     images_per_s = recipe.train.global_batch_size / mean_s
     return {
         "train/images_per_s": images_per_s,
         "data/wait_fraction": wait,
         "perf/step_ms_median": times.median_s * 1e3,
-        "perf/step_ms_max": slowest_s * 1e3,
+        "perf/own_ms_median": statistics.median(own_s) * 1e3,
+        "perf/own_ms_max": max(own_s) * 1e3,
+        "perf/slowest_rank": float(own_s.index(max(own_s))),
         "perf/memory_gib": context.collectives.max([peak_memory_gib()])[0],
         **compute.rates(images_per_s / context.world_size),
     }

@@ -1,10 +1,16 @@
 """Which Ray a driver joins: no Ray needed."""
 
+import platform
 import socket
+from typing import Any
 
 import pytest
+import ray
+from ray._private.utils import check_version_info
 
-from vit_ray.launch.cluster import check_reachable
+from vit_ray.config import load_recipe
+from vit_ray.launch import cluster
+from vit_ray.launch.cluster import check_reachable, connect
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
@@ -29,3 +35,39 @@ def test_an_address_that_answers_is_taken() -> None:
 @pytest.mark.parametrize("address", ["auto", "local", "ray://head"])
 def test_other_forms_are_left_to_ray(address: str) -> None:
     check_reachable(address, timeout_s=0.1)
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    """A driver with an address at which somebody listens."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv(cluster.AUTH_MODE, "disabled")
+    monkeypatch.setattr(cluster, "check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+
+
+@pytest.mark.parametrize(
+    ("ray_version", "python_version"),
+    [("2.59.1", platform.python_version()), (ray.__version__, "3.9.1")],
+)
+def test_a_cluster_of_another_version_is_an_error_that_names_both(
+    monkeypatch: pytest.MonkeyPatch, ray_version: str, python_version: str
+) -> None:
+    theirs = {"ray_version": ray_version, "python_version": python_version}
+    # Ray's own check, which `ray.init` makes with what the cluster says of itself.
+    joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=10\.0\.0\.1:6379: The cluster") as raised:
+        connect(load_recipe("digits"))
+    (line,) = str(raised.value).splitlines()
+    assert f"started with: Ray: {ray_version} Python: {python_version} This process" in line
+    assert f"started with: Ray: {ray.__version__} Python: {platform.python_version()}." in line
+    assert "ray job submit" in line
+
+
+def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: Any) -> None:
+        raise RuntimeError("the cluster is full")
+
+    joining(monkeypatch, fails)
+    with pytest.raises(RuntimeError, match=r"^the cluster is full$"):
+        connect(load_recipe("digits"))

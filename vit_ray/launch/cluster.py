@@ -18,7 +18,12 @@ from typing import Final
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.ray_internals import has_auth_token, hide_printed_messages, reload_ray_config
+from vit_ray.ray_internals import (
+    VERSION,
+    has_auth_token,
+    hide_printed_messages,
+    reload_ray_config,
+)
 
 AUTH_MODE = "RAY_AUTH_MODE"
 DASHBOARD = "VIT_RAY_DASHBOARD"
@@ -55,14 +60,14 @@ def connect(recipe: Recipe) -> ClusterShape:
     cores there are. It keeps Ray's token authentication, since its ports are open to the network.
 
     Raises:
-        ValueError: nobody answers at the address.
+        ValueError: nobody answers at the address, or a Ray or Python of another version.
     """
     _quiet()
     if not ray.is_initialized():
         if os.environ.get("RAY_ADDRESS"):
             _use_token_if_there_is_one()
             check_reachable(os.environ["RAY_ADDRESS"])
-            ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
+            _join()
         else:
             ray.init(
                 address="local",  # not another one that happens to run here
@@ -73,6 +78,25 @@ def connect(recipe: Recipe) -> ClusterShape:
             )
             _STARTED.append(_address())
     return shape(time.time())
+
+
+def _join() -> None:
+    """Join the cluster at `RAY_ADDRESS`.
+
+    Raises:
+        ValueError: it runs another Ray or Python, with which nothing can be exchanged.
+    """
+    try:
+        ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
+    except RuntimeError as error:
+        told = " ".join(str(error).split())
+        if not told.startswith("Version mismatch: "):
+            raise
+        raise ValueError(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {told.removeprefix('Version mismatch: ')}. "
+            f"Both need the same Python and Ray {VERSION}: start the driver with the cluster's, "
+            "such as by `ray job submit`, which starts it there, or renew the cluster"
+        ) from None
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:

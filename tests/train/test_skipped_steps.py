@@ -1,0 +1,78 @@
+"""`train.nonfinite=skip` on two ranks: one of them meets a loss that is not finite, both skip."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
+from tests.train.fakes import DirectLink, FakeActor
+from tests.train.ranks import run_ranks
+from tests.train.test_loop import FakeHooks, recipe
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.measure.meters import Compute
+from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.loop import Batch, RankContext, run_training
+from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch
+from vit_ray.train.progress import Progress
+
+RANKS, MICRO, BAD = 2, 2, 2
+CPU = torch.device("cpu")
+
+
+def train_on(
+    rank: int, train: TrainConfig, numbers: list[int], bad: int | None
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, int]], Progress]:
+    """Weights, history and position after a step of each batch; rank 1's loss of `bad` is NaN."""
+    engine = build_engine(train, RANKS, MICRO)
+    plain, actor = engine._loss_function, FakeActor()
+
+    def loss(module: Any, images: Any, labels: Any, samples: Any, step: int) -> torch.Tensor:
+        value: torch.Tensor = plain(module, images, labels, samples, step)
+        return value * float("nan") if (rank, step) == (1, bad) else value
+
+    def describe(one: Batch) -> str:
+        return describe_batch(engine, one, MICRO)
+
+    policy = NonfinitePolicy(train, DirectLink(actor, rank), describe, lambda: 0)
+
+    class Hooks(FakeHooks):
+        def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+            policy.handle(progress, batch)
+
+    share = GLOBAL_BATCH // RANKS
+    mine = slice(rank * share, (rank + 1) * share)
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for number in numbers:
+            images, labels = (part[mine].numpy() for part in batch(number))
+            samples = torch.arange(GLOBAL_BATCH)[mine].numpy() + number * GLOBAL_BATCH
+            yield {"image": images, "labels": labels, "sample": samples}
+
+    engine._loss_function = loss  # type: ignore[assignment]
+    chosen = recipe(
+        optim={"steps": len(numbers), "schedule": "constant", "warmup_steps": 0},
+        train={"global_batch_size": GLOBAL_BATCH},
+    )
+    progress = Progress()
+    context = RankContext(len(numbers), rank, RANKS, MICRO, ProcessGroup(CPU))
+    reason = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
+    assert reason == "finished"
+    weights = {name: p.detach().clone() for p, name in engine._names.items()}
+    return weights, actor.events, progress
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(stage: int) -> None:
+    train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.0, nonfinite="skip")
+    skipped = run_ranks(RANKS, train_on, train, [0, 1, BAD, 3, 4], BAD)
+    without = run_ranks(RANKS, train_on, train, [0, 1, 3, 4], None)
+    for (weights, _, progress), (wanted, _, _) in zip(skipped, without, strict=True):
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert (progress.step, progress.nonfinite_steps) == (5, 0)
+    ((kind, text, step),) = skipped[0][1]
+    assert (kind, step) == ("not finite", BAD + 1)
+    samples = ", ".join(str(n) for n in range(BAD * GLOBAL_BATCH, (BAD + 1) * GLOBAL_BATCH))
+    assert f"Samples {samples}." in text  # of both ranks

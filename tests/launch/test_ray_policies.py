@@ -42,6 +42,7 @@ from vit_ray.launch.ray_policies import (
     DivisorScalingPolicy,
     NotePlacement,
     SaveBeforeResize,
+    cause,
     newest_step,
 )
 from vit_ray.storage import locate
@@ -310,6 +311,52 @@ def test_a_crash_while_a_group_starts_is_tried_again_and_counted(
     damaged = ControllerError(DamagedCheckpointError("every checkpoint is damaged"))
     policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     assert policy.make_decision(damaged) is FailureDecision.RAISE
+
+
+# As Ray 2.60's raylet writes it.
+MEMORY = """Task was killed due to the node running low on memory.
+Memory on the node (IP: 10.0.0.7, ID: 3f2a) was 60.80GB used / 64.00GB limit (0.950000)
+Object store memory usage: [(- objects spillable: 0)]
+Top 10 memory users:
+PID\tMEM(GB)\tCOMMAND
+71\t12.5\tray::RayTrainWorker
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io. \
+Consider provisioning more memory on this node. To disable worker killing, set the environment \
+variable `RAY_memory_monitor_refresh_ms` to zero."""
+
+
+def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do() -> None:
+    killed = ray.exceptions.OutOfMemoryError(MEMORY)
+    hidden = WorkerHealthCheckFailedError("A worker health check failed.", killed)
+    text = cause(failed(RuntimeError("Connection reset by peer"), hidden))
+    assert text.startswith(
+        "worker 1: host 10.0.0.7 ran out of memory (60.80GB used / 64.00GB limit), so Ray ended"
+    )
+    assert "workers.cpus_per_worker" in text
+    assert text.endswith("worker 0: Connection reset by peer")
+
+
+def test_a_host_without_memory_ends_a_run_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    method = SimpleNamespace(remote=lambda *entry: told.append(entry[-1]) if entry else None)
+    recorder = SimpleNamespace(event=method, failure=method, fail=method)
+    job = replace(make_job(tmp_path, workers={"max_failures": 1}), recorder=recorder)
+    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
+    policy = ConsecutiveFailurePolicy(lambda: job)
+    killed = ControllerError(ray.exceptions.OutOfMemoryError(MEMORY))
+    assert policy.make_decision(killed) is FailureDecision.RETRY
+    assert policy.make_decision(killed) is FailureDecision.RAISE
+    assert "host 10.0.0.7 ran out of memory" in told[-1]
+
+
+def test_a_lane_whose_server_was_ended_for_lack_of_memory_ends(tmp_path: Path) -> None:
+    def gone() -> TrainJob | None:
+        raise ray.exceptions.OutOfMemoryError(MEMORY)
+
+    policy = ConsecutiveFailurePolicy(gone)
+    assert policy.make_decision(failed(RuntimeError("x"))) is FailureDecision.RAISE
 
 
 def test_what_a_worker_calls_unrecoverable_is_not_tried_again(workers: Any, tmp_path: Path) -> None:

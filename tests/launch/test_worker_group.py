@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from tests.train.fakes import make_job
 from vit_ray.launch import lane, worker_group
@@ -104,6 +105,26 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
     with pytest.raises(type(error)), lane.borrowed_lane(shape(), is_private=True):
         raise error
     assert calls == [left]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")],
+)
+def test_a_lane_is_lost_when_the_process_of_its_server_has_ended(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(lane, "answer", answer)
+    monkeypatch.setattr(lane, "StreamSource", lambda *_: None)
+    monkeypatch.setattr(ray, "put", lambda streams: None)
+    one = object.__new__(lane.Lane)
+    one.shape, one._num_assigned = shape(), 0
+    one._server = SimpleNamespace(assign=SimpleNamespace(remote=lambda _: None))
+    with pytest.raises(LaneLostError, match="the process that runs the streams has died"):
+        one.run(make_job(tmp_path), {})
 
 
 def shape(**sections: Any) -> LaneShape:

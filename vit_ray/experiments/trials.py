@@ -17,6 +17,8 @@ from typing import Any, Final
 import ray
 from ray import tune
 
+from vit_ray.launch.answers import PROCESS_DIED
+
 Outcome = dict[str, Any]
 """What a trial reports to Ray Tune."""
 
@@ -115,7 +117,7 @@ def _tuner(
 
 
 def _serve(desk: Any, train: Callable[[int], Outcome], ended: threading.Event) -> None:
-    with contextlib.suppress(ray.exceptions.RayActorError):  # the desk is closed at the end
+    with contextlib.suppress(*PROCESS_DIED):  # the desk is closed at the end
         while not ended.is_set():
             index = ray.get(desk.next_request.remote())
             if index is not None:

@@ -8,6 +8,8 @@ import ray
 
 ANSWER_LIMIT_S: Final = 300.0
 """The slowest, an MLflow server that is away, is given up after less."""
+PROCESS_DIED: Final = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""What a call of an actor raises whose process has ended; the second where Ray has ended it."""
 
 
 def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any:

@@ -24,7 +24,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.answers import answer
+from vit_ray.launch.answers import PROCESS_DIED, answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane_server import LaneServer
 from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, missing_now
@@ -168,7 +168,7 @@ class Lane:
                 if not self._thread.is_alive():
                     raise LaneEndedError(str(self._error)) from self._error
                 watch.check(is_placed=answer(self._server.is_placed.remote(), _SERVER))
-        except ray.exceptions.RayActorError as error:
+        except PROCESS_DIED as error:
             raise LaneLostError("the process that runs the streams has died") from error
 
     def close(self) -> None:

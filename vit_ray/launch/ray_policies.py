@@ -21,7 +21,7 @@ from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-from vit_ray.launch.answers import answer
+from vit_ray.launch.answers import PROCESS_DIED, answer
 from vit_ray.ray_internals import (
     ControllerCallback,
     DatasetsCallback,
@@ -50,6 +50,8 @@ KEEP_REQUEST_S: Final = 20
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0
 _MOST_CAUSES: Final = 3
+_OUT_OF_MEMORY: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
+"""In Ray's text of several lines, of which the last is of Ray's settings."""
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
 
@@ -111,7 +113,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         """Every failure becomes part of the run's history."""
         try:
             job = self._current_job()
-        except ray.exceptions.RayActorError:
+        except PROCESS_DIED:
             return FailureDecision.RAISE  # of the lane's server: the lane ends, and its group
         if job is None:
             return super().make_decision(training_failed_error)
@@ -156,7 +158,7 @@ def _is_crash(error: TrainingFailedError) -> bool:
     failure = getattr(error, "controller_failure", None)
     if isinstance(failure, ray.exceptions.RayTaskError):
         return not isinstance(failure.cause, ValueError)
-    return isinstance(failure, WorkerGroupStartupFailedError | ray.exceptions.RayActorError)
+    return isinstance(failure, (WorkerGroupStartupFailedError, *PROCESS_DIED))
 
 
 class DivisorScalingPolicy(ElasticScalingPolicy):
@@ -188,7 +190,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         """As Ray's, which would ask again without a pause while there is no place for a group.
 
         Raises:
-            RayActorError: the lane's server is gone, and nobody waits for the group any more.
+            RayError: the lane's server is gone, and nobody waits for the group any more.
         """
         with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
             refresh_reserved_resources(self, REFRESH_S)
@@ -250,7 +252,7 @@ class SaveBeforeResize(ControllerCallback):
             return
         try:
             job = self._current_job()
-        except ray.exceptions.RayActorError:
+        except PROCESS_DIED:
             return
         if job is None or job.kind != "train":
             return
@@ -279,6 +281,12 @@ def cause(error: BaseException) -> str:
     """
     failures = getattr(error, "worker_failures", None)
     if not failures:
+        if found := _OUT_OF_MEMORY.search(str(error)):
+            return (
+                f"host {found[1]} ran out of memory ({found[2]}), so Ray ended the process; use "
+                "nodes with more memory, or fewer workers on each (a larger "
+                "workers.cpus_per_worker)"
+            )
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[-1].strip() if lines else repr(error)
     ranks: dict[str, int] = {}

@@ -16,7 +16,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENCV_CPU_DISABLE=AVX5
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-faults soak test-processors check clean
+.PHONY: env quickstart test test-faults soak test-processors check test-browser screenshots clean
 
 env: $(STAMP)
 
@@ -41,7 +41,7 @@ check: env
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 	$(BIN)/deptry vit_ray jobs --optional-dependencies-dev-groups dev
-	$(BIN)/deptry vit_ray jobs tests benchmarks
+	$(BIN)/deptry vit_ray jobs tests benchmarks docs
 
 # First as the processor that differs most from this one; the closing line is that of all tests.
 test: check
@@ -64,6 +64,14 @@ test-faults: env
 SOAK_FAULTS ?= 200
 soak: env
 	$(BIN)/python -m tests.faults.soak build/soak-$(SOAK_FAULTS) --faults $(SOAK_FAULTS)
+
+# MLflow's pages in Chromium (apt-get install chromium chromium-driver), and pictures for docs/mlflow.md.
+STORE ?= sqlite:///quickstart/mlflow.db
+test-browser: env
+	$(BIN)/python -m pytest -o addopts=-q tests/browser
+
+screenshots: env
+	$(BIN)/python docs/screenshots.py $(STORE)
 
 clean:
 	rm -rf quickstart runs

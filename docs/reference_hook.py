@@ -1,7 +1,13 @@
-"""Makes the reference pages of the site from the command table, the schema and recipe headers."""
+"""Makes the reference pages of the site: commands, schema, recipe headers, names of the API.
+
+What a name of the API does is taken from its docstring by mkdocstrings, which reads the code
+without importing it.
+"""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -9,6 +15,8 @@ from mkdocs.structure.files import File, Files
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.config.help import SectionHelp, describe_sections
 from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+
+ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -45,6 +53,27 @@ def recipes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def api_page() -> str:
+    """Every name of `vit_ray.api` with its signature and docstring."""
+    parts = ["# Python names\n\nAll can be imported from `vit_ray.api`.\n"]
+    for name, module in sorted(api_names().items(), key=lambda item: item[0].lower()):
+        # The keys of a recipe are a page of their own.
+        options = "\n    options: {members: [run_folder, with_changes]}" if name == "Recipe" else ""
+        parts.append(f"::: {module}.{name}{options}\n")
+    return "\n".join(parts)
+
+
+def api_names() -> dict[str, str]:
+    """Names of the API and the modules that it takes them from, without importing it."""
+    tree = ast.parse((ROOT / "vit_ray" / "api.py").read_text())
+    return {
+        alias.name: node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
 def _section(section: SectionHelp) -> str:
     lines = [f"## {section.name or 'The recipe itself'}\n", f"{section.meaning}\n"]
     lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
@@ -58,4 +87,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PAGES = {"commands": commands_page, "recipe": recipe_page, "recipes": recipes_page}
+PAGES = {
+    "commands": commands_page,
+    "recipe": recipe_page,
+    "recipes": recipes_page,
+    "api": api_page,
+}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import vit_ray
+from docs.reference_hook import api_names, api_page
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python_api.md"
@@ -24,13 +25,16 @@ def test_every_name_is_the_rooms_own() -> None:
     assert set(vit_ray.__all__) == set(vit_ray._ROOMS)
 
 
-def test_what_is_offered_is_in_the_api_and_on_its_page() -> None:
+def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page() -> None:
     api = importlib.import_module("vit_ray.api")
     assert set(vit_ray.__all__) < set(api.__all__)
-    page = PAGE.read_text()
-    for name in api.__all__:
-        assert callable(getattr(api, name))
-        assert f"`{name}" in page, name
+    assert set(api_names()) == set(api.__all__)
+    page = api_page()
+    for name, module in api_names().items():
+        offered = getattr(api, name)
+        assert offered is getattr(importlib.import_module(module), name)
+        assert len(offered.__doc__) > 15, name
+        assert f"\n::: {module}.{name}\n" in page, name
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

@@ -1,7 +1,11 @@
 """What pyproject.toml declares and what constraints.txt pins must fit together."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -27,3 +31,46 @@ def pins() -> dict[str, str]:
 def test_every_requirement_is_pinned_within_its_range(requirement: Requirement) -> None:
     version = pins()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version, prereleases=True)
+
+
+def test_what_only_a_server_needs_is_an_extra() -> None:
+    def names(texts: list[str]) -> set[str]:
+        return {Requirement(text).name for text in texts}
+
+    server = names(PROJECT["optional-dependencies"]["server"])
+    assert {"psycopg2-binary", "boto3"} <= server
+    assert not server & names(PROJECT["dependencies"])
+
+
+def test_the_next_major_release_of_what_has_broken_things_is_not_taken() -> None:
+    by_name = {requirement.name: requirement.specifier for requirement in DECLARED}
+    for name in ("ray", "torch", "deepspeed", "mlflow", "numpy", "pydantic", "click"):
+        major = int(pins()[name].partition(".")[0])
+        assert not by_name[name].contains(f"{major + 1}.0"), name
+    assert not by_name["opencv-python-headless"].contains("6.0")
+
+
+def test_the_wheel_has_recipes_cluster_files_and_types_and_runs_by_itself(tmp_path: Path) -> None:
+    build = f"import hatchling.build; hatchling.build.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("vit_ray-*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "installed")
+    package = tmp_path / "installed" / "vit_ray"
+    assert (package / "py.typed").is_file()
+    for shipped, source in (("recipes", "jobs/recipes"), ("cluster", "cluster")):
+        tracked = {p.relative_to(ROOT / source) for p in (ROOT / source).rglob("*.yaml")}
+        assert tracked
+        assert {p.relative_to(package / shipped) for p in (package / shipped).rglob("*.yaml")} == (
+            tracked
+        )
+    (metadata,) = (tmp_path / "installed").glob("*.dist-info/METADATA")
+    assert "Classifier: Typing :: Typed" in metadata.read_text()
+    (entries,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
+    assert "vit-ray = vit_ray.commands.cli:main" in entries.read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_ray", "export", "digits_sweep", "--dry-run"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.stdout.startswith("name: digits-sweep\n"), done.stderr

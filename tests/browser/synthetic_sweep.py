@@ -1,0 +1,99 @@
+"""A sweep in MLflow as the recorders of one write it, without a training: its points are made up.
+
+`python -m tests.browser.synthetic_sweep FOLDER` writes FOLDER/mlflow.db.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vit_ray.commands.report import report
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.mlflow_model import model_files
+from vit_ray.launch.preflight import augmentation_of
+from vit_ray.launch.recorded import (
+    data_inputs,
+    recipe_yaml,
+    run_facts,
+    trained_params,
+    training_cost,
+)
+from vit_ray.tracking.run_actor import Recorder
+from vit_ray.tracking.run_status import RunOpening
+
+ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
+"""Top-1 on the dev split by learning rate."""
+STEPS = 100
+
+
+def write_sweep(folder: Path) -> Recipe:
+    """Record a sweep with trials, curves, costs, models and a report; returns its recipe."""
+    recipe = load_recipe(
+        "digits_sweep",
+        [
+            "init_from=runs/digits-vit",
+            "data.train=data/digits/train",
+            "data.eval=data/digits/test",
+            f"output={folder}/runs",
+            f"tracking.uri=sqlite:///{folder}/mlflow.db",
+            "tracking.experiment=synthetic",
+        ],
+    )
+    parent = _recorder(recipe, "sweep")
+    assert parent._tracker.flush(60)
+    parent_id = parent.run_id()
+    for rate, accuracy in ACCURACIES.items():
+        _record_trial(trial_recipe(recipe, rate), parent_id, accuracy)
+    parent.text("recipe.yaml", recipe_yaml(recipe))
+    assert parent.finish("FINISHED")
+    report(recipe)
+    return recipe
+
+
+def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None:
+    trial = trial.with_changes(tracking={"parent_run_id": parent_id})
+    recorder = _recorder(trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1")
+    for step in range(10, STEPS + 1, 10):
+        loss = 2.3 / (1 + step / 20) + (1 - accuracy)
+        recorder.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
+    recorder.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
+    recorder.metrics(STEPS, training_cost(trial, _resolved(), STEPS, 300.0))
+    augmentation = augmentation_of(trial, trial.data.eval_augment)
+    checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
+    files = model_files(trial.model, augmentation, checkpoint, 10)
+    recorder.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)
+    assert recorder.finish("FINISHED")
+
+
+def _recorder(recipe: Recipe, kind: str, **opening: Any) -> Recorder:
+    return Recorder(
+        RunOpening(
+            recipe.tracking.model_copy(update={"system_metrics": False}),
+            recipe.name,
+            Path(recipe.run_folder) / "metrics.jsonl",
+            None,
+            trained_params(recipe),
+            run_facts(recipe, kind, _resolved(), ClusterShape(1, 2, 0, 0.0)),
+            datasets=data_inputs(_resolved()),
+            **opening,
+        )
+    )
+
+
+def _resolved() -> Any:
+    manifest = SimpleNamespace(
+        path="data/digits/train", fingerprint="5" * 64, num_images=1497, num_classes=10
+    )
+    spec = SimpleNamespace(manifest=manifest, num_images=1467)
+    return SimpleNamespace(
+        manifest=manifest, num_images=1467, total_steps=STEPS, streams={"train": spec}
+    )
+
+
+if __name__ == "__main__":
+    write_sweep(Path(sys.argv[1]).resolve())

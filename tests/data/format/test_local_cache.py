@@ -285,7 +285,7 @@ def _content_of(name: str) -> bytes:
 
 
 def _extend(entry: Path) -> None:
-    os.truncate(entry, 1 << 42)  # of holes, more than any memory has
+    os.truncate(entry, 1 << 26)
 
 
 def _replace_by_folder(entry: Path) -> None:
@@ -304,9 +304,17 @@ def _empty(entry: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_extend, _replace_by_folder, _replace_by_loop, _empty])
 def test_an_entry_that_is_no_file_of_its_size_is_read_from_the_source(
-    small: Manifest, cache: LocalCache, damage: Callable[[Path], None]
+    small: Manifest,
+    cache: LocalCache,
+    damage: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def checksum_of_little(content: bytes) -> int:
+        assert len(content) < 1 << 20, "a file that may be larger than memory was read"
+        return checksum(content)
+
     before = keys(small, cache)
+    monkeypatch.setattr(local_cache, "checksum", checksum_of_little)
     for name in entries(cache):
         damage(Path(cache.folder) / name)
     assert keys(small, cache) == before
@@ -338,3 +346,19 @@ def test_a_disk_that_is_really_full_is_told_once_and_costs_nothing_else(
     assert bool(kept) != is_full_before
     assert not [file for file in kept if file.suffix == ".tmp"]
     assert writes.call_count <= len(kept) + 1
+
+
+def test_a_disk_too_full_for_the_folder_is_told_and_costs_nothing_else(
+    small: Manifest,
+    cache: LocalCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    local_cache._warn_once.cache_clear()
+    monkeypatch.setattr(Path, "touch", full)
+    with caplog.at_level(logging.WARNING):
+        assert keys(small, cache) == [f"key {i}" for i in range(6)]
+    assert caplog.text.count("No space left on device; reading goes on without it") == 1

@@ -16,6 +16,7 @@ from tests.train.test_checkpoint import values, write
 from vit_ray import lock, retry, s3, storage
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 from vit_ray.train import run_checkpoints
 from vit_ray.train.run_checkpoints import newest_verified_checkpoint
@@ -100,6 +101,20 @@ def test_shards_and_manifest_arrive_as_they_are(
 
     at_each_request(store, "/b/new/", kind, write_all)
     assert kind == "flip" or len([r for r in store.faults.requests if SHARD in r]) > 4
+
+
+@pytest.mark.parametrize("pattern", ["*", "class_{0..1}", "class_[01]"])
+def test_patterns_stand_for_keys_as_for_files(
+    store: FaultProxy, bucket: Path, tmp_path: Path, pattern: str
+) -> None:
+    def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
+        pack = locate(str(tmp_path / "pack"))
+        units = list_units(f"{source}/{pattern}")
+        return {e.key: (e.labels, e.read()) for unit in units for e in index_unit(unit, pack)}
+
+    there = entries("s3://b/images")
+    assert len(there) == 12
+    assert there == entries(str(bucket / "images"))
 
 
 FLIPPED = (".parquet", "/shard-", "/index-")

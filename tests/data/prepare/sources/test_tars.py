@@ -64,11 +64,16 @@ def test_numbers_beside_given_classes_that_are_numbers_must_be_explained(
     assert labels_of(rows)["a/01"] == "dog"
 
 
-@pytest.mark.parametrize("cut", range(0, len(SHARD), 512))
+INSIDE_HEADERS = [
+    member_offsets()[name] + at for name in ("00.jpg", "07.cls", "10.jpg") for at in (1, 150, 511)
+]
+
+
+@pytest.mark.parametrize("cut", [*range(0, len(SHARD), 512), *INSIDE_HEADERS])
 def test_a_cut_archive_is_never_taken_for_a_whole_one(
     serial: None, tmp_path: Path, cut: int
 ) -> None:
-    """Cut before each of its blocks: at headers, in data, and in the end marker."""
+    """Cut before each of its blocks: at headers, in data, and in the end marker; and in headers."""
     file = tmp_path / "a.tar"
     file.write_bytes(SHARD[:cut])
     end = SHARD.rindex(b"19.cls")

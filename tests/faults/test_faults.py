@@ -21,6 +21,7 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
+from tests.faults.runs import EVERY, STEPS, long_recipe, start
 from vit_ray.config import Recipe
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
@@ -28,40 +29,6 @@ from vit_ray.storage import locate
 from vit_ray.tracking.tracker import replay
 from vit_ray.train.checkpoint import folder_name
 from vit_ray.train.run_checkpoints import newest_checkpoint
-
-# Long enough that there is time to interfere after the first checkpoint.
-STEPS = 600
-EVERY = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-def long_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
-    return small_recipe(
-        name,
-        digits,
-        folder,
-        optim={"steps": STEPS, "schedule": "constant"},
-        checkpoint={"every_steps": EVERY, "keep_last": 3},
-        train={"log_every_steps": 50},
-    )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(digits: Digits, folder: Path) -> Recipe:
-    recipe = long_recipe("undisturbed", digits, folder)
-    assert train(recipe).is_complete
-    return recipe
-
-
-def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
-    """A driver whose run has its first checkpoint."""
-    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
-    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
-    return driver
 
 
 def worker_pids(head: Head) -> list[int]:

@@ -1,0 +1,37 @@
+"""Runs that are long enough to be disturbed, and what their drivers are started with."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import (
+    Driver,
+    checkpoint_steps,
+    small_recipe,
+    wait_until,
+    write_recipe,
+)
+from vit_ray.config import Recipe
+
+# Long enough that there is time to interfere after the first checkpoint.
+STEPS = 600
+EVERY = 40
+
+
+def long_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
+    recipe = small_recipe(
+        name,
+        digits,
+        folder,
+        optim={"steps": STEPS, "schedule": "constant"},
+        checkpoint={"every_steps": EVERY, "keep_last": 3},
+        train={"log_every_steps": 50},
+    )
+    return recipe.with_changes(**sections)
+
+
+def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
+    """A driver whose run has its first checkpoint."""
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    return driver

@@ -14,7 +14,8 @@ from vit_ray.storage import locate
 HEAVY = {
     "alembic", "botocore", "cv2", "deepspeed", "fastapi", "matplotlib", "mlflow", "pandas",
     "pyarrow", "ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "rich", "s3fs",
-    "scipy", "sklearn", "sqlalchemy", "tensorboardX", "torch", "transformers",
+    "scipy", "sklearn", "sqlalchemy", "tensorboardX", "torch", "torch._inductor.lowering",
+    "transformers",
 }  # fmt: skip
 
 # A process imports what it unpickles: the modules of the functions and classes that it is sent.
@@ -32,8 +33,8 @@ KINDS = {
     "a lane's server": ("import vit_ray.launch.lane_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.ray_policies", RAY_DATA | {"ray.train"}),
     "a training worker": (
-        "from vit_ray.train.engine import import_deepspeed\n"
-        "import vit_ray.train.worker; import_deepspeed()",
+        "from vit_ray.train.engine import warm_up_process\n"
+        "import vit_ray.train.worker; warm_up_process()",
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),
     "a trial's process": ("import ray.tune", RAY_DATA | {"ray.train", "ray.tune", "rich"}),

@@ -25,9 +25,7 @@ LIMIT_S = 900
 
 # Both are read when the server starts, at the first use.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-multiprocessing.set_forkserver_preload(
-    ["deepspeed", "sklearn.datasets", "vit_ray.models", "vit_ray.train.engine"]
-)
+multiprocessing.set_forkserver_preload(["tests.train.preloaded"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -3,9 +3,15 @@
 import dataclasses
 import importlib
 import inspect
+import itertools
+import sys
 from importlib.metadata import version
 
 import pytest
+
+from tests.train.engine_runs import build_engine, run_steps
+from tests.train.ranks import run_ranks
+from vit_ray.config.training_sections import TrainConfig
 
 VERSION = "0.19"
 
@@ -75,3 +81,17 @@ def test_an_operator_is_left_out_by_its_name() -> None:
     """`engine.py` marks it as incompatible, or DeepSpeed would compile it at start."""
     operators = importlib.import_module("deepspeed.ops").__compatible_ops__
     assert "deepspeed_shm_comm" in operators
+
+
+def compiler_after_steps(rank: int) -> list[str]:
+    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16")):
+        engine = build_engine(TrainConfig(zero_stage=stage, precision=precision), 1, 2)
+        run_steps(engine, 0, 2, 2)
+        engine.close()
+    return [name for name in ("torch._dynamo", "torch._inductor.lowering") if name in sys.modules]
+
+
+def test_steps_that_are_not_compiled_do_not_load_the_compiler_of_kernels() -> None:
+    """It takes seconds; DeepSpeed asks for an optimizer whose import loads it."""
+    (loaded,) = run_ranks(1, compiler_after_steps)
+    assert loaded == ["torch._dynamo"]

@@ -26,7 +26,7 @@ from vit_ray.storage import Location, locate
 from vit_ray.train.attempt import Attempt, WorkerHooks, resume_from, run_attempt
 from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.collectives import ProcessGroup
-from vit_ray.train.engine import import_deepspeed
+from vit_ray.train.engine import warm_up_process
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.lane_link import Assignment, LaneLink, Streams
@@ -48,7 +48,7 @@ def serve_lane(config: dict[str, Any]) -> None:
         config: `server`, the handle of the lane's `LaneServer`.
     """
     quiet_libraries()
-    import_deepspeed()  # while the driver plans, and the streams' process starts
+    warm_up_process()  # while the driver plans, and the streams' process starts
     place = _place()
     group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
     lane = LaneLink(config["server"], group, place.rank, place.world_size)

@@ -1,0 +1,7 @@
+"""What the server that ranks are forked off has imported, once for all of them."""
+
+import sklearn.datasets  # noqa: F401
+
+from vit_ray.train.engine import warm_up_process
+
+warm_up_process()

@@ -20,6 +20,8 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["RAY_DEDUP_LOGS"] = "0"
+# The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
+os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
 os.environ.pop("RAY_ADDRESS", None)
 # Submitted jobs say `python`, as a person in an active environment does.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -31,6 +33,17 @@ from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where two processes share the tests: all that need Ray go to one, which starts it.
+
+    The others go file by file, since those of a file share what their fixtures compute.
+    """
+    for item in items:
+        needs_ray = "ray_head" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.split("::")[0]))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Whole streams read by ranks that are tasks of their own, through a stream server."""
 
 import uuid
+from functools import lru_cache
 from typing import Any
 
 import ray
@@ -40,8 +41,15 @@ def start_stream_server(world_size: int) -> Any:
     return ray.remote(StreamServer).options(**options).remote()
 
 
+@lru_cache(maxsize=1)
+def _shared_server(cluster: str) -> Any:
+    """Serves one test's groups after another's, as a lane's does for its trainings."""
+    return start_stream_server(4)
+
+
 def streams_of(spec: StreamSpec, world_size: int) -> list[RankStreams]:
     """The streams of each rank of a group of its own."""
     specs = ray.put({"train": spec, "eval": spec})
-    server, group = start_stream_server(world_size), uuid.uuid4().hex
+    server = _shared_server(ray.get_runtime_context().get_job_id())
+    group = uuid.uuid4().hex
     return [RankStreams(server, specs, group, rank, world_size) for rank in range(world_size)]

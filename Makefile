@@ -13,6 +13,8 @@ PUBLISHED := tests/models/weights tests/data/images/test_crops.py tests/train/te
 # The same libraries without the newer instructions of x86; elsewhere this changes nothing.
 GENERIC := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OPENCV_CPU_DISABLE=AVX2,AVX512-SKX
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENCV_CPU_DISABLE=AVX512-SKX
+# Two processes: one has the tests that need Ray, which wait half of their time.
+BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
@@ -48,7 +50,7 @@ test: check
 ifdef HAS_AVX2
 	$(GENERIC) $(BIN)/python -m pytest $(PUBLISHED)
 endif
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest $(BOTH) --durations=10
 
 test-processors: env
 	$(BIN)/python -m pytest $(NUMERIC)

@@ -281,17 +281,36 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
     assert len(ray.get(workers.events.remote())) == 6
 
 
+def told_training(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, max_failures: int
+) -> tuple[Callable[[], TrainJob], list[str]]:
+    """What a lane's group is training, and what its recorder, which is here, is told."""
+    told: list[str] = []
+
+    def note(*entry: Any) -> None:
+        told.append(" ".join(str(part) for part in entry if isinstance(part, str)))
+
+    nothing = SimpleNamespace(remote=lambda: None)
+    taken = SimpleNamespace(remote=note)
+    recorder = SimpleNamespace(event=taken, fail=taken, failure=nothing)
+    job = make_job(folder, workers={"max_failures": max_failures})
+    job = replace(job, recorder=recorder)
+    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
+    return lambda: job, told
+
+
 def test_nodes_that_are_taken_back_and_workers_that_find_no_place_are_not_counted(
-    workers: Any, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=0))
+    current_job, told = told_training(monkeypatch, tmp_path, max_failures=0)
+    policy = ConsecutiveFailurePolicy(current_job)
     taken = ray.exceptions.RayActorError(preempted=True)
     timeout = ControllerError(WorkerGroupStartupTimeoutError(2))
     for error in (failed(taken), failed(WorkerHealthCheckFailedError("gone", taken)), timeout):
         for _ in range(30):
             assert policy.make_decision(error) is FailureDecision.RETRY
     # What waits for a place is told by its driver, once a minute.
-    assert len(ray.get(workers.events.remote())) == 60
+    assert len(told) == 60
     assert policy.make_decision(failed(RuntimeError("bad card"))) is FailureDecision.RAISE
 
 
@@ -339,12 +358,8 @@ def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do() -> Non
 def test_a_host_without_memory_ends_a_run_that_cannot_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
-    method = SimpleNamespace(remote=lambda *entry: told.append(entry[-1]) if entry else None)
-    recorder = SimpleNamespace(event=method, failure=method, fail=method)
-    job = replace(make_job(tmp_path, workers={"max_failures": 1}), recorder=recorder)
-    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
-    policy = ConsecutiveFailurePolicy(lambda: job)
+    current_job, told = told_training(monkeypatch, tmp_path, max_failures=1)
+    policy = ConsecutiveFailurePolicy(current_job)
     killed = ControllerError(ray.exceptions.OutOfMemoryError(MEMORY))
     assert policy.make_decision(killed) is FailureDecision.RETRY
     assert policy.make_decision(killed) is FailureDecision.RAISE

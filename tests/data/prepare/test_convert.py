@@ -19,6 +19,8 @@ from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare import convert as convert_module
 from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.storage import locate
 
 
 def rows_of(manifest: Manifest) -> list[dict[str, object]]:
@@ -383,10 +385,10 @@ def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "_commit", is_done=False):
         convert(str(image_folder), str(target), seed=1)
-    plan = target / "_staging" / "plan.json"
-    fields = json.loads(plan.read_text())
+    plan = locate(str(target / "_staging" / "plan.json"))
+    fields = read_facts(plan)
     fields["settings"]["seed"] = 2
-    plan.write_text(json.dumps(fields))
+    write_facts(plan, fields)
     with pytest.raises(ValueError, match="another source or settings"):
         convert(str(image_folder), str(target), seed=1)
 

@@ -59,7 +59,7 @@ def test_a_run_that_waits_for_a_place_is_stopped_while_it_waits(
     code, output = driver.wait(STOP_S)
     assert code == 3, output
     assert "waits: stopped: " in output
-    assert "there was no place for the workers" in output
+    assert "no workers were running" in output
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_a_place_at_once(

@@ -180,6 +180,19 @@ def test_an_end_that_mlflow_has_is_left_alone(
     assert end_record(trained, run_id, 10, COST) == run_id
 
 
+def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
+    run_id = driven(trained, "FINISHED")
+    ended = mlflow_run(trained, run_id).info.end_time
+    shutil.rmtree(metrics_log_path(trained).parent)
+    assert end_record(trained, run_id, 10, COST) == run_id
+    assert mlflow_run(trained, run_id).info.end_time == ended
+
+
+def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
+    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
+    assert end_record(away, "abc", 10, COST) == "abc"
+
+
 def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})

@@ -36,11 +36,12 @@ class Lanes:
         if end is not None:
             raise end
 
-    def train(self, folder: Path) -> None:
+    def train(self, folder: Path, failure: str | None = None) -> None:
         nothing = SimpleNamespace(remote=lambda: None)
         event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
         job = make_job(folder)
-        recorder = SimpleNamespace(run_id=nothing, failure=nothing, event=event)
+        recorder = SimpleNamespace(run_id=nothing, event=event)
+        recorder.failure = SimpleNamespace(remote=lambda: failure)
         object.__setattr__(job, "recorder", recorder)
         run_workers(job, {}, CLUSTER, use_gpu=False)
         assert self._ends == []
@@ -74,8 +75,17 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(
 ) -> None:
     lanes = Lanes(monkeypatch, LaneLostError("gone"), StoppedWaitingError("SIGTERM"))
     lanes.train(tmp_path)
-    text = "SIGTERM; there was no place for the workers, so there is no new checkpoint"
+    text = "SIGTERM; no workers were running, so no checkpoint was written for it"
     assert lanes.events[-1] == ("stopped", text, 0)
+
+
+def test_a_stop_does_not_hide_what_the_run_had_failed_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = Lanes(monkeypatch, StoppedWaitingError("SIGTERM"))
+    with pytest.raises(RunFailedError, match="disk full"):
+        lanes.train(tmp_path, failure="disk full")
+    assert lanes.events == []
 
 
 @pytest.mark.parametrize(

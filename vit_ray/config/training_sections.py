@@ -408,7 +408,7 @@ class TrackingConfig(Section):
     """CPU, memory, GPU and network of every node."""
     log_model: bool = True
     """Log the trained model for `mlflow.pyfunc.load_model`: its checkpoint's address, no copy."""
-    register_as: Annotated[str, Field(pattern=r"^[^/:]+$")] | None = None
+    register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
     """Registered model of which what is trained becomes a version; trials of a sweep do not."""
 
 

@@ -102,15 +102,19 @@ def end_record(
         metrics: what its driver would have recorded at its end.
 
     Returns:
-        The MLflow run; None while MLflow is away.
+        The MLflow run; None if the checkpoint has none and MLflow is away.
     """
     log_path = metrics_log_path(recipe)
     if MetricsLog(log_path).end_is_sent("FINISHED"):
         return run_id
-    # Here and not above, for it is rare: both import MLflow, which takes seconds.
+    # Here and not above, for it is rare: they import MLflow, which takes seconds.
+    from vit_ray.tracking.past_runs import is_finished
     from vit_ray.tracking.run_actor import lock_log
     from vit_ray.tracking.tracker import Tracker
 
+    # The log may lie on another machine: a run that has ended is not opened again.
+    if run_id is not None and is_finished(recipe.tracking, run_id):
+        return run_id
     try:
         lock = lock_log(log_path, recipe.name)
     except RuntimeError as error:
@@ -120,4 +124,4 @@ def end_record(
         tracker = Tracker.start(recipe.tracking, recipe.name, log_path, run_id=run_id)
         tracker.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)
-        return tracker.run_id
+        return tracker.run_id or run_id

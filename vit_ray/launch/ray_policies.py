@@ -45,7 +45,7 @@ from vit_ray.train.job import SmallerMicroBatchError, TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0
-KEEP_REQUEST_S: Final = 20
+KEEP_REQUEST_S: Final = 45
 """How long a driver that was killed holds the places of its group; Ray's default is 180 s."""
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import ray
 
 from vit_ray.config import Recipe, require
 from vit_ray.data.stream.bad_rows import BadRowLimit
@@ -31,6 +34,8 @@ from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint
+
+logger = logging.getLogger(__name__)
 
 _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": False}
 
@@ -150,7 +155,10 @@ def _run(
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _with_cost(_result(job, record), prepared, record)
         record.is_complete = result.is_complete
-        _log_model(result, prepared, record)
+        try:
+            _log_model(result, prepared, record)
+        except (ray.exceptions.RayError, RuntimeError) as error:  # the result stands without it
+            logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
 
 

@@ -42,12 +42,12 @@ def run_workers(
             break
         text = f"{error}; the training goes on with new workers"
         job.recorder.event.remote("worker failed", text, 0)
-    if isinstance(error, StoppedWaitingError):
-        text = f"{error}; there was no place for the workers, so there is no new checkpoint"
-        answer(job.recorder.event.remote("stopped", text, 0), "the run's record")
-        return
     # A worker's own reason says more than the time-outs of those that waited for it.
     failure = answer(job.recorder.failure.remote(), "the run's record")
+    if isinstance(error, StoppedWaitingError) and not failure:
+        text = f"{error}; no workers were running, so no checkpoint was written for it"
+        answer(job.recorder.event.remote("stopped", text, 0), "the run's record")
+        return
     reason = failure or (cause(error.__cause__ or error) if error else None)
     if reason:
         raise RunFailedError(reason) from error

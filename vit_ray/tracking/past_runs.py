@@ -38,6 +38,11 @@ def newest_run(tracking: TrackingConfig, name: str, kind: str | None = None) -> 
     return _asked(tracking, ask, None)
 
 
+def is_finished(tracking: TrackingConfig, run_id: str) -> bool:
+    """Whether the run has ended well; False while MLflow is away."""
+    return _asked(tracking, lambda client: client.get_run(run_id).info.status == "FINISHED", False)
+
+
 def finished_children(tracking: TrackingConfig, parent_run_id: str) -> dict[str, Run]:
     """Runs under a parent that ended well, by run name."""
 

@@ -310,7 +310,8 @@ def _import_muon_uncompiled() -> None:
     compile_of_deepspeed = compiler.compile
     compiler.compile = lambda: lambda function: function
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        with contextlib.suppress(ImportError):  # where it is not, nothing loads the compiler
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         compiler.compile = compile_of_deepspeed
 

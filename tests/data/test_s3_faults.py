@@ -60,17 +60,22 @@ def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], N
     """Act without a fault, and then with one at a request whose first line holds `path`.
 
     A flip is at each that has a body, what is no answer at every seventh, and what stalls, which
-    takes a time-out, at the last.
+    takes a time-out, at the last one that comes: a slow machine may need more requests without a
+    fault than with it.
     """
     for wanted in (f"GET {path}", f"PUT {path}") if kind == "flip" else (path,):
         store.faults.set("", 0, path=wanted)
         act()
         last = len(store.faults.requests)
-        step = {"flip": 1, "hang": last, "slow": last}.get(kind, 7)
-        for number in range(last, 0, -step):
+        num_met = 0
+        for number in range(last, 0, -7 if kind in ("503", "500", "reset", "cut") else -1):
             store.faults.set(kind, 1, path=wanted, every=number)
             act()
-            assert store.faults.remaining == 0
+            assert store.faults.remaining == 0 or store.faults.seen < number
+            num_met += store.faults.remaining == 0
+            if kind in STALLS and num_met:
+                break
+        assert num_met or not last
 
 
 @pytest.mark.parametrize("kind", QUICK + STALLS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -177,27 +178,31 @@ def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks() -> None:
 
 
 def measure_deepspeed(rank: int, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
-    """For each case: most bytes of tensors held after a pass, and bytes sent in a step."""
+    """For each case: most bytes held after a pass of a usual step, and bytes sent in a step."""
     moved: list[tuple[str, int]] = []
     for name in COUNTED:
         _count_calls(name, moved)
     return {case: _one_step(case, moved) for case in cases}
 
 
-def _one_step(case: tuple[str, int], moved: list[tuple[str, int]]) -> tuple[int, float]:
+def _one_step(case: tuple[str, int], moved: list[tuple[str, int]]) -> tuple[float, float]:
     recipe = vit(2, 16, precision=case[0], zero_stage=case[1], global_batch_size=8)
     before = _storages()
     engine = _engine(recipe)
     images, labels = torch.zeros(2, 16, 16, 3, dtype=torch.uint8), torch.zeros(2, 1).long()
-    held = 0
-    for _ in range(2):  # the first step builds what the later ones reuse
+    peaks = []
+    for _ in range(4):
         moved.clear()
+        after_passes = []
         for _ in range(2):
             engine.backward(images, labels, torch.arange(2))
             now = _storages()
-            held = max(held, sum(size for key, size in now.items() if key not in before))
+            after_passes.append(sum(size for key, size in now.items() if key not in before))
         engine.step(1e-3)
+        peaks.append(max(after_passes))
     engine.close()
+    # The first step builds what the later ones reuse; a buffer may be on its way in one of these.
+    held = statistics.median(peaks[1:])
     ring = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
     return held, sum(ring[name] * size for name, size in moved)
 

@@ -66,7 +66,7 @@ def test_a_path_without_a_data_set_is_refused(tmp_path: Path) -> None:
         open_dataset(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"has no manifest\.parquet"):
         open_dataset(str(tmp_path))
-    with pytest.raises(ValueError, match="has a scheme that is not served"):
+    with pytest.raises(ValueError, match="a gs:// address is not served"):
         open_dataset("gs://bucket/set")
 
 

@@ -91,9 +91,9 @@ def plan_first_task(prepared: Any, start_fraction: float) -> tuple[int, int]:
     from vit_ray.data.order.samples import rows_per_group
     from vit_ray.data.stream.batches import BatchReader, StreamJob
 
-    spec = prepared.plan.streams["train"]
+    spec = prepared.resolved.streams["train"]
     start = int(spec.num_images * start_fraction) // GLOBAL_BATCH * GLOBAL_BATCH
-    stop = prepared.plan.total_steps * GLOBAL_BATCH
+    stop = prepared.resolved.total_steps * GLOBAL_BATCH
     partition = Partition(WORLD_SIZE, GLOBAL_BATCH // WORLD_SIZE)
     counts = rows_per_group(spec.manifest, spec.rows)
     job = StreamJob(spec, partition, start, is_training=True, counts=counts)

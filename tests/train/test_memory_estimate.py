@@ -201,7 +201,8 @@ def _one_step(case: tuple[str, int], moved: list[tuple[str, int]]) -> tuple[floa
         engine.step(1e-3)
         peaks.append(max(after_passes))
     engine.close()
-    # The first step builds what the later ones reuse; a buffer may be on its way in one of these.
+    # The first step builds what the later ones reuse; in one of these a thread of gloo may not yet
+    # have let go of a collective's buffer, which a copy that is really held is in all of them.
     held = statistics.median(peaks[1:])
     ring = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
     return held, sum(ring[name] * size for name, size in moved)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 import warnings
@@ -30,13 +29,12 @@ multiprocessing.set_forkserver_preload(["tests.train.preloaded"])
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(rank, *args)` on every rank of a fresh process group; results by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Its port is chosen and held at once: one found free could be another's when rank 0 listens.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = multiprocessing.get_context("forkserver").Queue()
     ranks = mp.start_processes(
         _main,
-        (world_size, port, queue, function, args),
+        (world_size, store.port, queue, function, args),
         world_size,
         join=False,
         start_method="forkserver",
@@ -81,10 +79,12 @@ def _main(
     )
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
-    )
     try:
+        timeout = timedelta(minutes=5)
+        store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timeout)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         queue.put(pickle.dumps((rank, function(rank, *args))))
     except BaseException:
         queue.put(pickle.dumps((rank, _Failure(traceback.format_exc()))))

@@ -1,6 +1,7 @@
 """One training after another in the same processes, each as if they were new."""
 
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.train.process_group import (
     RankPlace,
-    free_address,
     joined_process_group,
     leave_process_group,
 )
@@ -26,8 +26,21 @@ def train_config(stage: int) -> TrainConfig:
     )
 
 
-def train(place: RankPlace, address: str, stage: int) -> list[float]:
-    with joined_process_group(place, address, backend="gloo", timeout_s=300):
+def train(rank: int, world_size: int, stages: tuple[int, ...]) -> Iterator[list[float]]:
+    """The losses of one training after another, in a process that has left the test's group."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    leave_process_group()
+    for number, stage in enumerate(stages):
+        yield _train(RankPlace(rank, world_size, rank, world_size, 0), store, number, stage)
+
+
+def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]:
+    def broadcast(address: str) -> str:
+        if place.rank == 0:
+            store.set(f"address {number}", address)
+        return store.get(f"address {number}").decode()
+
+    with joined_process_group(place, "127.0.0.1", broadcast, backend="gloo", timeout_s=300):
         engine = build_engine(train_config(stage), place.world_size, MICRO)
         losses = run_steps(engine, 0, STEPS, MICRO)
         engine.close()
@@ -35,18 +48,8 @@ def train(place: RankPlace, address: str, stage: int) -> list[float]:
     return losses
 
 
-def agreed_addresses(rank: int, count: int) -> list[str]:
-    """Chosen by rank 0 while the test's own group is there, which is left then."""
-    addresses = [free_address("127.0.0.1") if rank == 0 else "" for _ in range(count)]
-    torch.distributed.broadcast_object_list(addresses)
-    leave_process_group()
-    return addresses
-
-
 def train_one_after_another(rank: int, stages: tuple[int, ...]) -> list[list[float]]:
-    addresses = agreed_addresses(rank, len(stages))
-    place = RankPlace(rank, 2, rank, 2, 0)
-    return [train(place, *each) for each in zip(addresses, stages, strict=True)]
+    return list(train(rank, 2, stages))
 
 
 def test_a_training_after_others_is_bit_equal_to_the_first_of_its_process() -> None:
@@ -56,13 +59,7 @@ def test_a_training_after_others_is_bit_equal_to_the_first_of_its_process() -> N
 
 
 def memory_after_trainings(rank: int, count: int) -> list[float]:
-    addresses = agreed_addresses(rank, count)
-    place = RankPlace(rank, 1, rank, 1, 0)
-    used = []
-    for address in addresses:
-        train(place, address, 1)
-        used.append(_resident_mib())
-    return used
+    return [_resident_mib() for _ in train(rank, 1, (1,) * count)]
 
 
 def _resident_mib() -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -31,18 +30,31 @@ class RankPlace:
 
 @contextlib.contextmanager
 def joined_process_group(
-    place: RankPlace, address: str, *, backend: str, timeout_s: float
+    place: RankPlace,
+    host: str,
+    broadcast: Callable[[str], str],
+    *,
+    backend: str,
+    timeout_s: float,
 ) -> Iterator[None]:
     """A process group of its own inside the block, and nothing of it in this process afterwards.
 
     After an error in the block the process is as it was inside, and must end.
 
     Args:
-        address: `host:port` that rank 0 can listen on.
+        host: the address of this rank's node, as the other nodes reach it.
+        broadcast: gives every rank what rank 0 gives it.
         backend: `nccl` or `gloo`.
         timeout_s: a collective operation that takes longer fails.
     """
+    timeout = timedelta(seconds=timeout_s)
+    store = None
+    if place.rank == 0:
+        # The system chooses a port and holds it: one that was only found free can be lost.
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    address = broadcast(f"{host}:{store.port}" if store else "")
     host, _, port = address.rpartition(":")
+    store = store or dist.TCPStore(host, int(port), timeout=timeout)
     # As torchrun sets them; DeepSpeed reads some.
     os.environ |= {
         "MASTER_ADDR": host,
@@ -55,10 +67,10 @@ def joined_process_group(
     }
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{address}",
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
     yield
     # After an error the process ends, and its group too: leaving could wait for ranks that died.
@@ -81,10 +93,3 @@ def leave_process_group() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def free_address(host: str) -> str:
-    """`host:port` with a port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{host}:{probe.getsockname()[1]}"

@@ -32,7 +32,7 @@ from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.lane_link import Assignment, LaneLink, Streams
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch, roll_back
-from vit_ray.train.process_group import RankPlace, free_address, joined_process_group
+from vit_ray.train.process_group import RankPlace, joined_process_group
 from vit_ray.train.progress import Progress
 from vit_ray.train.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
 from vit_ray.train.run_link import RunLink
@@ -79,15 +79,14 @@ def _place() -> RankPlace:
 def _train(assignment: Assignment, lane: LaneLink, place: RankPlace) -> None:
     job = assignment.job
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    address = free_address(host) if place.rank == 0 else ""
-    address = ray.train.collective.broadcast_from_rank_zero(address)
     device = training_device(assignment.use_gpu)
     link = RunLink(job.recorder, place.rank)
     group = f"{lane.group} {assignment.number}"
     streams = assignment.streams.for_rank(group, place.rank, place.world_size)
     with joined_process_group(
         place,
-        address,
+        host,
+        ray.train.collective.broadcast_from_rank_zero,
         backend="nccl" if assignment.use_gpu else "gloo",
         timeout_s=job.recipe.workers.collective_timeout_s,
     ):

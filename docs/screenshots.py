@@ -103,9 +103,18 @@ def _wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def browsing() -> Iterator[webdriver.Chrome]:
-    """A browser without a window, inside the block."""
+    """A browser without a window, inside the block.
+
+    Raises:
+        RuntimeError: there is none on this machine.
+    """
+    if not (BROWSER and DRIVER):
+        raise RuntimeError(
+            "the pages are seen in Chromium, which is not on the path with its chromedriver; "
+            "install both (Debian: apt-get install chromium chromium-driver)"
+        )
     options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER or "chromium"
+    options.binary_location = BROWSER
     for word in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars"):
         options.add_argument(f"--{word}")
     options.add_argument(f"--window-size={SIZE[0]},{SIZE[1]}")

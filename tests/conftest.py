@@ -29,6 +29,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 import pytest
 import ray
 
+from tests.ports import free_ports
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 
@@ -52,17 +53,6 @@ class Head:
 
     address: str
     dashboard: str
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; all are held while they are chosen, so they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    for held in sockets:
-        held.bind(("127.0.0.1", 0))
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
 
 
 @pytest.fixture(scope="session")

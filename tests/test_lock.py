@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.s3_server import s3_environment, serve_conditional_s3, serve_s3
+from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_uses
 from tests.two_holders import holders
-from vit_ray import lock, s3, storage
+from vit_ray import lock, s3
 from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
 from vit_ray.retry import ONE_ATTEMPT
 from vit_ray.storage import Location, locate
@@ -77,24 +77,18 @@ def test_of_two_that_start_together_one_holds(tmp_path: Path, place: object, num
 
 
 @pytest.fixture(params=["conditional", "plain"])
-def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """On a store that heeds If-None-Match, and on one that ignores it."""
     (tmp_path / "locks").mkdir()
     is_conditional = request.param == "conditional"
-    with serve_conditional_s3() if is_conditional else serve_s3(tmp_path) as port:
-        for name, value in s3_environment(port).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("VIT_RAY_S3_TIMEOUT_S", "60")  # moto's first answer takes seconds
-        storage._s3.cache_clear()
-        s3.client.cache_clear()
-        lock._warn_of_store.cache_clear()
+    lock._warn_of_store.cache_clear()
+    with (
+        serve_conditional_s3() if is_conditional else serve_s3(tmp_path) as port,
+        this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
+    ):
         if is_conditional:
             s3.client().create_bucket(Bucket="locks")
         yield "s3://locks/runs"
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
 
 
 def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:

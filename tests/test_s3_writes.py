@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.s3_server import FaultProxy, s3_environment, serve_conditional_s3
+from tests.data.s3_server import FaultProxy, serve_conditional_s3, this_process_uses
 from vit_ray import retry, s3, storage
 from vit_ray.storage import Location, locate
 
@@ -20,18 +20,12 @@ def proxy() -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def bucket(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
-    for name, value in s3_environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VIT_RAY_S3_TIMEOUT_S", "60")
     monkeypatch.setattr(s3, "_PART_BYTES", 5 * MIB)  # S3 takes no smaller ones
     monkeypatch.setattr(retry.time, "sleep", lambda _: None)
     proxy.faults.set("", 0)
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
-    s3.client().create_bucket(Bucket="runs")
-    yield locate("s3://runs/a")
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
+    with this_process_uses(proxy.port, timeout_s=60):
+        s3.client().create_bucket(Bucket="runs")
+        yield locate("s3://runs/a")
 
 
 def content(size: int) -> bytes:

@@ -6,7 +6,8 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-from vit_ray import lock, s3, storage
+from tests.data.s3_server import forget_clients
+from vit_ray import lock
 from vit_ray.storage import locate
 
 _LIMIT_S = 60.0
@@ -15,8 +16,7 @@ _LIMIT_S = 60.0
 def _ask(place: Callable[[int], str], rounds: int, together: Any, answers: Any) -> None:
     lock.RELEASE_S, lock.POLL_S = 0.02, 0.01
     lock.SETTLE_S = 1.0
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
+    forget_clients()
     for index in range(rounds):
         folder = locate(place(index))
         together.wait(_LIMIT_S)

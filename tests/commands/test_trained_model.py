@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
+from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
-from vit_ray import s3, storage
 from vit_ray.commands.export import export
 from vit_ray.commands.inspect import inspect, read_images
 from vit_ray.commands.trained_model import load_trained_model
@@ -208,25 +207,12 @@ def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def bucket(tmp_path: Path) -> Iterator[Path]:
     """The folder that is `s3://models` to this process, by a real S3 server."""
     folder = tmp_path / "buckets" / "models"
     folder.mkdir(parents=True)
-    with serve_s3(folder.parent) as port:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_REGION": "us-east-1",
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }.items():
-            monkeypatch.setenv(name, value)
-        storage._s3.cache_clear()
-        s3.client.cache_clear()
+    with serve_s3(folder.parent) as port, this_process_uses(port, timeout_s=20):
         yield folder
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
 
 
 @pytest.mark.parametrize("place", ["here", "there"])

@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+from tests.ports import free_ports
+from vit_ray import s3, storage
+
 _STALL_S = 60
 """Much longer than a client waits; it is never waited for by one that has a time-out."""
 
 ACCESS_KEY, SECRET_KEY = "loopback-key", "loopback-secret"
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def rclone_binary() -> str:
@@ -36,7 +35,7 @@ def rclone_binary() -> str:
 @contextlib.contextmanager
 def serve_s3(folder: Path) -> Iterator[int]:
     """Serve the sub-folders of a folder as buckets; yields the port."""
-    port = free_port()
+    (port,) = free_ports(1)
     command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off"]
     command.append("-q")
@@ -62,7 +61,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=False)
 @contextlib.contextmanager
 def serve_conditional_s3() -> Iterator[int]:
     """An S3 (moto) that heeds If-None-Match, which rclone's ignores; one request at a time."""
-    port = free_port()
+    (port,) = free_ports(1)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen([sys.executable, "-c", _MOTO, str(port)], **quiet)
     try:
@@ -85,6 +84,26 @@ def s3_environment(port: int) -> dict[str, str]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "VIT_RAY_S3_TIMEOUT_S": "1.0",
     }
+
+
+@contextlib.contextmanager
+def this_process_uses(port: int, *, timeout_s: float = 1.0) -> Iterator[None]:
+    """Inside the block `s3://` is a server of this file, to this process and those it starts."""
+    variables = {**s3_environment(port), "VIT_RAY_S3_TIMEOUT_S": str(timeout_s)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        forget_clients()
+        try:
+            yield
+        finally:
+            forget_clients()
+
+
+def forget_clients() -> None:
+    """Both clients are made once, from the variables of that moment."""
+    storage._s3.cache_clear()
+    s3.client.cache_clear()
 
 
 def wait_for(port: int) -> None:
@@ -135,7 +154,7 @@ class FaultProxy:
     """Forwards HTTP to a port, and answers some requests with a fault instead."""
 
     def __init__(self, upstream: int) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.faults = Faults()
         self._upstream = upstream
         self._loop = asyncio.new_event_loop()

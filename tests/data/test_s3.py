@@ -17,9 +17,14 @@ import pytest
 
 from tests.data.pictures import jpeg
 from tests.data.prepare.test_sources import add
-from tests.data.s3_server import SECRET_KEY, FaultProxy, s3_environment, serve_s3
-from vit_ray import s3 as s3_client
-from vit_ray import storage
+from tests.data.s3_server import (
+    SECRET_KEY,
+    FaultProxy,
+    forget_clients,
+    s3_environment,
+    serve_s3,
+    this_process_uses,
+)
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
@@ -54,16 +59,11 @@ def proxy(buckets: Path) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def s3(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+def s3(proxy: FaultProxy) -> Iterator[FaultProxy]:
     """The proxy as this process's object store."""
-    for name, value in s3_environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    storage._s3.cache_clear()
-    s3_client.client.cache_clear()
     proxy.faults.set("", 0)
-    yield proxy
-    storage._s3.cache_clear()
-    s3_client.client.cache_clear()
+    with this_process_uses(proxy.port):
+        yield proxy
 
 
 def batch_of(manifest: Manifest, cache: LocalCache | None = None) -> dict[str, Any]:
@@ -144,8 +144,7 @@ def test_a_wrong_key_fails_soon_and_clearly(
 ) -> None:
     remote = open_dataset("s3://sets/small")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    storage._s3.cache_clear()
-    s3_client.client.cache_clear()
+    forget_clients()
     with pytest.raises(OSError, match=r"ACCESS_DENIED|403") as caught:
         open_dataset("s3://sets/small")
     assert "wrong" not in str(caught.value)

@@ -11,9 +11,9 @@ import torch
 from tests.data.format.test_rot import SHARD, used_rows, write_rows
 from tests.data.pictures import write_class_folders
 from tests.data.prepare.conftest import one_by_one
-from tests.data.s3_server import FaultProxy, s3_environment, serve_s3
+from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.train.test_checkpoint import values, write
-from vit_ray import lock, retry, s3, storage
+from vit_ray import lock, retry, s3
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import ConvertReport, convert
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
@@ -44,16 +44,11 @@ def proxy(bucket: Path) -> Iterator[FaultProxy]:
 @pytest.fixture
 def store(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """The store of this process, which tries again without a pause."""
-    for name, value in {**s3_environment(proxy.port), "VIT_RAY_S3_TIMEOUT_S": "0.5"}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
     monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0, 0.0))
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
     proxy.faults.set("", 0)
-    yield proxy
-    storage._s3.cache_clear()
-    s3.client.cache_clear()
+    with this_process_uses(proxy.port, timeout_s=0.5):
+        yield proxy
 
 
 def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.s3_server import FaultProxy, s3_environment, serve_s3
+from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.train.fakes import FakeEngine, Worker, make_job
 from vit_ray import retry
 from vit_ray.config.training_sections import CheckpointConfig
@@ -96,9 +96,11 @@ def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)  # its pauses, of minutes
     (tmp_path / "bucket").mkdir()
-    with serve_s3(tmp_path) as upstream, FaultProxy(upstream) as proxy:
-        for key, value in s3_environment(proxy.port).items():
-            monkeypatch.setenv(key, value)
+    with (
+        serve_s3(tmp_path) as upstream,
+        FaultProxy(upstream) as proxy,
+        this_process_uses(proxy.port),
+    ):
         run = locate("s3://bucket/run")
         told: list[tuple[str, str]] = []
         keep = CheckpointConfig(keep_last=9)

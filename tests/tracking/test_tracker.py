@@ -19,6 +19,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tests.ports import free_ports
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import mlflow_client, senders
@@ -607,9 +608,7 @@ class Server:
     """A real `mlflow server` on a port that stays its own over restarts."""
 
     def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.uri = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         self.process = None

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented; not in __all__
 
 _LINEAR: Final = torch.nn.functional.linear
 
@@ -51,10 +52,10 @@ def joined_process_group(
     store = None
     if place.rank == 0:
         # The system chooses a port and holds it: one that was only found free can be lost.
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     address = broadcast(f"{host}:{store.port}" if store else "")
     host, _, port = address.rpartition(":")
-    store = store or dist.TCPStore(host, int(port), timeout=timeout)
+    store = store or TCPStore(host, int(port), timeout=timeout)
     # As torchrun sets them; DeepSpeed reads some.
     os.environ |= {
         "MASTER_ADDR": host,

@@ -12,7 +12,7 @@ WAITS = re.compile(
     r"ray\.(get|wait|init)|ray\.train\.collective\.\w+"
     r"|(torch\.distributed|dist)\.(all_\w+|broadcast\w*|barrier|init_process_group)"
     r"|(.*\.)?(wait|wait_for|acquire|flock|result|communicate|sleep|create_connection)"
-    r"|subprocess\.run|\w*thread\w*\.join|self\._thread\.join|\w+ing\.join|answer"
+    r"|subprocess\.run|\w*thread\w*\.join|self\._thread\.join|\w+ing\.join|answer|self\._ask"
     r"|.*(queue|_ready|_answers|_requests)\.get|_(tuner|trainer)\(.*\)\.fit"
 )
 

@@ -1,6 +1,7 @@
 """What becomes of a training when its lane ends, on lanes that are fake: no Ray."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import ray
 
 from tests.train.fakes import make_job
 from vit_ray.launch import lane, worker_group
+from vit_ray.launch.answers import PROCESS_DIED
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
 from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError
@@ -117,24 +119,56 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
     assert calls == [left]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")],
-)
-def test_a_lane_is_lost_when_the_process_of_its_server_has_ended(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(*_: Any) -> None:
+DIED = [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")]
+
+
+def raises(error: Exception) -> Any:
+    """A method of an actor whose process has ended so."""
+
+    def answered() -> None:
         raise error
 
-    monkeypatch.setattr(lane, "answer", answer)
+    return SimpleNamespace(remote=lambda *_: answered)
+
+
+def answers(value: Any) -> Any:
+    """A method of an actor that answers."""
+    return SimpleNamespace(remote=lambda *_: lambda: value)
+
+
+def lane_with(monkeypatch: pytest.MonkeyPatch, **server: Any) -> lane.Lane:
+    """A lane whose controller lives and whose workers have no place."""
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     monkeypatch.setattr(lane, "StreamSource", lambda *_: None)
     monkeypatch.setattr(ray, "put", lambda streams: None)
     one = object.__new__(lane.Lane)
     one.shape, one._num_assigned = shape(), 0
-    one._server = SimpleNamespace(assign=SimpleNamespace(remote=lambda _: None))
+    one._thread = threading.current_thread()
+    methods = {name: answers(False) for name in ("assign", "wait_until_ended", "is_placed")}
+    one._server = SimpleNamespace(**{**methods, **server})
+    return one
+
+
+@pytest.mark.parametrize("method", ["assign", "wait_until_ended", "is_placed"])
+@pytest.mark.parametrize("error", DIED)
+def test_a_lane_is_lost_when_the_process_of_its_server_has_ended(
+    error: Exception, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = lane_with(monkeypatch, **{method: raises(error)})
     with pytest.raises(LaneLostError, match="the process that runs the streams has died"):
         one.run(make_job(tmp_path), {})
+
+
+@pytest.mark.parametrize("error", DIED)
+def test_a_record_whose_process_has_ended_is_not_taken_for_a_lost_lane(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path)
+    object.__setattr__(job, "recorder", SimpleNamespace(stop_reason=raises(error)))
+    with pytest.raises(RuntimeError, match="the process of the run's record has died") as raised:
+        lane_with(monkeypatch).run(job, {})
+    assert not isinstance(raised.value, LaneEndedError)
+    assert isinstance(raised.value, PROCESS_DIED)  # for those that go on without the record
 
 
 def shape(**sections: Any) -> LaneShape:

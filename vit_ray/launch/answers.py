@@ -8,8 +8,16 @@ import ray
 
 ANSWER_LIMIT_S: Final = 300.0
 """The slowest, an MLflow server that is away, is given up after less."""
-PROCESS_DIED: Final = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""What a call of an actor raises whose process has ended; the second where Ray has ended it."""
+
+
+class ProcessDiedError(ray.exceptions.RayError, RuntimeError):
+    """The process of one of the driver's actors has died; the text says whose."""
+
+
+_DIED: Final = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""The second where Ray has ended it."""
+PROCESS_DIED: Final = (*_DIED, ProcessDiedError)
+"""What a call of an actor raises whose process has ended, with and without `answer`."""
 
 
 def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any:
@@ -17,7 +25,8 @@ def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any
 
     Raises:
         RuntimeError: it has not answered in time.
-        RayError: its process has died.
+        ProcessDiedError: its process has died.
+        RayError: the call has failed.
     """
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -26,3 +35,5 @@ def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any
             f"{whose} has not answered in {timeout_s:g} s: its process, on the driver's node, "
             "hangs or has no CPU time; look at that machine, then give the same command again"
         ) from None
+    except _DIED as error:
+        raise ProcessDiedError(f"the process of {whose} has died: {error}") from error

@@ -162,12 +162,16 @@ class Lane:
         source = StreamSource(self._server, ray.put(streams))
         assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
         self._num_assigned += 1
+        self._ask("assign", assignment)
+        while not self._ask("wait_until_ended"):
+            if not self._thread.is_alive():
+                raise LaneEndedError(str(self._error)) from self._error
+            watch.check(is_placed=self._ask("is_placed"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the lane's server."""
         try:
-            answer(self._server.assign.remote(assignment), _SERVER)
-            while not answer(self._server.wait_until_ended.remote(), _SERVER):
-                if not self._thread.is_alive():
-                    raise LaneEndedError(str(self._error)) from self._error
-                watch.check(is_placed=answer(self._server.is_placed.remote(), _SERVER))
+            return answer(getattr(self._server, method).remote(*arguments), _SERVER)
         except PROCESS_DIED as error:
             raise LaneLostError("the process that runs the streams has died") from error
 

@@ -18,7 +18,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-faults soak test-processors check test-browser screenshots clean
+.PHONY: env quickstart test test-faults soak test-processors check test-browser newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -71,6 +71,10 @@ soak: env
 STORE ?= sqlite:///quickstart/mlflow.db
 test-browser: env
 	$(BIN)/python -m pytest -o addopts=-q tests/browser
+
+# README, tutorial and how-to page in a fresh clone with an environment of its own: half an hour.
+newcomer:
+	$(PYTHON) -m tests.newcomer.follow
 
 screenshots: env
 	$(BIN)/python docs/screenshots.py $(STORE)

@@ -36,7 +36,7 @@ from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
 (TWO_LINES,) = (
-    text for _, text in blocks(ROOT / "docs" / "how_to.md") if "pyfunc.load_model" in text
+    block.text for block in blocks(ROOT / "docs" / "how_to.md") if "pyfunc.load_model" in block.text
 )
 
 

@@ -1,52 +1,138 @@
-"""Follows the tutorial line by line in a fresh folder: `python -m tests.newcomer.follow [FOLDER]`.
+"""Follows README, tutorial and how-to page line by line in a fresh clone, and fails where one lies.
 
-Commands and files are taken from the page itself; a line that fails ends the walk with its output.
-Run it in an environment where `vit-ray` is installed. It takes some minutes.
+`make newcomer`, or `python -m tests.newcomer.follow [FOLDER]`; Python alone is enough, and half an
+hour. What is committed is cloned into the folder, and the lines of a page are run in one shell,
+with a home and a Ray of their own. The lines and files are the page's own blocks; what it does not
+show stands in a comment above a block:
+
+    <!-- newcomer first: LINE -->             a line that a reader has run, or has otherwise
+    <!-- newcomer skips START: REASON -->     lines that begin so are not run; `all`: the block
+    <!-- newcomer file: NAME -->              the block is the text of this file
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
-LINE_TIMEOUT_S = 900
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/tutorial.md", "docs/how_to.md")
+PAGE_TIMEOUT_S = 3600
+# What a newcomer's shell does not have.
+OURS = ("RAY_", "VIT_RAY_", "DS_", "PYTHON", "VIRTUAL_ENV", "MAKE", "MFLAGS")
+
+_BLOCK = re.compile(
+    r"((?:^<!-- newcomer .*?-->\n)*)^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_NOTE = re.compile(r"<!-- newcomer (first|skips|file)(?: ([^:]+))?: (.*?) -->", re.DOTALL)
 
 
-def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """Language and text of every fenced block of a page."""
-    yield from re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+class Note(NamedTuple):
+    """A comment above a block."""
+
+    kind: str
+    start: str
+    """What the skipped lines begin with."""
+    text: str
 
 
-def follow(page: Path, folder: Path) -> None:
-    """Write the page's YAML as `mine.yaml` and run its shell lines, in their order.
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    notes: tuple[Note, ...]
+
+    def told(self, kind: str) -> list[str]:
+        """The texts of the notes of a kind."""
+        return [note.text for note in self.notes if note.kind == kind]
+
+    def lines(self) -> list[str]:
+        """Shell lines with continued ones joined, and without those that are skipped."""
+        skipped = tuple(note.start for note in self.notes if note.kind == "skips")
+        lines = [line for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
+        return [] if "all" in skipped else [line for line in lines if not line.startswith(skipped)]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Every fenced block of a page."""
+    for notes, language, text in _BLOCK.findall(page.read_text()):
+        found = tuple(Note(*note) for note in _NOTE.findall(notes))
+        yield Block(language, text, found)
+
+
+def script_of(page: Path) -> str:
+    """The page as a bash script, which tells every line, its time, and the one that fails."""
+    parts = [
+        "set -Eeuo pipefail",
+        """trap 'echo "the page lies: exit code $?: $line" >&2' ERR""",
+    ]
+    for block in blocks(page):
+        for name in block.told("file"):
+            parts.append(f"cat > {name} <<'THE_END'\n{block.text}THE_END")
+        if block.language == "sh":
+            for line in (*block.told("first"), *block.lines()):
+                tell = f'line={shlex.quote(line)}; echo "$ $line"; SECONDS=0'
+                parts += [tell, line, 'echo "  # $SECONDS s"']
+    return "\n".join(parts) + "\n"
+
+
+def follow(page: Path, folder: Path, home: Path) -> None:
+    """Run a page's lines in a folder, and end whatever they have left behind.
 
     Raises:
-        SystemExit: a line failed; its output is told.
+        SystemExit: a line failed; it was told with its output.
     """
-    for language, text in blocks(page):
-        if language == "yaml":
-            (folder / "mine.yaml").write_text(text)
-        if language == "sh":
-            for line in text.replace("\\\n", " ").splitlines():
-                _run(line, folder)
-
-
-def _run(line: str, folder: Path) -> None:
-    print(f"$ {line}", flush=True)
-    done = subprocess.run(
-        line, shell=True, cwd=folder, capture_output=True, text=True, timeout=LINE_TIMEOUT_S
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    home.mkdir(exist_ok=True)
+    print(f"== {page.name}, in {folder}", flush=True)
+    mark = f"NEWCOMER={uuid.uuid4()}"
+    with tempfile.TemporaryDirectory(prefix="nc-", ignore_cleanup_errors=True) as ray:
+        env = _environment(home) | dict([mark.split("=")]) | {"RAY_TMPDIR": ray}
+        try:
+            done = subprocess.run(
+                ["bash", "-c", script_of(page)],
+                cwd=folder, env=env, timeout=PAGE_TIMEOUT_S, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        finally:
+            _end_processes(mark)
     if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\nthe page lies: exit code {done.returncode}: {line}")
+        sys.exit(f"{page.name} does not do what it says")
+
+
+def _environment(home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    cache = os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+    return kept | {"HOME": str(home), "PIP_CACHE_DIR": cache, "PYTHON": sys.executable}
+
+
+def _end_processes(mark: str) -> None:
+    """End what was started with this in its environment, such as the Ray of `ray start`."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def main() -> None:
+    """Clone, and follow every page."""
+    place = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="newcomer-"))
+    clone, home = place.absolute() / "vit_ray", place.absolute() / "home"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    for page in PAGES:
+        follow(clone / page, clone if page == "README.md" else place.absolute() / "mine", home)
+    print(f"every line of {', '.join(PAGES)} did what it says, in {place}")
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="newcomer-"))
-    place.mkdir(parents=True, exist_ok=True)
-    follow(TUTORIAL, place)
-    print(f"every line of {TUTORIAL.name} did what it says, in {place}")
+    main()

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.newcomer.follow import blocks
+from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
+from tests.newcomer.follow import blocks, script_of
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.cli import split_words
 from vit_ray.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLLOWED = [ROOT / name for name in FOLLOWED_NAMES]
+PROGRAMS = {"vit-ray", "python", "make", "ray", "pip", "mlflow", "export", "."}
 OPTIONS = ("--dry-run", "--help")
 
 
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
     """Page, command and words of every line that runs one of our commands."""
     for page in PAGES:
-        for language, text in blocks(page):
-            if language not in ("", "sh"):
-                continue
-            for line in text.replace("\\\n", " ").splitlines():
+        for block in blocks(page):
+            for line in block.text.replace("\\\n", " ").splitlines():
                 found = re.search(r"(?:vit-ray|python jobs/)\s*(\w+)(?:\.py)?((?: +\S+)+)", line)
                 if found and found[1] in COMMANDS:
                     yield page.name, found[1], shlex.split(found[2], comments=True)
@@ -38,9 +40,9 @@ LINES = list(command_lines())
 def test_every_command_line_is_understood(
     page: str, name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for language, text in blocks(ROOT / "docs" / "tutorial.md"):
-        if language == "yaml":
-            (tmp_path / "mine.yaml").write_text(text)
+    for block in blocks(ROOT / "docs" / "tutorial.md"):
+        for file in block.told("file"):
+            (tmp_path / file).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     words = [word for word in words if word not in OPTIONS and word != "optim"]
     recipe, overrides = split_words(tuple(words))
@@ -50,6 +52,57 @@ def test_every_command_line_is_understood(
 def test_the_pages_have_command_lines() -> None:
     assert {page for page, _, _ in LINES} >= {"README.md", "tutorial.md", "how_to.md"}
     assert len(LINES) > 20
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_every_command_of_a_followed_page_is_run_or_says_why_not(page: Path) -> None:
+    for block in blocks(page):
+        starts = [line.split()[0] for line in block.text.splitlines() if line.strip()]
+        assert block.language == "sh" or not PROGRAMS & set(starts), block.text
+        for note in block.notes:
+            assert note.kind != "skips" or len(note.text) > 20, f"no reason: {note}"
+            hits = [line for line in block.text.splitlines() if line.startswith(note.start)]
+            assert hits or note.start in ("", "all"), f"nothing to skip: {note}"
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_every_comment_for_the_walk_is_understood(page: Path) -> None:
+    assert page.read_text().count("<!-- newcomer") == sum(len(b.notes) for b in blocks(page)) > 0
+
+
+def walk(page: Path, text: str) -> subprocess.CompletedProcess[str]:
+    page.write_text(text)
+    return subprocess.run(
+        ["bash", "-c", script_of(page)], cwd=page.parent, capture_output=True, text=True
+    )
+
+
+def test_the_walk_runs_what_a_page_shows_and_stops_where_it_lies(tmp_path: Path) -> None:
+    told = """<!-- newcomer file: a.yaml -->
+```yaml
+name: a
+```
+<!-- newcomer first: export WORD=there -->
+<!-- newcomer skips touch: it is slow, and what it writes
+     is not needed -->
+```sh
+cat a.yaml \\
+    > $WORD
+touch skipped
+```
+```
+touch plain
+```
+"""
+    page = tmp_path / "page.md"
+    good = walk(page, told)
+    assert good.returncode == 0, good.stderr
+    assert (tmp_path / "there").read_text() == "name: a\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"page.md", "a.yaml", "there"}
+    bad = walk(page, told + "```sh\ncat missing | head -1\ntouch after\n```\n")
+    assert bad.returncode != 0
+    assert "the page lies: exit code 1: cat missing" in bad.stderr
+    assert not (tmp_path / "after").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -48,6 +49,24 @@ def test_the_next_major_release_of_what_has_broken_things_is_not_taken() -> None
         major = int(pins()[name].partition(".")[0])
         assert not by_name[name].contains(f"{major + 1}.0"), name
     assert not by_name["opencv-python-headless"].contains("6.0")
+
+
+@pytest.mark.parametrize(
+    ("goal", "installed"), [("quickstart", ["."]), ("env", [".", ".[dev]"]), ("newcomer", [])]
+)
+def test_the_quickstart_installs_what_runs_and_no_tools(
+    goal: str, installed: list[str], tmp_path: Path
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(
+        ["make", "--dry-run", goal], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if " -m pip " in line]
+    ours = [words for words in commands if "--upgrade" not in words]
+    assert [words[-1] for words in ours] == installed
+    for words in ours:
+        assert words[-4:-1] == ["--constraint", "constraints.txt", "--editable"]
 
 
 def test_the_wheel_has_recipes_cluster_files_and_types_and_runs_by_itself(tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def follow(page: Path, folder: Path, home: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     home.mkdir(exist_ok=True)
     print(f"== {page.name}, in {folder}", flush=True)
-    mark = f"NEWCOMER={uuid.uuid4()}"
+    mark = f"walk-{uuid.uuid4()}"
     with tempfile.TemporaryDirectory(prefix="nc-", ignore_cleanup_errors=True) as ray:
-        env = _environment(home) | dict([mark.split("=")]) | {"RAY_TMPDIR": ray}
+        env = _environment(home) | {"NEWCOMER": mark, "RAY_TMPDIR": ray}
         try:
             done = subprocess.run(
                 ["bash", "-c", script_of(page)],

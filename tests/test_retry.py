@@ -1,6 +1,6 @@
 import pytest
 
-from vit_ray.retry import RetryPolicy, with_retries
+from vit_ray.retry import RetryPolicy, retry_policy, with_retries
 
 
 class Flaky:
@@ -86,3 +86,49 @@ def test_waits_differ_between_workers() -> None:
     for _ in range(5):
         with_retries(Flaky(TRANSIENT[0]), "reading", sleep=waits.append)
     assert len(set(waits)) == 5
+
+
+def test_retries_within_retries_are_not_multiplied() -> None:
+    waits: list[float] = []
+    flaky = Flaky(*[TRANSIENT[0]] * 99)
+
+    def inner() -> str:
+        return with_retries(flaky, "reading x", sleep=waits.append)
+
+    def outer() -> str:
+        return with_retries(inner, "making y", sleep=waits.append)
+
+    with pytest.raises(OSError, match="SLOW_DOWN") as caught:
+        with_retries(outer, "making z", sleep=waits.append)
+    assert flaky.calls == RetryPolicy().attempts
+    assert len(waits) == flaky.calls - 1
+    assert caught.value.__notes__ == [f"reading x failed after {flaky.calls} attempts."]
+
+
+def test_an_outer_operation_is_tried_again_for_what_is_not_retried_within_it() -> None:
+    flaky = Flaky(TRANSIENT[0])
+
+    def operation() -> str:
+        with_retries(lambda: "found", "listing", sleep=lambda _: None)
+        return flaky()
+
+    assert with_retries(operation, "making y", sleep=lambda _: None) == "done"
+
+
+def test_what_is_within_follows_the_policy_around_it() -> None:
+    told: list[str] = []
+    flaky = Flaky(*[TRANSIENT[0]] * 99)
+
+    def inner() -> str:
+        return with_retries(flaky, "reading x", sleep=lambda _: None)
+
+    four = RetryPolicy(attempts=4, tell=told.append)
+    with retry_policy(four), pytest.raises(OSError, match="SLOW_DOWN"):
+        with_retries(inner, "making y", sleep=lambda _: None)
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        with_retries(inner, "making y", four, sleep=lambda _: None)
+    assert flaky.calls == 2 * 4
+    assert [text.partition(":")[0] for text in told] == ["reading x"] * 6
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        inner()
+    assert flaky.calls == 2 * 4 + RetryPolicy().attempts

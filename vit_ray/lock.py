@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from vit_ray.retry import DEFAULT_POLICY, ONE_ATTEMPT, RetryPolicy
+from vit_ray.retry import ONE_ATTEMPT, retry_policy
 from vit_ray.storage import Creation, Location
 
 RENEW_S = 10.0
@@ -139,14 +139,14 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
             )
 
 
-def check_lock(folder: Location, number: int, policy: RetryPolicy = DEFAULT_POLICY) -> None:
+def check_lock(folder: Location, number: int) -> None:
     """Return if `number` is still the newest of `folder`; for each process of its holder.
 
     Raises:
         LockLostError: there is a newer one.
         OSError: the folder cannot be read.
     """
-    newest = max(_numbers(folder, policy), default=0)
+    newest = max(_numbers(folder), default=0)
     if newest > number:
         raise LockLostError(
             f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "
@@ -254,9 +254,10 @@ def _keep(
     has_warned = False
     while not ended.wait(RENEW_S):
         try:
-            check_lock(folder, number, ONE_ATTEMPT)
-            mine = replace(mine, beat=mine.beat + 1)
-            _file(folder, number).write(_content(mine), ONE_ATTEMPT)
+            with retry_policy(ONE_ATTEMPT):
+                check_lock(folder, number)
+                mine = replace(mine, beat=mine.beat + 1)
+                _file(folder, number).write(_content(mine))
         except LockLostError as error:
             on_lost(str(error))
             return
@@ -276,8 +277,8 @@ def _release(folder: Location, number: int, mine: Owner) -> None:
         logger.warning("the lock of %s stays behind: %s", folder.uri, error)
 
 
-def _numbers(folder: Location, policy: RetryPolicy = DEFAULT_POLICY) -> list[int]:
-    names = [info.base_name for info in folder.list_files(recursive=False, policy=policy)]
+def _numbers(folder: Location) -> list[int]:
+    names = [info.base_name for info in folder.list_files(recursive=False)]
     matches = [_FILE.fullmatch(name) for name in names]
     return [int(match[1]) for match in matches if match] + [0] * (_FILE_BEFORE in names)
 

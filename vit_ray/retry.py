@@ -3,6 +3,9 @@
 pyarrow's own retries give up within seconds, do not know all of the answers that mean "later", and
 are lost when a file system is pickled; so they are switched off, and this stands around each whole
 operation instead.
+
+An operation may consist of others that are retried. Attempts and waits are not multiplied then:
+what an inner operation has given up is not tried again by the outer one, whose policy both follow.
 """
 
 import errno
@@ -10,8 +13,10 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 Result = TypeVar("Result")
@@ -26,7 +31,8 @@ _TRANSIENT: Final = re.compile(
     re.IGNORECASE,
 )
 _TRANSIENT_ERRNO: Final = {
-    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT
+    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
 }  # fmt: skip
 """What network file systems say while their server is away."""
 _PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|HTTP status 403")
@@ -45,16 +51,32 @@ class RetryPolicy:
     first_delay_s: float = 0.2
     max_delay_s: float = 15.0
     budget_s: float = 180.0
+    tell: Callable[[str], object] = field(default=_LOG.info, compare=False)
+    """Hears of each attempt that fails and is followed by another."""
 
 
 DEFAULT_POLICY: Final = RetryPolicy()
 ONE_ATTEMPT: Final = RetryPolicy(attempts=1)
 
+_policy: Final = ContextVar("retry_policy", default=DEFAULT_POLICY)
+_GIVEN_UP: Final = "vit_ray_given_up"
+"""Attribute of an error after whose last attempt there is no other, at whatever level."""
+
+
+@contextmanager
+def retry_policy(policy: RetryPolicy) -> Iterator[None]:
+    """What all operations of this block follow, in this thread."""
+    before = _policy.set(policy)
+    try:
+        yield
+    finally:
+        _policy.reset(before)
+
 
 def with_retries(
     operation: Callable[[], Result],
     what: str,
-    policy: RetryPolicy = DEFAULT_POLICY,
+    policy: RetryPolicy | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result:
@@ -62,36 +84,46 @@ def with_retries(
 
     Args:
         what: names the operation in the log.
+        policy: of this operation and those within it; that of the block around it when not given.
 
     Raises:
         OSError: that of the last attempt, with the number of attempts in its notes.
     """
+    policy = policy or _policy.get()
     start_s = clock()
     for attempt in range(1, policy.attempts + 1):
         try:
-            return operation()
+            with retry_policy(policy):
+                return operation()
         except OSError as error:
+            if hasattr(error, _GIVEN_UP):
+                raise
             delay_s = _delay_s(policy, attempt)
             is_last = attempt >= _allowed_attempts(error, policy)
             if is_last or clock() - start_s + delay_s > policy.budget_s:
                 error.add_note(f"{what} failed after {attempt} attempts.")
+                setattr(error, _GIVEN_UP, True)
                 raise
-            _LOG.info("%s: attempt %d failed (%s)", what, attempt, error)
+            policy.tell(f"{what}: attempt {attempt} failed ({error})")
             sleep(delay_s)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def second_look(read: Callable[[], Result], *differs: type[Exception]) -> Result:
-    """What a read gives, or gives when it is made again: bytes may be changed on their way.
+def read_again(
+    read: Callable[[], Result], *differs: type[Exception], pause_s: float = 0.0
+) -> Result:
+    """What a read gives, or its second attempt: bytes may be changed on their way.
 
     Args:
         differs: what is raised where something is not as it was written.
+        pause_s: before the second attempt; a network file system may show files late.
     """
     try:
         return read()
     except differs as error:
         if isinstance(error, OSError) and is_transient(error):
-            raise  # nothing has been seen
+            raise  # nothing has been read
+        time.sleep(pause_s)
         return read()
 
 

@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import lru_cache
 from typing import Any, Final
 
@@ -233,7 +234,8 @@ class Upload(io.RawIOBase):
         self._collect(_UPLOADS_AT_ONCE - 1)
         number = len(self._parts) + len(self._pending) + 1
         body, self._buffer = bytes(self._buffer), bytearray()
-        self._pending.append(self._threads.submit(self._put_part, number, body))
+        sending = self._threads.submit(copy_context().run, self._put_part, number, body)
+        self._pending.append(sending)
 
     def _put_part(self, number: int, body: bytes) -> dict[str, Any]:
         answer = with_retries(

@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import fs
 
 from vit_ray import s3
-from vit_ray.retry import DEFAULT_POLICY, RetryPolicy, with_retries
+from vit_ray.retry import with_retries
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ class Location:
         with self.filesystem.open_input_file(self.path) as file:
             return bytes(file.read_at(length, offset))
 
-    def write(self, content: bytes, policy: RetryPolicy = DEFAULT_POLICY) -> None:
+    def write(self, content: bytes) -> None:
         """Write a file so that no reader ever sees half of it."""
-        with_retries(lambda: self._write_once(content), f"writing {self.path}", policy)
+        with_retries(lambda: self._write_once(content), f"writing {self.path}")
 
     def _write_once(self, content: bytes) -> None:
         with (
@@ -111,12 +111,10 @@ class Location:
         """A context whose target becomes this file when the block ends without an error."""
         return AtomicOutput(self)
 
-    def list_files(
-        self, *, recursive: bool = True, policy: RetryPolicy = DEFAULT_POLICY
-    ) -> list[fs.FileInfo]:
+    def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
         """All files below this folder, or directly in it, sorted by path."""
         selector = fs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
-        found = self._list(selector, policy)
+        found = self._list(selector)
         return sorted((i for i in found if i.type == fs.FileType.File), key=lambda i: i.path)
 
     def list_folders(self) -> list[str]:
@@ -125,16 +123,14 @@ class Location:
         found = self._list(selector)
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
-    def _list(
-        self, selector: fs.FileSelector, policy: RetryPolicy = DEFAULT_POLICY
-    ) -> list[fs.FileInfo]:
+    def _list(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         def list_once() -> list[fs.FileInfo]:
             try:
                 return self.filesystem.get_file_info(selector)
             except FileNotFoundError:  # a folder that came or went while it was looked at
                 return self.filesystem.get_file_info(selector)
 
-        return with_retries(list_once, f"listing {self.path}", policy)
+        return with_retries(list_once, f"listing {self.path}")
 
     def delete(self) -> None:
         """Delete this file, or this folder and all below it; nothing if it is not there.

@@ -45,7 +45,7 @@ def proxy(bucket: Path) -> Iterator[FaultProxy]:
 def store(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """The store of this process, which tries again without a pause."""
     monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
-    monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
     proxy.faults.set("", 0)
     with this_process_uses(proxy.port, timeout_s=0.5):
         yield proxy

@@ -1,19 +1,22 @@
 """Which checkpoint a group that starts goes on from; no Ray."""
 
+import errno
+import functools
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from vit_ray import retry, storage
+from vit_ray.retry import RetryPolicy
 from vit_ray.storage import Location, locate
-from vit_ray.train import resume_point, run_checkpoints
+from vit_ray.train import run_checkpoints
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
 from vit_ray.train.resume_point import (
     CHOICE_LIMIT_S,
-    PAUSES_S,
+    RETRIES,
     ResumePoint,
     ResumePointChoice,
     choose_resume_point,
@@ -29,7 +32,6 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder: Location = locate(str(folder / "run"))
         self.events: list[tuple[str, str]] = []
-        self.pauses: list[float] = []
 
     def save(self, step: int, ended: str = "", ranks: int = 1) -> Location:
         where = Position(Progress(step, ended=ended), step, step * 8, 8, {"w": [2]}, {}, "print")
@@ -45,9 +47,8 @@ class Run:
 
     def choose(self) -> ResumePoint:
         return choose_resume_point(
-            self.folder, TOTAL, lambda kind, text: self.events.append((kind, text)),
-            self.pauses.append,
-        )  # fmt: skip
+            self.folder, TOTAL, lambda kind, text: self.events.append((kind, text))
+        )
 
     def steps(self) -> list[int]:
         return [step for step, _ in list_checkpoints(self.folder)]
@@ -55,7 +56,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0,))
+    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -105,29 +106,61 @@ def test_nothing_but_damage_is_an_error_and_not_a_new_start(run: Run) -> None:
         run.choose()
 
 
-def failing(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, left = resume_point.newest_verified_checkpoint, iter(range(times))
+class Away:
+    """A storage whose files cannot be read so many times, and the pauses that are made for it."""
 
-    def away(*arguments: Any) -> Any:
-        if next(left, None) is not None:
-            raise OSError("no route to host")
-        return plain(*arguments)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times, self.tried, self.file = 0, 0, ""
+        self.now_s = 0.0
+        self._read = Location._read_once
+        plain = retry.with_retries
+        quick = functools.partial(plain, sleep=self._sleep, clock=lambda: self.now_s)
+        monkeypatch.setattr(storage, "with_retries", quick)
+        monkeypatch.setattr(Location, "_read_once", lambda place: self._answer(place))
 
-    monkeypatch.setattr(resume_point, "newest_verified_checkpoint", away)
+    def _sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+
+    def _answer(self, place: Location) -> bytes:
+        if self.times and place.path.endswith(self.file):
+            self.times, self.tried = self.times - 1, self.tried + 1
+            raise OSError(errno.EHOSTUNREACH, "no route to host")
+        return self._read(place)
 
 
-def test_storage_that_is_away_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Away:
+    monkeypatch.setattr(retry.random, "uniform", lambda *_: 1.0)
+    return Away(monkeypatch)
+
+
+def test_storage_that_is_away_is_waited_for_longer_than_elsewhere(run: Run, away: Away) -> None:
     run.save(10)
-    failing(len(PAUSES_S), monkeypatch)
+    away.times = RetryPolicy().attempts + 5
     assert run.choose() == ResumePoint(10, 80)
-    assert tuple(run.pauses) == PAUSES_S
-    assert [kind for kind, _ in run.events] == ["storage away"] * len(PAUSES_S)
+    assert 200 < away.now_s < RETRIES.budget_s
+    ((kind, text),) = run.events
+    assert kind == "storage away"
+    assert "no route to host" in text
 
 
-def test_storage_that_stays_away_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(len(PAUSES_S) + 1, monkeypatch)
+def test_the_readers_of_a_checkpoints_files_wait_as_long(run: Run, away: Away) -> None:
+    """They are threads."""
+    run.save(10)
+    away.times, away.file = RetryPolicy().attempts + 5, "rank-00000-of-00001.json"
+    assert run.choose() == ResumePoint(10, 80)
+    assert away.times == 0
+
+
+def test_storage_that_stays_away_is_an_error_after_the_attempts_of_one_policy(
+    run: Run, away: Away
+) -> None:
+    run.save(10)
+    away.times = 10_000
     with pytest.raises(OSError, match="no route to host"):
         run.choose()
+    assert away.tried <= RETRIES.attempts
+    assert away.now_s <= RETRIES.budget_s
 
 
 def test_while_a_choice_takes_long_the_others_hear_of_it_and_it_has_an_end() -> None:

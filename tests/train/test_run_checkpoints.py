@@ -24,7 +24,7 @@ from vit_ray.train.run_checkpoints import (
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "LOOK_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture

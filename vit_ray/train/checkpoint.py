@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from vit_ray.retry import second_look
+from vit_ray.retry import read_again
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint_format import (
     FORMAT_VERSION,
@@ -253,7 +253,7 @@ class Checkpoint:
     def _load(self, shard: Shard) -> dict[str, Tensor]:
         from safetensors.torch import load
 
-        tensors = load(second_look(lambda: self._content(shard), DamagedCheckpointError))
+        tensors = load(read_again(lambda: self._content(shard), DamagedCheckpointError))
         if {key: values.numel() for key, values in tensors.items()} != shard.tensors:
             raise DamagedCheckpointError(
                 f"checkpoint file {self.folder.path}/{shard.file} holds other tensors than its "
@@ -275,7 +275,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
         DamagedCheckpointError: what is there is not what was written.
         ValueError: it was written by a newer version.
     """
-    content = second_look(lambda: read_folder(folder), DamagedCheckpointError)
+    content = read_again(lambda: read_folder(folder), DamagedCheckpointError)
     try:
         position = Position.from_json(content.position)
         sizes = {name: math.prod(shape) for name, shape in position.shapes.items()}

@@ -19,10 +19,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from vit_ray.retry import second_look
+from vit_ray.retry import read_again
 from vit_ray.storage import Location
 
 FORMAT_VERSION = 2
@@ -161,7 +162,7 @@ def verify_shard(folder: Location, shard: Shard) -> None:
     Raises:
         DamagedCheckpointError: it differs from what was written, each time it is read.
     """
-    second_look(lambda: _verify_once(folder, shard), DamagedCheckpointError)
+    read_again(lambda: _verify_once(folder, shard), DamagedCheckpointError)
 
 
 def _verify_once(folder: Location, shard: Shard) -> None:
@@ -209,9 +210,10 @@ def check_coverage(folder: Location, shards: list[Shard], sizes: Mapping[str, in
 
 
 def read_all(items: Iterable[_Item], read: Callable[[_Item], _Result]) -> list[_Result]:
-    """Some at a time."""
+    """Some at a time, each in the context of the caller, which has its policy of retries."""
+    context = copy_context()
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(read, items))
+        return list(readers.map(lambda item: context.copy().run(read, item), items))
 
 
 def _sizes(folder: Location) -> dict[str, int]:

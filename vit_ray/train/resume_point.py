@@ -6,15 +6,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from vit_ray.retry import RetryPolicy, retry_policy
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
-PAUSES_S: Final = (1.0, 5.0, 15.0, 60.0, 120.0)
-"""Before each new try of a storage that does not answer; an error would end the run."""
+RETRIES: Final = RetryPolicy(attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0)
+"""For each request while the choice is made: an error would end the run."""
 
 ASK_S: Final = 30.0
 """Between two times that all ranks hear whether the choice has been made."""
@@ -46,12 +47,11 @@ def choose_resume_point(
     run_folder: Location,
     total_steps: int,
     note: Callable[[str, str], None],
-    sleep: Callable[[float], None] = time.sleep,
 ) -> ResumePoint:
     """The point after the newest checkpoint whose every byte is as written.
 
     What is newer than the chosen one is set aside: training is about to write the same folders
-    again. A storage that is away for some minutes is waited for.
+    again. A storage that is away for some minutes is waited for, which is noted once.
 
     Args:
         note: called with kind and text of an event for the run's history.
@@ -60,17 +60,18 @@ def choose_resume_point(
         NoUsableCheckpointError: there are checkpoints, and none of them is good.
         OSError: the storage was away for too long.
     """
-    for pause_s in PAUSES_S:
-        try:
-            return ResumePoint.of(_newest(run_folder, note), total_steps)
-        except OSError as error:
-            note("storage away", f"{run_folder.path}: {error}")
-            sleep(pause_s)
-    return ResumePoint.of(_newest(run_folder, note), total_steps)
+    told: list[str] = []
 
+    def tell_once(text: str) -> None:
+        if not told:
+            told.append(text)
+            note("storage away", f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
 
-def _newest(run_folder: Location, note: Callable[[str, str], None]) -> Checkpoint | None:
-    return newest_verified_checkpoint(run_folder, lambda text: note("damaged checkpoint", text))
+    with retry_policy(replace(RETRIES, tell=tell_once)):
+        newest = newest_verified_checkpoint(
+            run_folder, lambda text: note("damaged checkpoint", text)
+        )
+    return ResumePoint.of(newest, total_steps)
 
 
 class ResumePointChoice:

@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, evaluation_note, open_checkpoint, read_checkpoint
 from vit_ray.train.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
 
-LOOK_AGAIN_S: Final = (0.5, 2.0)
-"""Pauses before a folder that looks damaged is looked at again: storage has weak moments, too."""
+READ_AGAIN_S: Final = 2.0
+"""After which a folder that seems damaged is read a second time: files may be shown late."""
 ASIDE: Final = ".damaged"
 _DELETED: Final = ".deleted"
 """Of a folder that is being removed; what is left of it after a crash is removed later."""
 NONE_YET: Final = "no_checkpoint_yet.json"
 """Stands in a run's folder from its start at step 0 until its first checkpoint is committed."""
+_NO_GOOD: Final = (PartialCheckpointError, DamagedCheckpointError)
 _STEP: Final = re.compile(r"step-(\d{8,})")
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ def newest_verified_checkpoint(
     for _, folder in list_checkpoints(run_folder):
         try:
             checkpoint = _judge(folder)
-        except (PartialCheckpointError, DamagedCheckpointError) as error:
+        except _NO_GOOD as error:
             bad.append((folder, str(error)))
             continue
         if checkpoint is not None:
@@ -108,7 +110,7 @@ def begin_without_checkpoint(run_folder: Location, tell: Tell) -> None:
     for _, folder in list_checkpoints(run_folder):
         try:
             is_good = _judge(folder) is not None
-        except (PartialCheckpointError, DamagedCheckpointError) as error:
+        except _NO_GOOD as error:
             set_aside(folder, str(error), tell)
             continue
         if is_good:
@@ -151,7 +153,7 @@ def prune(
         try:
             needs_reading = len(good) < keep_last and step not in verified
             is_there = _judge(folder, reads=needs_reading) is not None
-        except (PartialCheckpointError, DamagedCheckpointError) as error:
+        except _NO_GOOD as error:
             if good:
                 set_aside(folder, str(error), tell)
             continue
@@ -186,24 +188,22 @@ def _judge(folder: Location, *, reads: bool = True) -> Checkpoint | None:
     """The checkpoint, with every byte read back if it `reads`; None if the folder has gone.
 
     Raises:
-        PartialCheckpointError, DamagedCheckpointError: it is no good, each time it was looked at.
+        PartialCheckpointError, DamagedCheckpointError: it is no good, by two readings.
         OSError: it cannot be read.
     """
-    for pause_s in LOOK_AGAIN_S:
+
+    def judge_once() -> Checkpoint | None:
         try:
-            return _look(folder, reads=reads)
-        except (PartialCheckpointError, DamagedCheckpointError, FileNotFoundError):
-            if not folder.exists():
-                return None
-            time.sleep(pause_s)
-    return _look(folder, reads=reads)
+            checkpoint = read_checkpoint(folder)
+            if reads:
+                checkpoint.verify()
+        except (*_NO_GOOD, FileNotFoundError):
+            if folder.exists():
+                raise
+            return None
+        return checkpoint
 
-
-def _look(folder: Location, *, reads: bool) -> Checkpoint:
-    checkpoint = read_checkpoint(folder)
-    if reads:
-        checkpoint.verify()
-    return checkpoint
+    return read_again(judge_once, *_NO_GOOD, FileNotFoundError, pause_s=READ_AGAIN_S)
 
 
 def _pass_over(bad: list[tuple[Location, str]], tell: Tell, *, changes: bool) -> None:

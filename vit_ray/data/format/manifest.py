@@ -26,7 +26,7 @@ from vit_ray.data.format.schema import (
     ROW_GROUP_SCHEMA,
     STAGING_FOLDER,
 )
-from vit_ray.retry import second_look
+from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate
 
 _LOG: Final = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def open_dataset(path: str) -> Manifest:
     file = folder.child(MANIFEST_FILE)
     if not file.exists():
         raise ValueError(_why_missing(path, folder))
-    manifest = second_look(lambda: _parse(path, file.read()), ValueError)
+    manifest = read_again(lambda: _parse(path, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
             f"data set {path!r} is empty: its manifest lists 0 images; convert it again."

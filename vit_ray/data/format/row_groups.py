@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest, ShardFile
 from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, shard_schema
-from vit_ray.retry import is_denied, is_transient, second_look, with_retries
+from vit_ray.retry import is_denied, is_transient, read_again, with_retries
 from vit_ray.storage import Location
 
 Result = TypeVar("Result")
@@ -178,7 +178,7 @@ class ShardReader:
         return pq.ParquetFile(source, metadata=self.metadata, page_checksum_verification=is_checked)
 
     def _checked_footer(self, entry: ShardFile) -> bytes:
-        return second_look(lambda: self._footer_as_written(entry), pa.ArrowInvalid)
+        return read_again(lambda: self._footer_as_written(entry), pa.ArrowInvalid)
 
     def _footer_as_written(self, entry: ShardFile) -> bytes:
         footer = self._read_footer()

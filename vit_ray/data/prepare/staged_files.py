@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import checksum
-from vit_ray.retry import second_look, with_retries
+from vit_ray.retry import read_again, with_retries
 from vit_ray.storage import Location, closed_after
 
 _READERS: Final = 16
@@ -38,7 +38,7 @@ def read_facts(file: Location) -> dict[str, Any]:
     Raises:
         ValueError: the file is not what was written.
     """
-    return second_look(lambda: _read_facts(file), ValueError)
+    return read_again(lambda: _read_facts(file), ValueError)
 
 
 def _read_facts(file: Location) -> dict[str, Any]:
@@ -125,6 +125,6 @@ def _read_parquet(location: Location, read: Callable[[pq.ParquetFile], _Result])
             return read(pq.ParquetFile(source, page_checksum_verification=True))
 
     def read_twice() -> _Result:
-        return second_look(read_once, OSError, pa.ArrowException)
+        return read_again(read_once, OSError, pa.ArrowException)
 
     return with_retries(read_twice, f"reading {location.path}")

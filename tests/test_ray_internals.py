@@ -4,6 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -89,3 +90,23 @@ def test_requests_of_a_group_expire_when_it_is_told(monkeypatch: pytest.MonkeyPa
     now_s += 2.0
     requester.maybe_send_resource_request(workers, 2)
     assert sent == [45, 45]
+
+
+def test_groups_of_workers_are_placed_under_a_name_and_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(module, "placement_group", lambda **options: asked.append(options))
+    ray_internals.name_placement_groups("lane-7")
+    group = SimpleNamespace(
+        resources_per_worker={"CPU": 2.0},
+        num_workers=2,
+        placement_strategy="PACK",
+        label_selector=None,
+    )
+    scaling = ray.train.ScalingConfig(num_workers=2)
+    for _ in range(2):
+        module.WorkerGroup._create_placement_group(None, scaling, group)
+    assert [one["name"] for one in asked] == ["lane-7-0", "lane-7-1"]
+    assert asked[1]["bundles"] == [{"CPU": 2.0}] * 2

@@ -8,6 +8,7 @@ data does not import Ray Train.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -167,6 +168,17 @@ INTERNALS: Final = (
         "Left out on a cluster that ends with its driver: the cleaner is a process.", "",
     ),
     Internal(
+        f"{_TRAIN}.execution.worker_group.worker_group", "placement_group",
+        "A group that is given up while it waits for its place is found by a name; Ray Train gives "
+        "it none, and hears of nothing while it waits.", "",
+        {
+            "": (
+                "bundles", "strategy", "name", "lifetime", "_soft_target_node_id",
+                "bundle_label_selector", "topology_strategy",
+            ),
+        },
+    ),
+    Internal(
         "ray.experimental.internal_kv", "_internal_kv_put",
         "Counts bad rows over all processes without an actor.", "",
         {"": ("key", "value", "overwrite", "namespace")},
@@ -236,6 +248,17 @@ def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
         ("AUTOSCALING_REQUESTS_INTERVAL_S", repeat_s),
     ):
         setattr(importlib.import_module(_MODULES[name]), name, value)
+
+
+def name_placement_groups(name: str) -> None:
+    """Of worker groups that this process, a controller, starts: `name`, and a number from 0."""
+    module: Any = importlib.import_module(_MODULES["placement_group"])
+    plain, numbers = module.placement_group, itertools.count()
+
+    def place(**options: Any) -> Any:
+        return plain(**options, name=f"{name}-{next(numbers)}")
+
+    module.placement_group = place
 
 
 def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:

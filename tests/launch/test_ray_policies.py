@@ -44,6 +44,7 @@ from vit_ray.launch.ray_policies import (
     SaveBeforeResize,
     cause,
     newest_step,
+    remove_groups,
 )
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
@@ -177,6 +178,30 @@ def test_a_group_for_which_nobody_waits_any_more_stops_looking_for_a_place(
     monkeypatch.setattr(ray_policies, "refresh_reserved_resources", lambda *_: None)
     with pytest.raises(ray.exceptions.RayActorError):
         policy.make_decision_for_non_running_worker_group()
+
+
+def test_only_the_groups_of_one_lane_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {
+        "": "PENDING",  # somebody's without a name
+        "lane-a-0": "REMOVED",
+        "lane-a-1": "PENDING",
+        "lane-a-2": "CREATED",
+        "lane-a-3": "PENDING",
+        "lane-ab-0": "CREATED",
+    }
+    table = {str(i): {"name": n, "state": s} for i, (n, s) in enumerate(states.items())}
+    removed: list[str] = []
+
+    def found(name: str) -> str:
+        if name == "lane-a-1":
+            raise ValueError("it has ended by itself")
+        return name
+
+    monkeypatch.setattr(ray_policies, "placement_group_table", lambda: table)
+    monkeypatch.setattr(ray_policies, "get_placement_group", found)
+    monkeypatch.setattr(ray_policies, "remove_placement_group", removed.append)
+    remove_groups("lane-a")
+    assert removed == ["lane-a-2", "lane-a-3"]
 
 
 def test_a_group_has_its_place_while_it_runs_be_it_for_the_last_time() -> None:

@@ -1,8 +1,12 @@
 """What becomes of a training when its lane ends, on lanes that are fake: no Ray."""
 
 import contextlib
+import os
+import pickle
+import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +173,55 @@ def test_a_record_whose_process_has_ended_is_not_taken_for_a_lost_lane(
         lane_with(monkeypatch).run(job, {})
     assert not isinstance(raised.value, LaneEndedError)
     assert isinstance(raised.value, PROCESS_DIED)  # for those that go on without the record
+
+
+class GivenUp:
+    """The thread that minds a controller whose group is taken back: it may ask for it late."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self.now_s = 0.0
+
+    def take_back(self, name: str) -> None:
+        assert name == "lane-07"
+        self._looks -= 1
+
+    def is_alive(self) -> bool:
+        return self._looks > 0
+
+    def join(self, timeout_s: float) -> None:
+        self.now_s += timeout_s
+
+
+@pytest.mark.parametrize(("looks", "takes_s"), [(1, 0.5), (5, 2.5), (10_000, lane.ABANDON_S)])
+def test_what_a_group_without_a_place_waits_for_is_taken_back_until_its_controller_ends(
+    looks: int, takes_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    thread = GivenUp(looks)
+    one = lane_with(monkeypatch, _actor_id=SimpleNamespace(hex=lambda: "07"))
+    one._thread = thread  # type: ignore[assignment]
+    monkeypatch.setattr(lane, "remove_groups", thread.take_back)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: thread.now_s))
+    one.abandon()
+    assert killed == [one._server]
+    assert thread.now_s == takes_s
+
+
+def test_ray_trains_own_notes_leave_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    server = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "07"))
+    config = lane._trainer(shape(), server, is_private=True).run_config
+    carried = pickle.loads(pickle.dumps(config.storage_filesystem))  # to the controller
+    context = replace(config, storage_filesystem=carried).storage_context  # which tries it
+    assert context.experiment_fs_path == "lanes/lane-07"
+    assert list(tmp_path.iterdir()) == []
 
 
 def shape(**sections: Any) -> LaneShape:

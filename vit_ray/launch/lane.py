@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
+import fsspec
 import ray
 import ray.train
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 
 from vit_ray.config import Recipe
@@ -31,9 +32,11 @@ from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, missing_now
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
+    NameGroups,
     NotePlacement,
     PolicedTrainer,
     SaveBeforeResize,
+    remove_groups,
 )
 from vit_ray.train.job import TrainJob
 from vit_ray.train.lane_entry import work_in_lane
@@ -44,6 +47,10 @@ _GIVEN: Final = dict(os.environ)
 _SERVER: Final = "the server of the workers' lane"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a lane to end."""
+
+
+ABANDON_S: Final = 30.0
+"""Longest time for the controller of a group without a place to end."""
 
 
 class LaneEndedError(RuntimeError):
@@ -184,21 +191,24 @@ class Lane:
             ray.kill(self._server)
 
     def abandon(self) -> None:
-        """Leave a group that has no place: its controller ends when it next looks for the server.
+        """Leave a group that has no place, and take back that it waits for one.
 
-        Ray lets it look when its wait for a place is over, which may be ten minutes from now.
+        Its controller, which hears of nothing meanwhile, ends as soon as there is nothing to wait
+        for, and no server; it may only be starting now.
         """
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._server)
+        deadline = time.monotonic() + ABANDON_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_groups(lane_name(self._server))
+            self._thread.join(0.5)
 
     def _run_workers(self, is_private: bool) -> None:
-        # Ray Train's own notes: the runs' folders and MLflow have everything that is read.
-        notes = tempfile.mkdtemp(prefix="vit_ray-lane-")
         try:
-            _trainer(self.shape, self._server, notes, is_private=is_private).fit()
+            _trainer(self.shape, self._server, is_private=is_private).fit()
         except BaseException as error:  # raised where the training is waited for
             self._error = error
-        shutil.rmtree(notes, ignore_errors=True)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
 
@@ -219,9 +229,12 @@ def lane_environment(shape: LaneShape, *, is_private: bool) -> dict[str, str]:
     return wanted | {key: _GIVEN[key] for key in wanted if key in _GIVEN}
 
 
-def _trainer(
-    shape: LaneShape, server: Any, storage_path: str, *, is_private: bool
-) -> PolicedTrainer:
+def lane_name(server: Any) -> str:
+    """As Ray shows it: of Ray Train's run and, before a number, of its placement groups."""
+    return f"lane-{server._actor_id.hex()}"
+
+
+def _trainer(shape: LaneShape, server: Any, *, is_private: bool) -> PolicedTrainer:
     os.environ |= lane_environment(shape, is_private=is_private)
     scaling = ScalingConfig(
         num_workers=shape.num_workers,
@@ -229,7 +242,7 @@ def _trainer(
         resources_per_worker=shape.resources,
     )
     current_job = _CurrentJob(server)
-    callbacks: list[Any] = [NotePlacement(server)]
+    callbacks: list[Any] = [NameGroups(), NotePlacement(server)]
     if shape.is_elastic:
         callbacks.append(SaveBeforeResize(current_job))
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
@@ -244,8 +257,11 @@ def _trainer(
         train_loop_config={"server": server},
         scaling_config=scaling,
         run_config=RunConfig(
-            name=f"lane-{server._actor_id.hex()}",
-            storage_path=storage_path,
+            name=lane_name(server),
+            # Ray Train's own notes, which nobody reads: the controller's memory, so that no end of
+            # any kind leaves files behind. Checkpoints do not go through Ray Train.
+            storage_path="lanes",
+            storage_filesystem=PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))),
             # Ray leaves a machine's GPUs visible to workers that did not ask for one.
             worker_runtime_env=(
                 {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if shape.hides_gpus else None

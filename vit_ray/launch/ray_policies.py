@@ -20,6 +20,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.config import FailureConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
 from vit_ray.launch.answers import PROCESS_DIED, answer
 from vit_ray.ray_internals import (
@@ -38,6 +39,7 @@ from vit_ray.ray_internals import (
     WorkerGroupStartupTimeoutError,
     _is_preemption_failure,
     expire_resource_requests_after,
+    name_placement_groups,
     refresh_reserved_resources,
 )
 from vit_ray.storage import locate
@@ -234,6 +236,22 @@ class NotePlacement(ControllerCallback):
         """Each time that the group starts, runs, fails, or changes its size."""
         is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
         self._server.note_placement.remote(is_placed)
+
+
+class NameGroups(ControllerCallback):
+    """Gives worker groups the name of their lane, so that `remove_groups` finds them."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Here, in the controller's process, which places them."""
+        name_placement_groups(train_run_context.run_config.name)
+
+
+def remove_groups(lane_name: str) -> None:
+    """Take back what the worker groups of a lane hold or wait for."""
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED" and group["name"].startswith(f"{lane_name}-"):
+            with contextlib.suppress(ValueError):  # gone since
+                remove_placement_group(get_placement_group(group["name"]))
 
 
 class SaveBeforeResize(ControllerCallback):

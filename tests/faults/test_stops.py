@@ -1,6 +1,7 @@
-"""Stops of a run that waits for its place on the cluster."""
+"""Stops at bad moments: before there are workers, twice, during a save."""
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from ray.util.state import list_placement_groups
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
     Driver,
+    checkpoint_steps,
+    same_weights,
     small_recipe,
     wait_until,
+    weights_of,
     write_recipe,
 )
+from tests.faults.runs import STEPS, long_recipe, start
+from tests.train.fakes import make_job
 from vit_ray.config import Recipe
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.lane import Lane, LaneShape
+from vit_ray.launch.run import train
 
 STOP_S = 60.0
 """Well below `workers.place_timeout_minutes`, after which a run ends by itself."""
@@ -71,3 +80,55 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_place_at_once(
     driver.process.send_signal(signal.SIGTERM)
     code, _ = driver.wait(STOP_S)
     assert code in (-signal.SIGTERM, 3)  # it may have been as quick as that
+
+
+def test_a_group_that_is_given_up_asks_for_nothing_any_more(
+    full_cluster: Head, tmp_path: Path
+) -> None:
+    before = waiting_groups(full_cluster)
+    job = make_job(tmp_path, workers={"num_workers": 2, "cpus_per_worker": 2.0})
+    shape = LaneShape.of(job, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
+    lane = Lane(shape, is_private=False)
+    deadline = time.monotonic() + STOP_S
+    while not waiting_groups(full_cluster) - before:
+        assert lane.is_open
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    lane.abandon()
+    assert not lane.is_open
+    assert not waiting_groups(full_cluster) - before
+
+
+def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:
+    assert checkpoint_steps(recipe)[-1] < STEPS
+    assert train(recipe).is_complete
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+
+
+def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("told-twice", digits, folder)
+    driver = start(recipe, ray_cluster, folder)
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.process.stdout is not None
+    while "again to end at once" not in driver.process.stdout.readline():
+        assert driver.process.poll() is None
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait(STOP_S)
+    assert code == -signal.SIGTERM, output
+    goes_on_to_the_same_weights(recipe, undisturbed)
+
+
+def test_a_sigterm_while_checkpoints_are_written_ends_with_one_more(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    # One is being written at any time.
+    recipe = long_recipe("stopped-in-a-save", digits, folder, checkpoint={"every_steps": 1})
+    driver = start(recipe, ray_cluster, folder)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    stopped_at = checkpoint_steps(recipe)[-1]
+    assert f"stopped: SIGTERM; checkpoint at step {stopped_at}" in output
+    goes_on_to_the_same_weights(recipe.with_changes(checkpoint={"every_steps": STEPS}), undisturbed)

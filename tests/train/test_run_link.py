@@ -1,5 +1,6 @@
 """A worker's link to the run's actor, with the actor's answers in place of Ray's."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import ray
 from tests.train.fakes import FakeActor
 from vit_ray.train import run_link
 from vit_ray.train.run_link import RunLink
+from vit_ray.train.watchdog import Watchdog
 
 
 class Handle:
@@ -73,6 +75,28 @@ def test_an_actor_that_is_gone_does_not_end_training(monkeypatch: pytest.MonkeyP
     link.note_hang("no step", 1)
     assert link.tracking_run_id() is None
     assert link.stop_reason is None
+
+
+def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeActor) -> None:
+    now_s, ended = [0.0], []
+    for rank in (0, 1):
+        link = link_of(actor, rank)
+        watchdog = Watchdog(
+            5, 60.0, link.beat, link.note_hang,
+            end=lambda: ended.append(now_s[0]), clock=lambda: now_s[0],
+        )  # fmt: skip
+        watchdog.begin_steps(5)
+        watchdog.note_step(6)
+        now_s[0] += 61.0
+        watching = threading.Thread(target=watchdog.check)
+        watching.start()
+        watching.join(60)
+    assert ended == [61.0, 122.0]
+    assert [(kind, text[:9], step) for kind, text, step in actor.events] == [
+        ("hung", "worker 0:", 6), ("hung", "worker 1:", 6),
+    ]  # fmt: skip
+    here = "test_every_rank_that_hangs_tells_the_run_where_its_threads_are (test_run_link.py:"
+    assert all("MainThread: " in text and here in text for _, text, _ in actor.events)
 
 
 def test_the_run_id_is_asked_for_on_rank_0(actor: FakeActor) -> None:

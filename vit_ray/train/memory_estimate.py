@@ -17,8 +17,15 @@ from vit_ray.train.objective import build_objective, make_loss
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    model = _meta_model(recipe, num_classes)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return _count_parameters(recipe, num_classes)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _count_parameters(recipe: Recipe, num_classes: int) -> tuple[int, int]:
+    """Trained parameters, and frozen ones."""
+    parameters = list(_meta_model(recipe, num_classes).parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return trained, sum(p.numel() for p in parameters) - trained
 
 
 def step_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
@@ -40,7 +47,10 @@ def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input.
     """
-    model = _prepared_model(recipe, num_classes)
+    return _kept(_prepared_model(recipe, num_classes), recipe, batch_size)
+
+
+def _kept(model: nn.Module, recipe: Recipe, batch_size: int) -> int:
     with gpu_kernels():
         return kept_bytes(_forward(model, recipe, batch_size), model.parameters())
 
@@ -51,7 +61,7 @@ def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Ac
     model = _prepared_model(recipe, num_classes)
     with gpu_kernels():
         peak = peak_bytes(_forward(model, recipe, batch_size), list(model.parameters()))
-    return Activations(kept=activation_bytes(recipe, num_classes, batch_size), peak=peak)
+    return Activations(kept=_kept(model, recipe, batch_size), peak=peak)
 
 
 def state_shape(
@@ -59,11 +69,10 @@ def state_shape(
 ) -> StateShape:
     """What decides the memory of the training state, under the recipe's ZeRO stage or another."""
     stage = recipe.train.zero_stage if stage is None else stage
-    trained = count_parameters(recipe, num_classes)
-    everything = sum(p.numel() for p in _meta_model(recipe, num_classes).parameters())
+    trained, frozen = _count_parameters(recipe, num_classes)
     return StateShape(
         num_parameters=trained,
-        num_frozen=everything - trained,
+        num_frozen=frozen,
         stage=stage,
         world_size=world_size,
         precision=recipe.train.precision,
@@ -103,12 +112,15 @@ def largest_micro_batch(
     """
     share = recipe.train.global_batch_size // world_size
     shape = state_shape(recipe, num_classes, world_size, stage)
+    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
+    if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
+        return None  # whatever the activations, which take seconds to measure
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
         activations = measure_activations(recipe, num_classes, sizes[middle])
-        fits = state_memory(shape, activations).total <= memory_gib * (1 - RESERVED_FRACTION)
+        fits = state_memory(shape, activations).total <= limit_gib
         low, high = (middle + 1, high) if fits else (low, middle)
     return sizes[low - 1] if low else None
 

@@ -193,18 +193,29 @@ class GivenUp:
         self.now_s += timeout_s
 
 
-@pytest.mark.parametrize(("looks", "takes_s"), [(1, 0.5), (5, 2.5), (10_000, lane.ABANDON_S)])
-def test_what_a_group_without_a_place_waits_for_is_taken_back_until_its_controller_ends(
-    looks: int, takes_s: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("leave", "looks", "takes_s"),
+    [
+        ("abandon", 0, 0.0),
+        ("abandon", 1, 0.5),
+        ("abandon", 5, 2.5),  # its controller asks for a place only then
+        ("abandon", 10_000, lane.ABANDON_S),
+        ("close", 0, lane.CLOSE_S),
+        ("close", 1, lane.CLOSE_S + 0.5),
+    ],
+)
+def test_what_a_group_holds_or_waits_for_is_taken_back_until_its_controller_ends(
+    leave: str, looks: int, takes_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Any] = []
     thread = GivenUp(looks)
-    one = lane_with(monkeypatch, _actor_id=SimpleNamespace(hex=lambda: "07"))
+    name = SimpleNamespace(hex=lambda: "07")
+    one = lane_with(monkeypatch, _actor_id=name, close=answers(None))
     one._thread = thread  # type: ignore[assignment]
     monkeypatch.setattr(lane, "remove_groups", thread.take_back)
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: thread.now_s))
-    one.abandon()
+    getattr(one, leave)()
     assert killed == [one._server]
     assert thread.now_s == takes_s
 

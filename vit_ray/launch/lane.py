@@ -183,18 +183,17 @@ class Lane:
             raise LaneLostError("the process that runs the streams has died") from error
 
     def close(self) -> None:
-        """Let the workers end, and wait for it."""
+        """Let the workers end, and wait for it; those that do not lose their places."""
         with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self._server)
+        self.abandon()
 
     def abandon(self) -> None:
         """Leave a group that has no place, and take back that it waits for one.
 
-        Its controller, which hears of nothing meanwhile, ends as soon as there is nothing to wait
-        for, and no server; it may only be starting now.
+        The controller of one without a place, which hears of nothing meanwhile, ends as soon as
+        there is nothing to wait for, and no server; it may only be starting now.
         """
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._server)

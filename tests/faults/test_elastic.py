@@ -2,11 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
@@ -19,6 +22,7 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from vit_ray.config import Recipe
+from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
 from vit_ray.train.run_checkpoints import newest_checkpoint
@@ -112,6 +116,75 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
     assert len(common) > 1
     for step in common:
         assert disturbed[step] == pytest.approx(straight[step], rel=1e-2), step
+
+
+def test_a_run_goes_from_two_workers_to_one_and_to_three(
+    one_node: Cluster, digits: Digits, folder: Path
+) -> None:
+    recipe = elastic_recipe("two-one-three", digits, folder).with_changes(
+        optim={"steps": 100_000},
+        train={"global_batch_size": 96, "log_every_steps": 20},  # all three divide it
+        workers={"num_workers": [1, 3]},
+    )
+    second = one_node.add_node(num_cpus=1, include_dashboard=False)
+    head = Head(one_node.address, "")
+    driver = Driver(head, "tests.faults.quick_resize", str(write_recipe(recipe, folder)))
+    ends = []  # of what 2, 1 and 3 workers have trained
+    wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
+    ends.append(checkpoint_steps(recipe)[-1])
+    one_node.remove_node(second, allow_graceful=False)
+    wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
+    ends.append(checkpoint_steps(recipe)[-1])
+    one_node.add_node(num_cpus=1, include_dashboard=False)
+    one_node.add_node(num_cpus=1, include_dashboard=False)
+    wait_until(lambda: ranks_of_newest(recipe) == 3, driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    ends.append(checkpoint_steps(recipe)[-1])
+    fixed = {"num_workers": 2, "cpus_per_worker": 0.5}
+    short = recipe.with_changes(
+        name="two-only", optim={"steps": min(ends[-1], STEPS)}, workers=fixed
+    )
+    straight = dict(curve(short, train(short).run_id or ""))
+    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
+    disturbed = dict(curve(recipe, run.info.run_id))
+    common = set(straight) & set(disturbed)
+    assert min(common) <= ends[0] < max(common)
+    for step in common:
+        assert disturbed[step] == pytest.approx(straight[step], rel=1e-2), step
+
+
+def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
+    one_node: Cluster, digits: Digits, folder: Path
+) -> None:
+    second = one_node.add_node(num_cpus=1, include_dashboard=False)
+    recipe = elastic_recipe("drained", digits, folder).with_changes(
+        optim={"steps": 100_000}, checkpoint={"every_steps": None, "every_minutes": 600.0}
+    )
+    head = Head(one_node.address, "")
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
+    wait_until(lambda: "train/loss" in logged(recipe), driver)
+    GcsClient(address=one_node.address).drain_node(
+        second.node_id,
+        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "taken back",
+        int((time.time() + 20) * 1e3),
+    )
+    # There is no other reason for a checkpoint, nor for a smaller group.
+    wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
+    wait_until(lambda: "resumed" in logged(recipe), driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    assert ranks_of_newest(recipe) == 1
+    told = ["preemption: a node is about to leave: checkpoint at once", "resumed: from step"]
+    assert 0 < output.index(told[0]) < output.index(told[1])
+
+
+def logged(recipe: Recipe) -> str:
+    log = metrics_log_path(recipe)
+    return log.read_text() if log.exists() else ""
 
 
 def ranks_of_newest(recipe: Recipe) -> int:

@@ -72,7 +72,11 @@ def ray_head() -> Iterator[Head]:
     ]  # fmt: skip
     with open(Path(folder) / "head.log", "w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "RAY_JOB_STOP_WAIT_TIME_S": "120"},  # as the cluster files have it
         )
         try:
             _wait_for(port, process, Path(folder) / "head.log")

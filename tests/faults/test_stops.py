@@ -1,6 +1,8 @@
-"""Stops at bad moments: before there are workers, twice, during a save."""
+"""Stops at bad moments: before there are workers, twice, during a save, by `ray job stop`."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import ray
 from ray.util.state import list_placement_groups
 
-from tests.conftest import Digits, Head
+from tests.conftest import ROOT, Digits, Head
 from tests.end_to_end.runs import (
     Driver,
     checkpoint_steps,
@@ -132,3 +134,38 @@ def test_a_sigterm_while_checkpoints_are_written_ends_with_one_more(
     stopped_at = checkpoint_steps(recipe)[-1]
     assert f"stopped: SIGTERM; checkpoint at step {stopped_at}" in output
     goes_on_to_the_same_weights(recipe.with_changes(checkpoint={"every_steps": STEPS}), undisturbed)
+
+
+def test_ray_job_stop_makes_a_checkpoint(
+    ray_cluster: Head, digits: Digits, folder: Path, working_dir: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("job-stopped", digits, folder)
+
+    def ray_job(*words: str) -> str:
+        command = [str(Path(sys.executable).parent / "ray"), "job", *words]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
+
+    at = ["--address", ray_cluster.dashboard]
+    path = str(write_recipe(recipe, folder))
+    submit = ["--no-wait", "--submission-id", recipe.name, "--working-dir", str(working_dir)]
+    ray_job("submit", *at, *submit, "--", "python", "jobs/pretrain.py", path)
+    logs = subprocess.Popen(
+        [str(Path(sys.executable).parent / "ray"), "job", "logs", *at, "--follow", recipe.name],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    try:
+        while not checkpoint_steps(recipe):
+            assert logs.poll() is None, ray_job("logs", *at, recipe.name)
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        logs.kill()
+        logs.wait()
+    ray_job("stop", *at, recipe.name)
+    output = ray_job("logs", *at, recipe.name)
+    assert f"stopped: SIGTERM; checkpoint at step {checkpoint_steps(recipe)[-1]}" in output
+    goes_on_to_the_same_weights(recipe, undisturbed)

@@ -22,7 +22,7 @@ from mlflow.tracking import MlflowClient
 from tests.ports import free_ports
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking import mlflow_client, senders
+from vit_ray.tracking import batch_sender, mlflow_client
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,
@@ -269,7 +269,7 @@ def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", refusing)
-    monkeypatch.setattr(senders, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(batch_sender, "FIRST_BACKOFF_S", 0.01)
     tracker = Tracker.start(config, "odd", log_path)
     tracker.tag("poison", "x")
     tracker.metrics(1, {"train/loss": 1.0})
@@ -296,8 +296,8 @@ def test_points_are_not_left_out_while_mlflow_is_slow_to_take_them(
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", slow)
-    monkeypatch.setattr(senders, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(senders, "LAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(batch_sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(batch_sender, "LAST_BACKOFF_S", 0.01)
     tracker = Tracker.start(config, "slow", log_path)
     for step in range(28):
         tracker.metrics(step, {"train/loss": 1.0})

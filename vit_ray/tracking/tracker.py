@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, Sent
-from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri
-from vit_ray.tracking.mlflow_writer import RunWriter
-from vit_ray.tracking.senders import (
+from vit_ray.tracking.batch_sender import (
     FILE_TRIES_AT_END,
     FileSender,
     PointSender,
     file_name,
     next_batch,
 )
+from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, Sent
+from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri
+from vit_ray.tracking.mlflow_writer import RunWriter
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 

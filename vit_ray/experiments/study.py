@@ -15,7 +15,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyModel
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
-from vit_ray.experiments.parent import OpenParent, open_parent
+from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.launch.preflight import ResolvedRun, resolve_run
 from vit_ray.launch.recorded import data_inputs, recorded_before
 from vit_ray.launch.run import train

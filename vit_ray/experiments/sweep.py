@@ -21,7 +21,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.experiments.page import page_of
-from vit_ray.experiments.parent import OpenParent, open_parent
+from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.answers import answer
 from vit_ray.launch.preflight import resolve_run

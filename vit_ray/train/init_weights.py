@@ -27,7 +27,7 @@ from vit_ray.models.weights.load_save import WeightFile, read_weights
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position
-from vit_ray.train.hub import SCHEME, download
+from vit_ray.train.hf_hub import SCHEME, download
 from vit_ray.train.run_checkpoints import find_weights
 
 _WEIGHT_FILES = (".npz", ".safetensors")

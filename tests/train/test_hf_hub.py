@@ -16,7 +16,7 @@ from transformers import ViTForImageClassification
 
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
-from vit_ray.train.hub import download
+from vit_ray.train.hf_hub import download
 from vit_ray.train.init_weights import open_weights
 
 SIZE = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}

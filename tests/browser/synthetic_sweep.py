@@ -16,7 +16,7 @@ from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.preflight import augmentation_of
-from vit_ray.launch.recorded import (
+from vit_ray.launch.run_metadata import (
     data_inputs,
     recipe_yaml,
     run_facts,

@@ -20,7 +20,7 @@ from vit_ray.config import load_recipe
 from vit_ray.config.decisive import TAGGED
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.study import _check_same_cell, run_study, study_cells
-from vit_ray.launch.recorded import trained_params, training_cost
+from vit_ray.launch.run_metadata import trained_params, training_cost
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}

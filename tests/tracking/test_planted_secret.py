@@ -12,7 +12,7 @@ import pytest
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.report.page import build_report
 from vit_ray.tracking.run_actor import Recorder
 from vit_ray.tracking.run_status import RunOpening

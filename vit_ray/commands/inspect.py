@@ -14,7 +14,7 @@ from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
 from vit_ray.launch.preflight import augmentation_of
-from vit_ray.launch.recorded import trained_params
+from vit_ray.launch.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.tracker import Tracker
 

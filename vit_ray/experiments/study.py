@@ -17,8 +17,8 @@ from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.launch.preflight import ResolvedRun, resolve_run
-from vit_ray.launch.recorded import data_inputs, recorded_before
 from vit_ray.launch.run import train
+from vit_ray.launch.run_metadata import data_inputs, recorded_before
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children, newest_run

@@ -15,7 +15,7 @@ from vit_ray.config import Recipe
 from vit_ray.launch.answers import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
-from vit_ray.launch.recorded import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.run_handle import RunHandle

@@ -25,7 +25,7 @@ from vit_ray.launch.preflight import (
     prepared_training,
 )
 from vit_ray.launch.progress import shown_progress
-from vit_ray.launch.recorded import (
+from vit_ray.launch.run_metadata import (
     is_on_dev_split,
     training_cost,
 )

@@ -11,7 +11,7 @@ from vit_ray.config.decisive import decisive_changes
 from vit_ray.config.shipped import recipe_names
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.recorded import (
+from vit_ray.launch.run_metadata import (
     data_inputs,
     recipe_yaml,
     recorded_before,

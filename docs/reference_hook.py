@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.config.help import SectionHelp, describe_sections
-from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,7 +20,7 @@ from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.commands.help_pages import print_help, sections_below
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import describe_sections, key_names
-from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[2]
 # Everything that takes a second or a hundred megabytes to import.

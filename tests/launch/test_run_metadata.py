@@ -8,7 +8,7 @@ import pytest
 
 from vit_ray.config import load_recipe
 from vit_ray.config.decisive import decisive_changes
-from vit_ray.config.shipped import recipe_names
+from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_metadata import (

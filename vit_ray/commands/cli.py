@@ -20,7 +20,7 @@ from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import key_names
 from vit_ray.config.secrets import RedactingFormatter, redact
-from vit_ray.config.shipped import recipe_names
+from vit_ray.config.shipped_recipes import recipe_names
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 

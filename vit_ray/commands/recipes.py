@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from vit_ray.config.shipped import header_of, recipe_names, recipes_folder
+from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 
 def print_recipes() -> None:

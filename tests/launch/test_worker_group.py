@@ -16,7 +16,7 @@ import ray
 
 from tests.train.fakes import make_job
 from vit_ray.launch import lane, worker_group
-from vit_ray.launch.answers import PROCESS_DIED
+from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
 from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError

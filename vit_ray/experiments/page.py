@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vit_ray.config import Recipe
-from vit_ray.launch.answers import answer
+from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.report.page import build_report, parts_of
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri

@@ -23,7 +23,7 @@ from vit_ray.config.validation import require
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.trials import Outcome, run_trials
-from vit_ray.launch.answers import answer
+from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import resolve_run
 from vit_ray.launch.run import (
     ParentRun,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import ray
 from ray import tune
 
-from vit_ray.launch.answers import PROCESS_DIED
+from vit_ray.launch.actor_calls import PROCESS_DIED
 
 Outcome = dict[str, Any]
 """What a trial reports to Ray Tune."""

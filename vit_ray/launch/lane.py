@@ -25,7 +25,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.answers import PROCESS_DIED, answer
+from vit_ray.launch.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane_server import LaneServer
 from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, missing_now

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.launch.answers import answer
+from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params

@@ -11,7 +11,7 @@ from typing import Final
 
 import ray
 
-from vit_ray.launch.answers import answer
+from vit_ray.launch.actor_calls import answer
 from vit_ray.train.job import TrainJob
 
 TELL_S: Final = 60.0

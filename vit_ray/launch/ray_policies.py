@@ -22,7 +22,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
-from vit_ray.launch.answers import PROCESS_DIED, answer
+from vit_ray.launch.actor_calls import PROCESS_DIED, answer
 from vit_ray.ray_internals import (
     ControllerCallback,
     DatasetsCallback,

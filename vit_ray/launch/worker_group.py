@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.launch.answers import answer
+from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
 from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError

@@ -19,7 +19,7 @@ from vit_ray.launch import lane, worker_group
 from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
-from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError
+from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.worker_group import MOST_LANES, RunFailedError, run_workers
 
 CLUSTER = ClusterShape(1, 4, 0, 0.0)

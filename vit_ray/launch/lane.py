@@ -28,7 +28,7 @@ from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane_server import LaneServer
-from vit_ray.launch.place_watch import NoPlaceError, PlaceWatch, missing_now
+from vit_ray.launch.placement_wait import NoPlaceError, PlacementWait, missing_now
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
@@ -165,7 +165,7 @@ class Lane:
             NoPlaceError: there is no place for the group, or a stop came while there was none.
         """
         shape = self.shape
-        watch = PlaceWatch(job, lambda: missing_now(shape.least_workers, shape.resources))
+        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
         source = StreamSource(self._server, ray.put(streams))
         assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
         self._num_assigned += 1

@@ -8,7 +8,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
-from vit_ray.launch.place_watch import NoPlaceError, StoppedWaitingError
+from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.ray_policies import cause
 from vit_ray.train.job import TrainJob
 

@@ -25,7 +25,7 @@ class StoppedWaitingError(NoPlaceError):
     """The run was told to stop while its worker group had no place; the text is the reason."""
 
 
-class PlaceWatch:
+class PlacementWait:
     """Asked again and again while a run waits for its workers."""
 
     def __init__(

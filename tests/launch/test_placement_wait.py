@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.train.fakes import make_job
-from vit_ray.launch import place_watch
-from vit_ray.launch.place_watch import (
+from vit_ray.launch import placement_wait
+from vit_ray.launch.placement_wait import (
     NoPlaceError,
-    PlaceWatch,
+    PlacementWait,
     StoppedWaitingError,
     describe_missing,
 )
@@ -25,7 +25,7 @@ class Watched:
         stop_reason = SimpleNamespace(remote=lambda: self.stop)
         recorder = SimpleNamespace(event=event, stop_reason=stop_reason)
         object.__setattr__(job, "recorder", recorder)
-        self.watch = PlaceWatch(job, lambda: "needs a GPU", clock=lambda: self.now_s)
+        self.watch = PlacementWait(job, lambda: "needs a GPU", clock=lambda: self.now_s)
 
     def after(self, seconds: float, *, is_placed: bool = False) -> list[Any]:
         """What has been told until then, asked each 5 s."""
@@ -38,7 +38,7 @@ class Watched:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place_watch, "answer", lambda reference, _: reference)
+    monkeypatch.setattr(placement_wait, "answer", lambda reference, _: reference)
 
 
 def test_what_is_missing_is_told_every_minute(tmp_path: Path) -> None:

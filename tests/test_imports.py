@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals", "imports"}
+EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals", "optional_imports"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "__main__": {"commands"},
@@ -32,7 +32,7 @@ ALLOWED = {
     "retry": set(),
     "ray_internals": set(),
     "s3": set(),
-    "imports": set(),
+    "optional_imports": set(),
     "lock": set(),
 }
 FOREIGN = {

@@ -4,7 +4,7 @@ As in mlflow-skinny, which has neither pandas nor SciPy: together they take long
 the rest.
 """
 
-from vit_ray.imports import hide_modules
+from vit_ray.optional_imports import hide_modules
 
 with hide_modules("pandas", "scipy"):
     from mlflow.entities import (

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.imports import hide_modules
 from vit_ray.measure.memory import sum_precision
 from vit_ray.measure.meters import DeviceTimes
+from vit_ray.optional_imports import hide_modules
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
     Fragment,

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from vit_ray.config import Recipe
-from vit_ray.data.format.joined import JoinedManifest
+from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.shuffle import ShuffleWindow
 from vit_ray.storage import locate

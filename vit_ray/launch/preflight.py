@@ -16,7 +16,7 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import AugmentConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined import join
+from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest

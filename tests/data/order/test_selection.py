@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vit_ray.data.format.joined import join
+from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.keyed_random import keys_of
 from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, select, split_rows

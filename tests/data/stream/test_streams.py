@@ -17,7 +17,7 @@ from tests.data.stream.reading import (
     streams_of,
 )
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined import JoinedManifest, join
+from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.images.crops import Augmentation

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.joined import JoinedManifest
+from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.mixture import MixedOrder
 from vit_ray.data.order.selection import Selection

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from vit_ray.data.prepare import class_names, shard_lists, source_index
+from vit_ray.data.prepare import label_map, shard_lists, source_index
 from vit_ray.data.prepare.shard_lists import ShardRows, list_of_shard, write_shard_lists
 from vit_ray.data.prepare.source_index import (
     SourceIndex,
@@ -117,7 +117,7 @@ def test_only_the_first_of_equal_keys_is_usable(
 
 
 def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_names, "MOST_CLASSES", 3)
+    monkeypatch.setattr(label_map, "MOST_CLASSES", 3)
     tally = source_index._Tally(source_index.SourceUnit("csv", "list.csv", "."))
     for i in range(3):
         tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
@@ -127,7 +127,7 @@ def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_indices_need_names() -> None:
     with pytest.raises(ValueError, match=r"labels_are=indices needs the names .*convert.classes"):
-        class_names.class_names({"1"}, {"text"}, None, "indices")
+        label_map.class_names({"1"}, {"text"}, None, "indices")
 
 
 def test_an_index_is_kept_as_it_is() -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from vit_ray.data.prepare.class_names import (
+from vit_ray.data.prepare.label_map import (
     LabelsAre,
     check_class_count,
     class_names,

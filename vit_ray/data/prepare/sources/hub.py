@@ -13,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.data.prepare.class_names import check_unique
+from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.sources.columns import stored_text
 from vit_ray.data.prepare.sources.entries import (
     MOST_IMAGE_BYTES,

@@ -164,7 +164,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
     finally:
         _continue(frozen)
     assert code == 0, output
-    assert "no step since 8 s" in output
+    assert "no step for 8 s" in output
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 

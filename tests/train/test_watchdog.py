@@ -31,7 +31,7 @@ def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported() -> No
     assert not watched.ends_within(59)
     assert watched.ends_within(2)
     ((text, step),) = watched.hangs
-    assert text.startswith("no step since 60 s (train.step_timeout_s); restarting. Threads:\n")
+    assert text.startswith("no step for 60 s (train.step_timeout_s); restarting. Threads:\n")
     assert step == 6
 
 
@@ -84,7 +84,7 @@ def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
     )  # fmt: skip
     assert not watched.ends_within(SETUP_S - 1)
     assert watched.ends_within(2)
-    assert watched.hangs[0][0].startswith("not set up since 3600 s")
+    assert watched.hangs[0][0].startswith("not set up for 3600 s")
 
 
 def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:

@@ -120,7 +120,7 @@ class Attempt:
             self.link.note_last("stopped", text, progress.step)
 
     def _last_save(self, step: int) -> str:
-        """What has come of the save before the stop, once all ranks have written."""
+        """Report whether the save before the stop was committed, once all ranks have written."""
         self.watchdog.pause()
         self.hooks.saver.wait_until_written()
         self.context.collectives.sum([0.0])

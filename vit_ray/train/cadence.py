@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cadence:
-    """`None` = not by that measure."""
+    """`None` = not by steps, or not by time."""
 
     every_steps: int | None = None
     every_minutes: float | None = None

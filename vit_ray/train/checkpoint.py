@@ -70,7 +70,7 @@ class Position:
         return self.progress.step
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: the fields of the progress stand beside the others."""
+        """One flat object: the fields of the progress are on one level with the others."""
         saved = asdict(self)
         return {**saved.pop("progress"), **saved}
 
@@ -169,7 +169,7 @@ def write_evaluation(folder: Location, progress: Progress) -> None:
 
 
 def evaluation_note(folder: Location) -> Location:
-    """The file beside a checkpoint's folder that tells of an evaluation after it."""
+    """The file beside a checkpoint's folder that records an evaluation made after it."""
     return Location(folder.filesystem, f"{folder.path}.evaluated.json")
 
 
@@ -224,7 +224,7 @@ class Checkpoint:
                     yield name, int(start), values
 
     def fill(self, kinds: dict[str, list[tuple[Fragment, Tensor]]]) -> None:
-        """Copy saved values into tensors that stand for fragments, whatever their cuts.
+        """Copy saved values into tensors that mirror fragments, however those are sharded.
 
         Args:
             kinds: kind -> list of (fragment, destination (n,)).
@@ -295,7 +295,9 @@ def _after_evaluation(folder: Location, position: Position) -> Position:
         if content["checkpoint_sha256"] == marker_sha256(folder):
             return replace(position, progress=Progress(**content["progress"]))
     except (FileNotFoundError, ValueError, TypeError, KeyError):
-        logger.warning("%s tells of no evaluation, and is passed over", note.path)
+        logger.warning(
+            "%s does not describe an evaluation of this checkpoint, and is ignored", note.path
+        )
     return position
 
 

@@ -29,7 +29,7 @@ from vit_ray.storage import Location
 FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
 DAMAGE_MARK: Final = "damaged.json"
-"""By which format 1 marked a folder to be passed over."""
+"""File by which format 1 marked a folder as unusable."""
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
 _READERS: Final = 8
 """Files read at a time."""
@@ -78,7 +78,7 @@ def index_name(rank: int, world_size: int) -> str:
 
 
 def tensors_name(index: str) -> str:
-    """File of the tensors that an index tells of."""
+    """File of the tensors that an index lists."""
     return index.removesuffix(".json") + ".safetensors"
 
 
@@ -157,7 +157,7 @@ def read_folder(folder: Location) -> FolderContent:
 
 
 def verify_shard(folder: Location, shard: Shard) -> None:
-    """Compare a file with its checksum, without holding it: it may be gigabytes.
+    """Compare a file with its checksum piece by piece: it may be gigabytes.
 
     Raises:
         DamagedCheckpointError: it differs from what was written, each time it is read.
@@ -221,7 +221,7 @@ def _sizes(folder: Location) -> dict[str, int]:
 
 
 def _agreed(file: Location) -> bytes:
-    """A small file that nothing tells the checksum of, as two reads have it."""
+    """A small file without a recorded checksum: read twice, and a third time if they differ."""
     first, second = file.read(), file.read()
     return first if first == second else file.read()
 

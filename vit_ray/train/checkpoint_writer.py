@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the training: reports of failures, and what is kept."""
+"""Writes checkpoints while training goes on: reports failures, and removes old ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class CheckpointWriter:
             return False
 
     def _judge_earlier(self) -> None:
-        """See by what is in storage which of the saves before became whole.
+        """Check in storage which of the earlier saves were committed.
 
         Another rank may still write its part of the last one. All have ended those before: each
         waits for its own part when it saves again, and there are steps between two saves. A folder
@@ -147,7 +147,7 @@ class CheckpointWriter:
         self._tell("damaged checkpoint", text, self._step)
 
     def _permanent(self) -> set[int]:
-        """Steps that stay however old they are."""
+        """Steps whose checkpoints are never removed."""
         steps = [step for step, _ in list_checkpoints(self._run_folder)]
         every = self._keep.keep_every_steps
         kept = {step for step in steps if every is not None and step % every == 0}

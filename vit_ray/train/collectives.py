@@ -89,7 +89,7 @@ def _gathered(mine: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _reduced(values: Sequence[float | torch.Tensor], device: torch.device, how: Any) -> list[float]:
-    """What lies on the device already goes into the sum from there: the host waits once."""
+    """Values on the device are summed there, so that the host synchronizes once."""
     known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     tensor = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
     for index, value in enumerate(values):

@@ -45,7 +45,7 @@ def region_decoder(device: torch.device) -> RegionDecoder:
     """The best decoder for a device.
 
     Raises:
-        ValueError: on a GPU without nvImageCodec: Pillow would hold back any GPU.
+        ValueError: on a GPU without nvImageCodec: Pillow is too slow for any GPU.
     """
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec"):
         return NvImageCodec(device)

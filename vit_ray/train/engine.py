@@ -250,7 +250,7 @@ class DeepSpeedEngine:
         return self._owned
 
     def close(self) -> None:
-        """Let go of DeepSpeed's hooks and memory."""
+        """Release DeepSpeed's hooks and memory."""
         self._engine.destroy()
 
     def _initialize(
@@ -268,7 +268,9 @@ class DeepSpeedEngine:
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         if self.stage == 0 and engine.world_size == 1:
-            engine.enable_backward_allreduce = False  # it would copy all gradients for nobody
+            engine.enable_backward_allreduce = (
+                False  # it would copy all gradients, which nothing reads
+            )
         if self._train.compile:
             engine.compile()
         return engine
@@ -377,7 +379,7 @@ def guard_steps(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model, and what stands beside them."""
+    """The blocks of a model, and its modules outside of them."""
     lists = (nn.ModuleList, nn.Sequential)
     found = []
     for name, layer in module.named_modules():

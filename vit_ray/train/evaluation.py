@@ -54,7 +54,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
 
-        Figures that cannot be computed fail an evaluation's own run; in a training run they
+        Metrics that cannot be computed fail an evaluation's own run; in a training run they
         become an event, and there are no metrics.
 
         Args:

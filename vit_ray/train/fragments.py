@@ -1,4 +1,4 @@
-"""Who holds which part of the training state: one view of it for every ZeRO stage.
+"""Which rank holds which part of the training state: one view of it for every ZeRO stage.
 
 A `Fragment` is a run of consecutive elements of one parameter, with the fp32 master weights and
 the optimizer state of those elements as views into the engine's own memory. Checkpoints,
@@ -68,7 +68,7 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
 def owned_fragments(
     local: list[Fragment], rank: int, world_size: int, stage: int
 ) -> list[Fragment]:
-    """The part of the state that this rank answers for; ranks own disjoint parts of everything.
+    """The part of the state that this rank owns; ranks own disjoint parts of everything.
 
     A rank owns its ZeRO shards as they are cut. What stage 0 replicates is cut into `world_size`
     equal runs, so that saving and averaging cost each rank only its share there too.

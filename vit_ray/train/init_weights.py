@@ -37,7 +37,7 @@ _PIECE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights at rest: how many classes they tell apart, None for none, and the way into a model.
+    """Weights that are not in a model yet: their number of classes (None: no head), and a loader.
 
     `load_into` takes the model, what becomes of its head, and how positions are resized, as
     `initialize_weights`.
@@ -55,7 +55,7 @@ def initialize_weights(
     averaged: bool | None = None,
     resize: ResizeMode = "bilinear",
 ) -> LoadReport:
-    """Load weights, positions resized to the model's resolution; tells what became of each tensor.
+    """Load weights, positions resized to the model's resolution; returns what became of each.
 
     Args:
         path: as in `open_weights`.
@@ -159,7 +159,7 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeight
 
 
 def origin_of_checkpoint(position: Position) -> Origin:
-    """What a checkpoint's recipe tells of its model: whether 36 tokens are 4 x 9 or 6 x 6."""
+    """The grid by a checkpoint's recipe: whether 36 tokens are 4 x 9 or 6 x 6."""
     if "model" not in position.recipe:
         return NOT_TOLD
     config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))

@@ -11,7 +11,7 @@ import ray
 from vit_ray.train.job import TrainJob
 
 ANSWER_LIMIT_S: Final = 120.0
-"""The server answers within seconds, if only that there is nothing new."""
+"""The server answers within seconds, also when there is no new training."""
 
 
 class Streams(Protocol):
@@ -71,7 +71,7 @@ class LaneLink:
                 last = found.number
 
     def end(self, assignment: Assignment) -> None:
-        """This rank is done with it."""
+        """Report that this rank has finished the training."""
         ray.get(
             self.server.end_rank.remote(
                 assignment.number, self.group, self._rank, self._world_size

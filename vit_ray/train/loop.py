@@ -1,5 +1,5 @@
-"""The training loop: batches in, optimizer steps out, and at set moments a log, an evaluation,
-a checkpoint.
+"""The training loop: an optimizer step per batch, with logs, evaluations and checkpoints at set
+intervals.
 
 It knows no Ray and no DeepSpeed: engine, batches and everything that leaves the process are
 arguments, so it runs in a unit test on a list and two fakes, and under plain torch as the
@@ -61,7 +61,7 @@ class Collectives(Protocol):
 
 
 class EvaluationCutError(Exception):
-    """An evaluation was given up between two batches, on all ranks: there may be no time for it."""
+    """An evaluation was stopped between two batches, on all ranks, so that the run can be saved."""
 
     def __init__(self, *, is_stopping: bool) -> None:
         """`is_stopping`: a rank was asked to stop; else one wants a checkpoint at once."""
@@ -263,7 +263,7 @@ def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
 
 
 def _check_size(batch: Batch, expected: int) -> None:
-    """Averages over a share of another size would be of other samples than the order's."""
+    """A batch of another size would shift every later sample of the order."""
     if len(batch["sample"]) != expected:
         raise RuntimeError(
             f"a batch of {len(batch['sample'])} images came from the stream for a rank's share of "

@@ -1,4 +1,4 @@
-"""How many images a worker takes per pass: as the recipe says, as memory allows, as it turned out.
+"""How many images a worker takes per pass: by the recipe, the memory estimate, and past failures.
 
 A pass that runs out of memory lowers the limit, which is kept in the run's folder together with
 what it was found under; the worker group is then restarted from its checkpoint, with the same
@@ -82,7 +82,7 @@ def lower_limit(run_folder: Location, key: str, failed: int) -> int:
 def _limits(run_folder: Location) -> dict[str, int]:
     """Images by key; none of a file that is damaged, or does not say what its limit depends on.
 
-    What is forgotten is found again, by one pass that runs out of memory.
+    A limit that is lost is measured anew, by one pass that runs out of memory.
     """
     try:
         found = json.loads(run_folder.child(LIMIT_FILE).read())["limits"]

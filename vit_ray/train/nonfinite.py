@@ -83,7 +83,7 @@ class NonfinitePolicy:
             )
         if train.nonfinite == "rollback":
             restored = self._roll_back()
-            text = f"weights of step {restored}, data go on at {step}"
+            text = f"weights of step {restored}, the data continue at step {step}"
             self._link.note("rolled back", text, step)
 
 
@@ -96,7 +96,7 @@ def describe_batch(engine: MeasuresLayers, batch: Batch, micro_batch_size: int) 
 def roll_back(
     engine: RestoresState, run_folder: Location, saver: CheckpointSaver, watchdog: Watchdog
 ) -> int:
-    """Restore weights and optimizer of the newest checkpoint; the data go on where they are.
+    """Restore weights and optimizer of the newest checkpoint; the data order continues where it is.
 
     Returns:
         The checkpoint's step.

@@ -13,7 +13,7 @@ _EXHAUSTED = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass failed for want of memory on this worker, whichever library found out.
+    """Whether a pass ran out of memory on this worker, whichever library raised the error.
 
     Errors of data tasks, which arrive through Ray, are not of the pass.
     """

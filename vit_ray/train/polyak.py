@@ -25,7 +25,7 @@ class PolyakAverage:
         self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
 
     def restart(self) -> None:
-        """Begin again at the weights as they are now."""
+        """Restart the average at the current weights."""
         for value, fragment in zip(self.values, self.fragments, strict=True):
             value.copy_(fragment.weight)
 

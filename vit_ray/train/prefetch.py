@@ -34,14 +34,14 @@ def pin_batch(batch: Batch) -> Batch:
 
 
 class _Prefetched(Iterator[Batch]):
-    """Its thread ends with it: what it holds is not kept where a training stops early."""
+    """An iterator that ends its thread when it is collected, as where a training stops early."""
 
     def __init__(
         self, batches: Iterable[Batch], prepare: Callable[[Batch], Batch], ahead: int
     ) -> None:
         self._ready: Queue[Batch | BaseException | None] = Queue(maxsize=ahead)
         self._closed = threading.Event()
-        # A daemon, and no reference to this object: the thread must hold up nothing.
+        # A daemon, and no reference to this object: the thread must not keep either alive.
         threading.Thread(
             target=_read,
             args=(batches, prepare, self._ready, self._closed),

@@ -40,7 +40,7 @@ def joined_process_group(
 ) -> Iterator[None]:
     """A process group of its own inside the block, and nothing of it in this process afterwards.
 
-    After an error in the block the process is as it was inside, and must end.
+    After an error in the block nothing is cleaned up, and the process must end.
 
     Args:
         host: the address of this rank's node, as the other nodes reach it.
@@ -83,7 +83,7 @@ def leave_process_group() -> None:
     deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
     if deepspeed is not None and deepspeed.cdb is not None:
         deepspeed.destroy_process_group()  # its own clones of the world group too
-        deepspeed.cdb = None  # it would go on with a communicator that is gone (0.19.8)
+        deepspeed.cdb = None  # it would keep using a destroyed communicator (0.19.8)
     if dist.is_initialized():
         dist.destroy_process_group()
     # ZeRO 3 puts its own in place (0.19.8), whose sums are taken in another order.

@@ -18,7 +18,7 @@ RETRIES: Final = RetryPolicy(attempts=20, denied_attempts=10, max_delay_s=30.0, 
 """For each request while the choice is made: an error would end the run."""
 
 ASK_S: Final = 30.0
-"""Between two times that all ranks hear whether the choice has been made."""
+"""Interval at which rank 0 tells the others whether the choice has been made."""
 CHOICE_LIMIT_S: Final = 4 * 3600.0
 """For reading the newest checkpoint back, and older ones if it is damaged."""
 
@@ -75,7 +75,7 @@ def choose_resume_point(
 
 
 class ResumePointChoice:
-    """A choice that is made in a thread, while the ranks that wait for it hear from each other."""
+    """A choice that is made in a thread, while the waiting ranks keep exchanging messages."""
 
     def __init__(
         self, choose: Callable[[], ResumePoint], clock: Callable[[], float] = time.monotonic
@@ -89,14 +89,17 @@ class ResumePointChoice:
     def wait(
         self, note: Callable[[str, str], None], timeout_s: float = ASK_S
     ) -> ResumePoint | str | None:
-        """The point, or why there is none; None while it is not known, which is told."""
+        """The point, or why there is none; None (and an event) while it is not known."""
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
             waited_s = self._clock() - self._since_s
             if waited_s > CHOICE_LIMIT_S:
                 return f"no checkpoint could be chosen in {waited_s:.0f} s: storage does not answer"
-            note("storage slow", f"choosing the checkpoint to go on from since {waited_s:.0f} s")
+            note(
+                "storage slow",
+                f"has been choosing the checkpoint to resume from for {waited_s:.0f} s",
+            )
             return None
 
     def _choose(self, choose: Callable[[], ResumePoint]) -> None:

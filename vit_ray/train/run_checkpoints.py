@@ -1,8 +1,8 @@
 """Which checkpoints a run has: the one that counts, those set aside, and those that may go.
 
 Nothing is deleted here but whole checkpoints that newer ones, read back, have followed. A folder
-that is no good is renamed to `step-00001000.damaged` and told; what to do with it is the user's to
-decide.
+that is not usable is renamed to `step-00001000.damaged` and reported; the user decides what to do
+with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
     for _, folder in list_checkpoints(run_folder):
         try:
             checkpoint = open_checkpoint(folder)
-        except FileNotFoundError:  # the run that it belongs to lives, and has just removed it
+        except FileNotFoundError:  # its run is active, and has just removed it
             continue
         if checkpoint is not None:
             return checkpoint
@@ -63,12 +63,12 @@ def newest_verified_checkpoint(
     """The newest checkpoint whose every byte is as written; None if the run has had none.
 
     Args:
-        tell: hears of each newer one that is no good, and why.
-        changes: newer ones that are no good are also set aside; for the run's driver.
+        tell: called with the reason for each newer one that is not usable.
+        changes: newer ones that are not usable are also set aside; for the run's driver.
 
     Raises:
-        NoUsableCheckpointError: there are folders of checkpoints, none of them is good, and nothing
-            shows that there never was one. Starting over would lose the run in silence.
+        NoUsableCheckpointError: there are folders of checkpoints, none of them is usable, and
+            nothing shows that there never was one. Starting over would silently lose the run.
         OSError: storage does not let this be decided; nothing has been changed.
     """
     bad: list[tuple[Location, str]] = []
@@ -188,7 +188,7 @@ def _judge(folder: Location, *, reads: bool = True) -> Checkpoint | None:
     """The checkpoint, with every byte read back if it `reads`; None if the folder has gone.
 
     Raises:
-        PartialCheckpointError, DamagedCheckpointError: it is no good, by two readings.
+        PartialCheckpointError, DamagedCheckpointError: it is not usable, by two reads.
         OSError: it cannot be read.
     """
 

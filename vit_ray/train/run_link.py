@@ -61,7 +61,7 @@ class RunLink:
         self._call(RunActor.fail, reason)
 
     def beat(self, step: int) -> None:
-        """Send a heartbeat and take in what is asked of the workers."""
+        """Send a heartbeat and store the requests that the answer holds."""
         with contextlib.suppress(ray.exceptions.RayError):
             answer = ray.get(self._send(RunActor.poll, self.rank, step), timeout=POLL_TIMEOUT_S)
             stop, saves = answer or (None, self._saves_requested)  # None: the run has ended

@@ -99,7 +99,7 @@ class CheckpointSaver:
         self.check()
 
     def check(self) -> None:
-        """Raise what ended the writing, if anything did; costs nothing.
+        """Raise the error that ended the writing, if any; does not wait.
 
         Raises:
             UnrecoverableError: too many in a row could not be written.
@@ -122,13 +122,13 @@ class CheckpointSaver:
             raise UnrecoverableError(str(error), is_agreed=False) from error
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of a step has landed; for when all ranks have written."""
+        """Whether the checkpoint of a step is committed; for when all ranks have written."""
         return self._writer.is_whole(folder_name(step))
 
     def _write(self, snapshot: Snapshot, name: str) -> None:
         try:
             self._writer.write(snapshot, name)
-        except Exception as error:  # raised where training meets it next
+        except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
             self._written.set()

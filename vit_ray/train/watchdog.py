@@ -18,7 +18,7 @@ FIRST_STEP_S = 600.0
 SETUP_S = 3600.0
 """Least time for what comes before: the model is built, and a checkpoint read and restored."""
 OTHERS_S = 5.0
-"""Left to the other ranks, which hang with this one, to report where, before the group ends."""
+"""Time for the other ranks, which hang too, to report where, before the group ends."""
 
 
 def end_process() -> None:
@@ -90,7 +90,7 @@ class Watchdog(threading.Thread):
         self._moved_s = self._clock()
 
     def pause(self) -> None:
-        """Do not watch: what is waited for has time limits of its own."""
+        """Pause: what follows has time limits of its own."""
         self._is_paused = True
 
     def expect_long_steps(self) -> None:
@@ -116,7 +116,7 @@ class Watchdog(threading.Thread):
         limit_s = self._limit_s()
         if not self._is_paused and self._clock() - self._moved_s > limit_s:
             what = "no step" if self._is_set_up else "not set up"
-            reason = f"{what} since {limit_s:g} s (train.step_timeout_s); restarting. Threads:"
+            reason = f"{what} for {limit_s:g} s (train.step_timeout_s); restarting. Threads:"
             self._report_hang(f"{reason}\n{describe_threads()}", self._step)
             self._end()
 

@@ -187,7 +187,7 @@ def _rank_context(
     job: TrainJob, run_folder: Location, place: RankPlace, device: torch.device
 ) -> RankContext:
     group = ProcessGroup(device)
-    # Ranks on unlike GPUs, or that read the limit at unlike times, must pass equally often.
+    # Ranks with different GPUs, or that read the limit at different times, must do as many passes.
     micro = -int(group.max([-float(choose_micro_batch(job, run_folder, place.world_size))])[0])
     return RankContext(job.total_steps, place.rank, place.world_size, micro, group)
 
@@ -225,7 +225,7 @@ def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What a task raised, below the wrapping of every process that it came through."""
+    """The original error of a task, without the wrappers of Ray's processes."""
     while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error

@@ -1,7 +1,7 @@
-"""Two threads that bring a log to MLflow: one what is small and ordered, one the files.
+"""Two threads that send a log to MLflow: one the metrics and tags in order, one the files.
 
-A file that cannot be stored holds up nothing: not the metrics, not the end of the run, not the
-files after it. It is tried again, less and less often.
+A file that cannot be stored delays neither the metrics, nor the end of the run, nor other files. It
+is retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sender(ABC):
         self._thread.start()
 
     def end(self, join_s: float) -> None:
-        """Send no more after what is under way, for which to wait so long."""
+        """Send no more, and wait up to `join_s` for what is being sent."""
         self._ends = True
         self._wake.set()
         self._thread.join(join_s)
@@ -113,7 +113,7 @@ class PointSender(Sender):
         """
         Args:
             on_progress: MLflow has more of the log.
-            on_away, on_back: MLflow can no longer, or again, be used; told once each time.
+            on_away, on_back: called once each time that MLflow becomes unavailable or available.
             on_refusal: MLflow takes other records, but not this one, which is left out.
         """
         super().__init__("mlflow-points", log, writer, offset)
@@ -125,7 +125,7 @@ class PointSender(Sender):
         """Records that were left out."""
 
     def _advance(self) -> None:
-        """Send what there is; an error of whatever kind means: away, try again later."""
+        """Send what there is; after any error MLflow counts as away, and is retried later."""
         try:
             if self._writer.run_id is None:
                 self._writer.connect()
@@ -157,7 +157,7 @@ class PointSender(Sender):
                 self._on_refusal(error)
 
     def _is_refusal(self, error: Exception, kind: str) -> bool:
-        """MLflow says so, or does not take it again and again while it takes others of its kind.
+        """Whether MLflow rejects the record, or keeps failing on it while it takes its like.
 
         Points, and the end, wait for as long as MLflow or the way to it fails: writing them may
         be slow where a tag is written at once.
@@ -182,7 +182,7 @@ class PointSender(Sender):
 
 
 class FileSender(Sender):
-    """Texts and artifacts; each that fails waits for itself alone."""
+    """Texts and artifacts; one that fails does not hold up the others."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class FileSender(Sender):
     ) -> None:
         """
         Args:
-            points: finds the run first, and tells while MLflow is away.
-            on_failure: a file could not be stored; told once for each.
+            points: finds the run first, and knows whether MLflow is away.
+            on_failure: called once for each file that could not be stored.
         """
         super().__init__("mlflow-files", log, writer, offset)
         self._points = points
@@ -267,5 +267,5 @@ def next_batch(
 
 
 def file_name(record: Record) -> str:
-    """What a person knows a file by."""
+    """Name of a file in messages."""
     return str(record["name"] if record["kind"] == "text" else record["path"])

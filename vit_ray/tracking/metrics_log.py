@@ -166,7 +166,7 @@ class MetricsLog:
 
     @staticmethod
     def _line_end(file: Any) -> bytes:
-        """A line end where a killed process left half a line."""
+        """End the half line that a killed process may have left."""
         if file.seek(0, os.SEEK_END) == 0:
             return b""
         file.seek(-1, os.SEEK_END)
@@ -182,7 +182,7 @@ def _parsed(line: bytes) -> Record:
 
 
 def _is_whole(record: Any) -> bool:
-    """It has what the writer needs of its kind; the file may have been changed by anybody."""
+    """Whether a record has the fields of its kind; the file may have been edited."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return False
     fields = _FIELDS.get(record["kind"])

@@ -1,4 +1,4 @@
-"""Where MLflow keeps its runs: addresses without secrets, the schema made once, a quiet client."""
+"""MLflow's client: addresses without secrets, the schema created once, little logging."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def open_client(uri: str) -> MlflowClient:
     """A client that fails fast and logs nothing; creates or upgrades a SQLite file.
 
     Jobs call it on the driver before any worker starts: several processes that create the schema
-    of one database at once trip over each other.
+    of one database at the same time make each other fail.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
@@ -113,7 +113,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def page_hint(uri: str, experiment: str | None = None) -> str:
-    """What a person does to see the runs: a link, for a SQLite file with the command before it.
+    """How to see the runs: a link, for a SQLite file with the command that serves it.
 
     Args:
         experiment: its id. MLflow's own start page is about traces, of which there are none here.

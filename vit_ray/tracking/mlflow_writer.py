@@ -1,8 +1,8 @@
-"""Brings the records of a metrics log into one MLflow run, each point once.
+"""Writes the records of a metrics log into one MLflow run, each point once.
 
 Everything here may raise what MLflow raises; `tracking` decides what that means. A step that a key
 already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
-replay makes a saw-tooth or counts anything twice.
+replay logs a step twice.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class RunWriter:
         """All that would be sent lies in the run's folder, links followed.
 
         Raises:
-            ForeignFileError: some of it does not; a log that was tampered with names any file.
+            ForeignFileError: some of it does not; a log that was tampered with could name any file.
         """
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):

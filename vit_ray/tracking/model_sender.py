@@ -1,4 +1,4 @@
-"""Brings a folder in MLflow's format for models into a run, as a logged model, each once."""
+"""Logs a folder in MLflow's model format as a logged model of a run, each once."""
 
 from __future__ import annotations
 

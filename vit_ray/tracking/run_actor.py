@@ -122,7 +122,7 @@ class Recorder:
         self._tracker.metrics(step, self._renamed(values, "eval/", self._measured_on))
 
     def event(self, kind: str, text: str, step: int) -> None:
-        """Something for the run's history."""
+        """Record an event in the run's history."""
         event = Event(kind, text, step, time.time())
         self._status.events.append(event)
         self._tracker.note("event", event=vars(event))
@@ -141,7 +141,7 @@ class Recorder:
         self._status.step = sum(self._child_steps.values())
 
     def begin_stage(self, what: str, count: int) -> None:
-        """So many runs of a kind come next."""
+        """`count` runs of a kind come next."""
         self._stage = Stage(what, count)
 
     def child_ended(self, label: str, score: float | None) -> None:
@@ -242,7 +242,7 @@ class Recorder:
         return self.close()
 
     def close(self) -> bool:
-        """Bring what is recorded to MLflow and let go of the log; False if not all of it went."""
+        """Send what is recorded to MLflow and close the log; False if not all of it was sent."""
         try:
             return self._tracker.close()
         finally:

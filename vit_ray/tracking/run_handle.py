@@ -1,4 +1,4 @@
-"""Handles of runs that are being recorded, for the driver and the workers: no MLflow in here.
+"""Handles of runs that are being recorded, for the driver and the workers; imports no MLflow.
 
 A handle behaves as that of an actor of its own: `handle.method.remote(...)`, with the methods of
 `run_actor.Recorder`. It says how its run is opened, so that a host that died and was started again

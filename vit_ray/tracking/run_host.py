@@ -48,7 +48,7 @@ class RunHost:
         return getattr(run, method)(*arguments, **named)
 
     def _show_to_parent(self, key: str, opening: RunOpening) -> None:
-        """Each time that it is opened: the parent may have lost its children with this process."""
+        """At every opening: the parent may have lost its children when this process died."""
         if opening.parent is not None:
             host = ray.get_runtime_context().current_actor
             opening.parent.adopt.remote(RunHandle(host, key, opening))

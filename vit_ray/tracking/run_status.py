@@ -10,7 +10,7 @@ from typing import Any
 from vit_ray.config.training_sections import TrackingConfig
 
 CHANGED_PARAMS = "vit_ray.changed_params"
-"""Tag of the parameters, as JSON, that are no longer as the run was begun with."""
+"""Tag of the parameters, as JSON, that have changed since the run was created."""
 
 
 @dataclass
@@ -75,6 +75,6 @@ class RunOpening:
     measured_on: str = "eval"
     """Group of what workers call `eval/...`: `dev` where it is a split to choose on."""
     awaited_metric: str | None = None
-    """Stands first among the run's metrics, of which MLflow's compare view draws the first."""
+    """Listed first among the run's metrics: MLflow's compare view draws the first one."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells this opening from others of the same log; it stays when the host has died between."""
+    """Identifies this opening of the log, also after the host has died and was restarted."""

@@ -1,4 +1,4 @@
-"""Begins to record a run, in the one host of the driver on a node."""
+"""Starts the recorder of a run, in the one host of the driver on a node."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vit_ray.tracking.run_status import RunOpening
 
 CONCURRENT_CALLS: Final = 64
 NAMESPACE: Final = "vit_ray"
-"""Of Ray, in which hosts have names, so that they can be looked at from outside."""
+"""Ray namespace of the hosts' names, by which they can be inspected from outside."""
 
 
 def start_recorder(opening: RunOpening, node_id: str | None = None) -> RunHandle:
-    """Begin to record a run in this driver's host.
+    """Start recording a run in this driver's host.
 
     Args:
         node_id: where, by default on this node: the node of the SQLite file and of the log.

@@ -43,7 +43,7 @@ class SystemMetrics:
         return self
 
     def stop(self) -> None:
-        """Sample no more; what MLflow is just being told is not waited for longer than 5 s."""
+        """Stop sampling; waits at most 5 s for a request to MLflow that is under way."""
         self._ends.set()
         self._thread.join(5.0)
 

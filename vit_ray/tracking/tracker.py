@@ -1,6 +1,6 @@
 """The one writer of a training's MLflow run; training never waits for MLflow, nor dies with it.
 
-What is recorded goes to a log on disk; threads bring it to MLflow in batches, keep trying
+What is recorded goes to a log on disk; threads send it to MLflow in batches, keep trying
 while MLflow is away, and catch up when it returns, with the original times. `Tracker` knows
 nothing of Ray: the driver puts it into an actor beside itself.
 """
@@ -260,7 +260,7 @@ class Replayed:
 
 
 def replay(log_path: Path, uri: str) -> Replayed:
-    """Bring a log into MLflow, into its own run or, where that is unknown, a new one.
+    """Send a log to MLflow, to its own run or, where that is unknown, to a new one.
 
     Running it again adds nothing. Only files in the log's own folder are sent.
 
@@ -323,7 +323,7 @@ def _start_record(
 
 
 def _set_aside(log: MetricsLog, run_id: str) -> None:
-    """Another run's log stays beside, under its run's id, and can be replayed."""
+    """The log of another run is kept, renamed by its run id, and can be replayed."""
     for path in (log.path, log.path.with_name(log.path.name + ".sent")):
         if path.exists():
             path.rename(path.with_name(f"{run_id}.{path.name}"))

@@ -45,7 +45,7 @@ def test_what_is_missing_is_told_every_minute(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     assert watched.after(55) == []
     assert [text for _, text, _ in watched.after(130)] == [
-        f"no workers since {seconds} s: needs a GPU" for seconds in (60, 120, 180)
+        f"no workers for {seconds} s: needs a GPU" for seconds in (60, 120, 180)
     ]
 
 

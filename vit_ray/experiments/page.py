@@ -13,7 +13,7 @@ from vit_ray.report.page import build_report, parts_of
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
 
 FLUSH_S: Final = 20.0
-"""Longest wait for what the page is to show."""
+"""Longest wait until MLflow has the metrics that the page shows."""
 
 logger = logging.getLogger(__name__)
 

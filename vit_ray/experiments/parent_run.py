@@ -22,7 +22,7 @@ from vit_ray.storage import locate
 
 @dataclass(frozen=True)
 class OpenParent:
-    """A parent run that goes on."""
+    """An open parent run."""
 
     record: OpenRecord
     run_id: str | None

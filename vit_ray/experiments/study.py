@@ -41,7 +41,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of a cell."""
+    """The result of a cell."""
 
     cell: Cell
     metrics: dict[str, float]
@@ -66,7 +66,7 @@ class StudyResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every cell of the grid came to its end."""
+        """Whether every cell of the grid was trained to its end."""
         return len(self.cells) == self.num_cells and not any(cell.error for cell in self.cells)
 
 

@@ -5,7 +5,7 @@ all of the training set, with several seeds, and tested. Runs have stable names,
 started again does not repeat what is finished and continues what is not.
 
 Where a recipe averages its weights, the accuracy of the averaged ones decides and is the result,
-as in the paper's Table 2; that of the last weights is told beside it.
+as in the paper's Table 2; that of the last weights is reported beside it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def final_recipe(recipe: Recipe, learning_rate: float, seed: int) -> Recipe:
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
-    """Try every rate, choose on the dev split, retrain, test; None if it was told to stop.
+    """Try every rate, choose on the dev split, retrain, test; None if it was asked to stop.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -180,14 +180,14 @@ def _run_all(
 ) -> list[tuple[RunResult | None, str]] | None:
     """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes.
 
-    None if the sweep was told to stop: its trials have written checkpoints, and go on from there.
+    None if the sweep was told to stop: its trials have written checkpoints, and resume from them.
     """
 
     def train_trial(index: int) -> Outcome:
         recipe = recipes[index]
         label = f"learning rate {recipe.optim.learning_rate:g}"
         if reason := answer(parent.recorder.stop_reason.remote(), "the run's record"):
-            return {"error": reason}  # its turn came when the sweep was to stop
+            return {"error": reason}  # it was scheduled after the sweep was asked to stop
         try:
             result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
         except Exception as error:  # one trial that fails must not end the sweep
@@ -223,7 +223,7 @@ def deciding_metric(recipe: Recipe) -> str:
 
 
 def sweep_row(recipe: Recipe, rate: float, result: RunResult | None, error: str) -> SweepRow:
-    """What a trial came to; `result` is None where it failed."""
+    """The outcome of a trial; `result` is None where it failed."""
     if result is None:
         return SweepRow(rate, None, None, error)
     last = result.metrics.get("eval/top1") if recipe.train.averaging else None

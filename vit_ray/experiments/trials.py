@@ -23,7 +23,7 @@ Outcome = dict[str, Any]
 """What a trial reports to Ray Tune."""
 
 ANSWER_S: Final = 5.0
-"""Longest time that a call waits before it answers that there is nothing new."""
+"""Longest time that a call waits before it answers that nothing has changed."""
 
 
 class TrialDesk:
@@ -34,7 +34,7 @@ class TrialDesk:
         self._answers: dict[int, asyncio.Future[Outcome]] = {}
 
     async def train(self, index: int) -> Outcome:
-        """For a trial: what came of its training."""
+        """For a trial: the outcome of its training."""
         self._answers[index] = asyncio.get_running_loop().create_future()
         await self._requests.put(index)
         return await self._answers[index]
@@ -47,7 +47,7 @@ class TrialDesk:
             return None
 
     async def answer(self, index: int, outcome: Outcome) -> None:
-        """What came of a training."""
+        """Store the outcome of a training."""
         self._answers[index].set_result(outcome)
 
 
@@ -105,7 +105,7 @@ def _tuner(
     name: str,
     storage_path: str,
 ) -> tune.Tuner:
-    # Ctrl-C is the driver's to hear: Tune's own handler would end the trials without checkpoints.
+    # The driver handles Ctrl-C: Tune's own handler would end the trials without checkpoints.
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     # Trials only wait; what their workers take is reserved by Ray Train.
     return tune.Tuner(

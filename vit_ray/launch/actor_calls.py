@@ -1,4 +1,4 @@
-"""Answers of the driver's own actors: waited for with a limit, and named when they do not come."""
+"""Calls of the driver's own actors, with a time limit and an error that names the actor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 import ray
 
 ANSWER_LIMIT_S: Final = 300.0
-"""The slowest, an MLflow server that is away, is given up after less."""
+"""The slowest call, to an MLflow server that is away, times out sooner."""
 
 
 class ProcessDiedError(ray.exceptions.RayError, RuntimeError):
@@ -15,7 +15,7 @@ class ProcessDiedError(ray.exceptions.RayError, RuntimeError):
 
 
 _DIED: Final = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""The second where Ray has ended it."""
+"""The second is raised where Ray has ended the actor."""
 PROCESS_DIED: Final = (*_DIED, ProcessDiedError)
 """What a call of an actor raises whose process has ended, with and without `answer`."""
 

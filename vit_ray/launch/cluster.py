@@ -30,7 +30,7 @@ DASHBOARD = "VIT_RAY_DASHBOARD"
 """Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
 
 REACH_S: Final = 10.0
-"""How long an address is tried, and for what it may take a cluster to come up."""
+"""How long an address is tried, since a cluster takes time to start."""
 
 _STARTED: Final[list[str]] = []
 """Addresses of the clusters that this process has started."""
@@ -100,9 +100,10 @@ def _join() -> None:
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
-    """Return if somebody listens at `HOST:PORT` or `ray://HOST:PORT`; other forms are Ray's affair.
+    """Return if somebody listens at `HOST:PORT` or `ray://HOST:PORT`; Ray itself checks other
+    forms.
 
-    Ray itself tries for two minutes without a word.
+    Ray would try for two minutes without any message.
 
     Raises:
         ValueError: nobody does, for all of the time; says what to look at.
@@ -151,7 +152,7 @@ def _use_token_if_there_is_one() -> None:
     """Ray 2.60 turns token authentication on by itself for local clusters, but not for an address.
 
     A cluster started on a machine that has a token demands it, so a client that has it sends it.
-    A cluster without authentication takes no notice of a token.
+    A cluster without authentication ignores a token.
     """
     if AUTH_MODE in os.environ:
         return
@@ -168,7 +169,7 @@ def _shows_logs() -> bool:
 def _quiet() -> None:
     if _shows_logs():
         return
-    # About many small actors, which is what a sweep is made of: of no use to anybody.
+    # Ray's warning about many small actors, which a sweep has by design.
     hide_printed_messages(lambda line: "worker processes have been started" in line)
     for name in ("ray.train", "ray.data", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""In which order a run reads its data: chosen once, recorded in its checkpoints, and kept."""
+"""The order in which a run reads its data: chosen once, and recorded in its checkpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
 
 
 def _window(recipe: Recipe, manifest: Manifest) -> int:
-    """Images of the largest window that costs next to nothing; 0 if that is a single batch."""
+    """Images of the largest window of negligible cost; 0 if that is a single batch."""
     most = min(
         _MOST_ROWS, _rows_that_fit(recipe, manifest, _MEMORY_SHARE), _rows_that_may_wait(recipe)
     )

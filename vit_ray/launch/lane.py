@@ -43,7 +43,7 @@ from vit_ray.train.lane_entry import work_in_lane
 from vit_ray.train.lane_link import Assignment
 
 _GIVEN: Final = dict(os.environ)
-"""As the user has set it, before any lane."""
+"""The user's own settings, before any lane changed them."""
 _SERVER: Final = "the server of the workers' lane"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a lane to end."""
@@ -125,7 +125,7 @@ class _CurrentJob:
 
 
 class Lane:
-    """A placed worker group, its streams' process, and the thread that minds its controller."""
+    """A placed worker group, its streams' process, and the thread that runs its controller."""
 
     def __init__(self, shape: LaneShape, *, is_private: bool) -> None:
         """Start it; workers are placed and import while the caller goes on.
@@ -190,7 +190,7 @@ class Lane:
         self.abandon()
 
     def abandon(self) -> None:
-        """Leave a group that has no place, and take back that it waits for one.
+        """Abandon a group that has no place, and cancel its request for one.
 
         The controller of one without a place, which hears of nothing meanwhile, ends as soon as
         there is nothing to wait for, and no server; it may only be starting now.

@@ -10,7 +10,7 @@ from vit_ray.train.job import TrainJob
 from vit_ray.train.lane_link import Assignment
 
 ANSWER_S: Final = 5.0
-"""Longest time that a call waits before it answers that there is nothing new."""
+"""Longest time that a call waits before it answers that nothing has changed."""
 
 
 class LaneServer:
@@ -48,7 +48,7 @@ class LaneServer:
         return self._is_placed
 
     def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
-        """Whether all workers are done with the training, now or within some seconds."""
+        """Whether all workers have finished the training, now or within some seconds."""
         with self._changed:
             return (
                 self._changed.wait_for(lambda: self._has_ended or not self._is_open, timeout_s)

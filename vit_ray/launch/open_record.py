@@ -1,4 +1,4 @@
-"""The record of a run from its opening to its end, whatever ends it, be it the next driver."""
+"""The record of a run from its opening to its end, which the next driver sets if this one dies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenRecord:
-    """The record of a run that goes on."""
+    """The open record of a run."""
 
     recorder: RunHandle
     is_complete: bool = False
-    """Set by who has done the work; a block that ends without it was stopped."""
+    """Set when the work is complete; a block that ends without it was stopped."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """The answer of a method of the recorder."""
@@ -84,7 +84,7 @@ def open_record(
         status = "KILLED"
         raise
     finally:
-        # The result stands without its record.
+        # The result is valid without its record.
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
             record.ask("finish", status)
         with contextlib.suppress(ray.exceptions.RayError):

@@ -1,6 +1,6 @@
-"""The wait for a place: what a worker group lacks is told every minute, and the wait ends.
+"""The wait for a worker group's placement: reports every minute what is missing, and has a limit.
 
-A stop ends it, too: workers, which hear of one with their heartbeat, are not there.
+A stop ends it, too: workers, which learn of one by their heartbeat, are not running yet.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TELL_S: Final = 60.0
 
 
 class NoPlaceError(RuntimeError):
-    """A worker group has found no place on the cluster in time."""
+    """A worker group was not placed on the cluster in time."""
 
 
 class StoppedWaitingError(NoPlaceError):
-    """The run was told to stop while its worker group had no place; the text is the reason."""
+    """The run was asked to stop while its worker group was not placed; the text is the reason."""
 
 
 class PlacementWait:
-    """Asked again and again while a run waits for its workers."""
+    """Polled while a run waits for its workers."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PlacementWait:
         if now_s - self._told_s < TELL_S:
             return
         self._told_s = now_s
-        text = f"no workers since {now_s - self._since_s:.0f} s: {self._missing()}"
+        text = f"no workers for {now_s - self._since_s:.0f} s: {self._missing()}"
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
         if now_s - self._since_s > 60 * limit_minutes:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before anything starts, with what to change."""
+"""Checks of recipe, data and cluster before anything starts; errors say what to change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MOST_LABELS_READ: Final = 2_000_000
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What a recipe comes to on its data: streams, classes and steps."""
+    """A recipe resolved on its data: streams, classes and steps."""
 
     recipe: Recipe
     """With the order of the data made definite."""
@@ -89,7 +89,7 @@ class PreparedRun:
     resume_from: Checkpoint | None = None
     """The newest good checkpoint of a run of this name."""
     notes: tuple[tuple[str, str], ...] = ()
-    """Kind and text of what the run's history is to tell of its start."""
+    """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
     """By which workers see that the run is still this driver's; None for an evaluation."""
 
@@ -197,7 +197,7 @@ def _selected_rows(recipe: Recipe, manifest: Manifest) -> tuple[Selection, Selec
 
 
 def check_model(recipe: Recipe) -> None:
-    """There is such a model; told before any data set is looked at.
+    """Check that there is such a model, before any data set is opened.
 
     Raises:
         ValueError: as `build_model`.

@@ -1,4 +1,4 @@
-"""What Ray Train decides for a run: when a failure ends it, and how large its group is.
+"""Ray Train's failure and scaling policies: when a failure ends a run, and how large its group is.
 
 Ray 2.60 has no public place for either; the trainer's own step that hands its policies to the
 controller is overridden, and nothing else.
@@ -98,7 +98,7 @@ class WorkersBackendConfig(BackendConfig):
 
 
 class ConsecutiveFailurePolicy(DefaultFailurePolicy):
-    """Ends a run that fails again and again with no new checkpoint between.
+    """Ends a run that fails repeatedly with no new checkpoint in between.
 
     Ray Train itself counts all failures since the start: a run of weeks would end at the sixth
     node that it lost, however far apart they were.
@@ -142,7 +142,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         newest = newest_step(run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest
-        # A smaller micro-batch is a remedy, and there are only so many.
+        # A smaller micro-batch is the remedy, and only a few sizes are smaller.
         failures = getattr(error, "worker_failures", {}).values()
         if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
             self._count += 1
@@ -192,7 +192,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         """As Ray's, which would ask again without a pause while there is no place for a group.
 
         Raises:
-            RayError: the lane's server is gone, and nobody waits for the group any more.
+            RayError: the lane's server is gone, and nothing waits for the group any more.
         """
         with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
             refresh_reserved_resources(self, REFRESH_S)
@@ -227,7 +227,7 @@ def cpus_by_node() -> dict[str, float]:
 
 
 class NotePlacement(ControllerCallback):
-    """Tells the lane's server whether the group has its place, be it for its last steps there."""
+    """Tells the lane's server whether the group is placed, be it about to lose its place."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -293,7 +293,7 @@ def newest_step(run_folder: str) -> int:
 
 
 def cause(error: BaseException) -> str:
-    """The workers' own words, without the frames around them; what others met after it comes last.
+    """The workers' own errors, without Ray's frames; errors that followed from them come last.
 
     A worker that dies takes the connections of the others with it.
     """

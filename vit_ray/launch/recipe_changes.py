@@ -14,9 +14,9 @@ from vit_ray.train.schedule import lr_at
 def accepted_changes(
     recipe: Recipe, position: Position, *, fingerprint: str, num_images: int, total_steps: int
 ) -> list[str]:
-    """What is no longer as it was when the checkpoint was written, for the run's history.
+    """The changes since the checkpoint was written, for the run's history.
 
-    A longer run is accepted without a word of the user's, anything else with `resume=changed`.
+    A longer run is accepted without confirmation, anything else with `resume=changed`.
 
     Args:
         recipe: with a definite order.

@@ -42,7 +42,7 @@ _HEADS: dict[str, bool] = {"finetune": True, "sweep_trial": True, "evaluate": Fa
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of a run."""
+    """The outcome of a run."""
 
     run_id: str | None
     """MLflow run; None if MLflow was away all the time."""
@@ -59,7 +59,7 @@ class RunResult:
     hint: str = ""
     """How to open MLflow's page."""
     events: list[str] = field(default_factory=list)
-    """What happened on the way: restarts, refused steps, failed saves."""
+    """Events during the run: restarts, refused steps, failed saves."""
 
     evaluation_due: bool = False
     """It was stopped in the evaluation after its last step."""
@@ -182,7 +182,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
 
 
 def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
-    """Of images that travel encoded, and turn out bad in a training worker."""
+    """Limit for images that travel encoded and cannot be decoded in a training worker."""
     return BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
 
 
@@ -215,7 +215,7 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
 
 
 def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> RunResult:
-    """What the training took, in the record and in the result."""
+    """Add the training's cost to the record and to the result."""
     if prepared.kind == "evaluate":
         return result
     speed = result.metrics.get("train/images_per_s")

@@ -1,4 +1,4 @@
-"""What a run's record says of it from the start: parameters, tags, data sets and the recipe.
+"""A run's metadata in MLflow: parameters, tags, data sets and the recipe.
 
 Parameters are what trains and nothing else, so that MLflow's compare view, which draws the
 parameters that differ, draws what a sweep or a study varies.
@@ -39,7 +39,7 @@ _CONTEXTS: Final = {
 
 
 def trained_params(recipe: Recipe) -> dict[str, str]:
-    """The keys that decide what comes of the training, and its sizes; those that are set."""
+    """The keys that decide the training's result, and its sizes; those that are set."""
     return {
         key: value
         for key, value in recipe.flat().items()
@@ -128,7 +128,7 @@ def is_on_dev_split(recipe: Recipe) -> bool:
 
 
 def command_line() -> str:
-    """What was typed, without secrets."""
+    """The command line, without secrets."""
     return redact(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
 
 

@@ -43,7 +43,7 @@ def stopping_on_signals(recorder: Any) -> Iterator[None]:
 
 
 def _tell(text: str) -> None:
-    """Not by `print`, in the middle of which the signal may have come.
+    """Write to standard error without `print`, which the signal may have interrupted.
 
     Whoever read it may have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's stderr is no
     file: that must not end the run before its checkpoint.

@@ -1,4 +1,4 @@
-"""A run's workers: trained in a lane, with the reason of a failure told in one line."""
+"""Runs a training on a lane's workers, and reports the reason of a failure in one line."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ RENEW_S = 10.0
 RELEASE_LIMIT_S = 30.0
 """How long the end of a holder waits for its storage; the next one waits until it is sure."""
 PATIENCE_S = 90.0
-"""How long a file that nobody renews is watched before its holder is followed."""
+"""How long a file must have gone without renewal before the lock is taken over."""
 RELEASE_S = 20.0
 """How long a process that was killed may take to end, such as a trial of a sweep."""
 SETTLE_S = 4.0
@@ -45,7 +45,7 @@ SHOWN_S = 10.0
 _MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
 _FILE_BEFORE: Final = "driver.json"
-"""Of drivers of version 0.1, which kept one file; it counts as number 0."""
+"""Lock file of drivers of version 0.1, which kept a single one; it counts as number 0."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Owner:
         return cls(platform.node(), _pids(), pid, _started(pid) or "", uuid.uuid4().hex)
 
     def is_gone(self) -> bool | None:
-        """Whether it has let go or its process has ended; None if that cannot be told from here."""
+        """Whether it has released the lock or its process has ended; None if unknown here."""
         if self.is_released:
             return True
         if (self.host, self.pids) != (platform.node(), _pids()):
@@ -188,10 +188,10 @@ def _acquire(folder: Location) -> tuple[int, Owner]:
 
 
 def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:
-    """Wait for the holder to end, to let go, or to leave its file (returned) as it is for long.
+    """Wait until the holder ends, releases the lock, or has long not renewed its file (returned).
 
     Raises:
-        HeldError: it lives.
+        HeldError: it is alive.
     """
     is_elsewhere = first.owner.is_gone() is None
     deadline_s = time.monotonic() + (PATIENCE_S if is_elsewhere else RELEASE_S)
@@ -250,7 +250,7 @@ def _keep(
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
-    """Renew until the end, and then let go, so that nothing is written after that."""
+    """Renew until the end, and then release, so that nothing is written after that."""
     has_warned = False
     while not ended.wait(RENEW_S):
         try:
@@ -327,7 +327,7 @@ def _delete_older(folder: Location, number: int) -> None:
             if older < number:
                 _file(folder, older).delete()
     except OSError as error:  # the next holder deletes them
-        logger.info("old locks of %s stay: %s", folder.uri, error)
+        logger.info("old lock files of %s could not be deleted: %s", folder.uri, error)
 
 
 def _started(pid: int) -> str | None:
@@ -337,7 +337,7 @@ def _started(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None if _is_hidden(pid) else ""
     fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]  # dead, and not yet taken notice of
+    return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, and not yet reaped
 
 
 def _is_hidden(pid: int) -> bool:

@@ -94,7 +94,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.exceptions", "WorkerGroupStartupTimeoutError",
-        "A group that waits for its place has not failed.", "#54833",
+        "A group that is not placed yet has not failed.", "#54833",
     ),
     Internal(
         f"{_TRAIN}.execution.scaling_policy", "ElasticScalingPolicy", _POLICIES, "",
@@ -130,11 +130,11 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "RunningState",
-        "Tells whether a group has found its place.", "",
+        "Tells whether a group is placed.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "PreemptingState",
-        "A group whose node is about to leave still has its place.", "",
+        "A group whose node is about to leave is still placed.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
@@ -145,7 +145,7 @@ INTERNALS: Final = (
     Internal(
         f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client",
         "AUTOSCALING_REQUESTS_INTERVAL_S",
-        "A group that lives asks again before that.", "",
+        "A live group renews its request before that.", "",
     ),
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",

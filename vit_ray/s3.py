@@ -188,7 +188,7 @@ class Upload(io.RawIOBase):
         self._threads.shutdown()
 
     def abort(self) -> None:
-        """Leave nothing behind, neither an object nor parts that are paid for."""
+        """Abort the upload: no object, and no stored parts that would be billed."""
         self._threads.shutdown(cancel_futures=True)
         if not self._upload_id:
             return
@@ -278,7 +278,7 @@ def _request(operation: str, path: str, **values: Any) -> Any:
 
 
 def _content_md5(body: bytes) -> str:
-    """By which every store refuses what was changed on its way; not all know newer checksums."""
+    """Checksum by which every store rejects corrupted content; not all support newer ones."""
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 

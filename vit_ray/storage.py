@@ -1,4 +1,4 @@
-"""Where data sets lie: a local folder or an `s3://` address, behind one pyarrow file system."""
+"""Storage of data sets and runs: a local folder or an `s3://` address, as a pyarrow file system."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class Creation(Enum):
-    """What came of `Location.create`."""
+    """Result of `Location.create`."""
 
     CREATED = "created"
     EXISTS = "exists"
@@ -101,7 +101,7 @@ class Location:
         return Creation.CREATED
 
     def _put_new(self, content: bytes) -> "Creation":
-        """By a PUT that must not replace; made twice, which shows whether the store heeds that."""
+        """By a PUT that must not replace; made twice, to see whether the store honours it."""
         if not s3.put_if_none(self.path, content):
             return Creation.EXISTS
         is_exclusive = not s3.put_if_none(self.path, content)
@@ -206,7 +206,7 @@ class AtomicOutput:
                 os.replace(self._target.path, self._destination.path)
                 _sync_folder(os.path.dirname(self._destination.path))
         finally:
-            with contextlib.suppress(OSError):  # it has its name, or the error is told already
+            with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
                 os.remove(self._target.path)
 
     def _finish_upload(self, upload: s3.Upload, *, publishes: bool) -> None:

@@ -152,7 +152,7 @@ def _backward_buffers(shape: StateShape) -> float:
         return bucket * (2 if shape.overlaps else 1) + reduced
     everything = shape.num_parameters + shape.num_frozen
     gathered = min(everything, STAGE3_REUSED_ELEMENTS + STAGE3_PREFETCH_ELEMENTS)
-    # A lone worker computes with its shard as it lies.
+    # A single worker computes with its shard directly.
     return bucket + reduced + (gathered * shape.weight_bytes if shape.world_size > 1 else 0)
 
 

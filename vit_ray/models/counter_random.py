@@ -1,6 +1,6 @@
-"""Random numbers that are a function of what they are for, and of nothing that came before.
+"""Counter-based random numbers: a pure function of keys, without state.
 
-Counter-based (Salmon et al., SC 2011), so that a sample gets the same numbers whatever batch,
+As Salmon et al. (SC 2011), so that a sample gets the same numbers whatever batch,
 worker or device it meets: SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit keys, in integer
 operations that torch runs on any device and that its compiler fuses into their user.
 """

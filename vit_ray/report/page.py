@@ -1,4 +1,4 @@
-"""One HTML page that tells what a study, a sweep or an experiment came to.
+"""One HTML page with the results of a study, a sweep or an experiment.
 
 Everything comes from MLflow; the page is self-contained and needs no script, so it can
 be mailed, kept with the run, and opened years later. A CSV of its main table lies beside it.

@@ -1,4 +1,4 @@
-"""One spelling for the names in published files, and what a file's names tell of its layout."""
+"""One spelling for the names in published files, and how to detect a file's layout by its names."""
 
 import re
 from collections import Counter

@@ -40,7 +40,7 @@ _BROKEN = (ValueError, OSError, EOFError, TypeError)
 
 @dataclass(frozen=True)
 class Origin:
-    """What the source of weights tells of its model that their names and shapes do not.
+    """Facts of a model that the names and shapes of its weights do not determine.
 
     Attributes:
         grid: (rows, columns) of the positions.
@@ -54,14 +54,14 @@ class Origin:
 
 
 def origin_of(model: nn.Module) -> Origin:
-    """What weights of a model should tell of it."""
+    """The origin to save with a model's weights."""
     if not isinstance(model, VisionTransformer):
         return Origin()
     return Origin(model.grid, model.size.num_heads, model.options.positions_at)
 
 
 def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
-    """Tensors of a file, and what it tells of the model that they are of.
+    """Tensors of a file, and the origin that it records.
 
     Args:
         path: the file, or a folder that Hugging Face transformers wrote, in one file or several.

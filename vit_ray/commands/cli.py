@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import pkgutil
@@ -87,6 +88,23 @@ def _lazily(reference: str, *arguments: Any) -> Any:
     return pkgutil.resolve_name(reference)(*arguments)
 
 
+class _Job(click.Command):
+    """A command on a recipe; knows what people mean by `--optim.steps=5`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.possibilities or not error.option_name.startswith("--"):
+                raise
+            key = error.option_name.lstrip("-").replace("-", "_")
+            raise click.UsageError(
+                f"no such option: {error.option_name}. Keys of the recipe stand without dashes: "
+                f"{key}=VALUE",
+                ctx,
+            ) from None
+
+
 def _command(command: Command) -> click.Command:
     """The command with its options; no words at all ask for the short help."""
 
@@ -99,7 +117,7 @@ def _command(command: Command) -> click.Command:
             sys.exit(2)
         sys.exit(run_recipe(command, words, is_dry))
 
-    return click.Command(
+    return _Job(
         command.name,
         callback=run,
         short_help=command.what,
@@ -119,10 +137,16 @@ def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
     try:
         recipe = load_recipe(*split_words(others)) if others else None
     except ValueError as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(redact(f"error: {error}{_near_keys(words[0])}"), file=sys.stderr)
         return 2
     _lazily("vit_ray.commands.help_pages:print_help", command, program, prefixes, recipe)
     return 0
+
+
+def _near_keys(word: str) -> str:
+    """What `--help WORD` may have meant, if that is no key."""
+    near = [] if word in _prefixes() else difflib.get_close_matches(word, sorted(_prefixes()), 3)
+    return f"; keys near {word!r}: {', '.join(near)}" if near else ""
 
 
 def _prefixes() -> set[str]:

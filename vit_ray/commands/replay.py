@@ -12,7 +12,7 @@ def run_replay(log: Path, uri: str) -> int:
     """Bring a run's log to a tracking server; 2 where there is no such log, 1 if not all went."""
     try:
         done = replay(log, uri)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     print(f"{done.num_points} points were new")

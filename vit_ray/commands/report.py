@@ -8,7 +8,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.page import write_page
 from vit_ray.report.page import parts_of
 from vit_ray.report.runs import require_store
-from vit_ray.tracking.mlflow_client import open_client
+from vit_ray.tracking.mlflow_client import reached_client
 from vit_ray.tracking.past_runs import newest_run
 
 
@@ -23,12 +23,13 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
 
     Raises:
         ValueError: MLflow has no such runs.
+        RuntimeError: MLflow does not answer, or cannot be used.
     """
     require_store(recipe.tracking.uri)
+    client = reached_client(recipe.tracking.uri)
     run_id = None if whole_experiment else newest_run(recipe.tracking, recipe.name)
     page = write_page(recipe, run_id)
     if keeper := keep_with or run_id:
-        client = open_client(recipe.tracking.uri)
         for path, folder in parts_of(page):
             place = f"experiment/{folder}" if whole_experiment else folder
             send = client.log_artifacts if path.is_dir() else client.log_artifact

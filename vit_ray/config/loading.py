@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,35 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     return recipe_from_dict(tree, where=str(path))
 
 
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 3e-4 is a number (YAML 1.1 would read a string)."""
+    """YAML as people write it: 3e-4 is a number (YAML 1.1 would read a string), a date is a text.
+
+    There are the kinds of value that JSON has, too, and no key stands twice in a section.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in _KINDS
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuses a key that is there already, which YAML's own rules forbid."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys]
+        for index, key in enumerate(keys):
+            if key.value in names[:index] and key.value != "<<":
+                told = f"the key {key.value!r} stands twice in this section; keep one of them"
+                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -43,28 +71,54 @@ _Loader.add_implicit_resolver(
 
 
 def _parse(text: str, where: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: it is none, or an anchor holds itself.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        loader = _Loader(text)
+        loader.name = where  # what the error's places are of
+        tree = loader.get_single_data()
+        json.dumps(tree)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{where}: not valid YAML: {error}") from None
+    return tree
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    path = _find(path)
+    path = _find(path, f"base of {str(seen[-1])!r}: " if seen else "")
     if path.resolve() in seen:
         raise ValueError(f"recipe {str(path)!r}: base names the recipe itself")
-    tree = _parse(path.read_text(), str(path))
+    tree = _parse(_text_of(path), str(path))
+    if tree is None:
+        raise ValueError(
+            f"recipe {str(path)!r} is empty; begin it with `base: digits` or another recipe that "
+            "`vit-ray recipes` lists, and below it the keys that differ"
+        )
     if not isinstance(tree, dict):
         raise ValueError(f"recipe {str(path)!r}: expected a mapping of sections, got {tree!r}")
     base = tree.pop("base", None)
     if base is None:
         return tree
-    beside = path.parent / str(base)
-    below = beside if beside.is_file() or shipped_recipe(str(base)) is None else Path(str(base))
+    if not isinstance(base, str):
+        raise ValueError(f"recipe {str(path)!r}: base={base!r}: expected the name of one recipe")
+    beside = path.parent / base
+    below = beside if beside.is_file() or shipped_recipe(base) is None else Path(base)
     return _merge(_read_tree(below, (*seen, path.resolve())), tree)
 
 
-def _find(path: Path) -> Path:
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"recipe {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); a "
+            "recipe is a YAML file: save it as UTF-8, or check that it is the file you mean"
+        ) from None
+
+
+def _find(path: Path, whose: str) -> Path:
     """The file itself, or the shipped recipe of this name.
 
     Raises:
@@ -73,11 +127,19 @@ def _find(path: Path) -> Path:
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
         return found
+    if path.is_dir():
+        inside = ", ".join(sorted(str(file) for file in path.glob("*.yaml"))[:3])
+        raise ValueError(
+            f"{whose}recipe {str(path)!r} is a folder; give a YAML file"
+            f"{f' in it, such as {inside},' if inside else ''} or one that `vit-ray recipes` lists"
+        )
     beside = [file.name for file in path.parent.glob("*.yaml")]
     near = difflib.get_close_matches(path.name, beside, 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
     hint = f"; near: {', '.join(near)}" if near else ""
-    raise ValueError(f"recipe {str(path)!r}: no such file{hint} (`vit-ray recipes` lists all)")
+    raise ValueError(
+        f"{whose}recipe {str(path)!r}: no such file{hint} (`vit-ray recipes` lists all)"
+    )
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Other rooms take the section they need; nothing edits a recipe after it is loade
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from vit_ray.config.command_sections import (
     VerifyConfig,
 )
 from vit_ray.config.secrets import credentials_problem, redacted
-from vit_ray.config.section import NotNegative, Section
+from vit_ray.config.section import Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -42,7 +42,7 @@ class Recipe(Section):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Run name: folder of its checkpoints, and how it is resumed."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Initial weights, order, augmentation and dropout."""
     output: str = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""

@@ -91,6 +91,29 @@ def open_client(uri: str) -> MlflowClient:
     return client
 
 
+def reached_client(uri: str) -> MlflowClient:
+    """`open_client` of a store that has answered once.
+
+    Raises:
+        RuntimeError: it does not, or there is no such kind of store; says which in one line.
+    """
+    try:
+        client = open_client(uri)
+        client.search_experiments(max_results=1)
+    except Exception as error:
+        raise unusable(uri, error) from None
+    return client
+
+
+def unusable(uri: str, error: Exception) -> RuntimeError:
+    """What is told of a store with which nothing can be done, without the address's secrets."""
+    reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
+    return RuntimeError(
+        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; give the file of its runs, such as "
+        "sqlite:///mlflow.db, or the address of a server that runs"
+    )
+
+
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """Id of the experiment, which is created when there is none.
 

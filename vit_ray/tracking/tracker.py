@@ -26,7 +26,7 @@ from vit_ray.tracking.batch_sender import (
     next_batch,
 )
 from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, Sent
-from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri
+from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
 from vit_ray.tracking.mlflow_writer import RunWriter
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -271,6 +271,8 @@ def replay(log_path: Path, uri: str) -> Replayed:
     is_none = "://" not in uri and uri not in ("databricks", "uc")
     if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # of memory, which ends with replay
         raise ValueError(f"URI {uri!r} is no address; give sqlite:///mlflow.db or http://HOST:PORT")
+    if log_path.is_dir():
+        raise ValueError(f"log {str(log_path)!r} is a folder; give a metrics.jsonl file in it")
     log = MetricsLog(log_path)
     first = log.first_start()
     if first is None:
@@ -279,8 +281,7 @@ def replay(log_path: Path, uri: str) -> Replayed:
     try:
         writer.connect()
     except Exception as error:
-        reason = redact_uri(str(error), uri).partition("\n")[0]
-        raise RuntimeError(f"MLflow at {safe_uri(uri)} cannot be used: {reason}") from None
+        raise unusable(uri, error) from None
     done, offset = Replayed(), 0
     while (found := next_batch(log, offset))[1] > offset:
         _replay_batch(writer, found[0], done)

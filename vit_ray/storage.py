@@ -45,6 +45,22 @@ class Location:
         """Whether a file or folder is there."""
         return self.info().type != fs.FileType.NotFound
 
+    def refuse_file_in_its_place(self, key: str) -> None:
+        """Look whether a folder can be here.
+
+        Raises:
+            ValueError: a file is here, or where a folder above is to be; `key` says of what.
+        """
+        if not self.is_local:
+            return
+        path = Path(self.path)
+        first = next((place for place in (path, *path.parents) if place.exists()), path)
+        if first.is_file():
+            raise ValueError(
+                f"{key}={self.path!r} is to be a folder, but {str(first)!r} is a file; choose "
+                "another folder, or move the file away"
+            )
+
     def info(self) -> fs.FileInfo:
         """Type and size of what is there."""
         return with_retries(
@@ -282,6 +298,8 @@ def locate(path: str) -> Location:
         ValueError: if the address has another scheme, or holds credentials, which are not repeated.
     """
     if path.startswith("s3://"):
+        if not path.split("/")[2]:
+            raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder.")
         # A secret may itself have a slash in it, so that its @ comes later.
         if set("@:") & set(path.split("/")[2]):
             raise ValueError(

@@ -30,6 +30,11 @@ FILES = {
     "note.txt": b"hello\n",
     "text.db": b"no database, but long enough that it might be one" * 100,
 }
+CONVERT = "convert mine.yaml convert.source=recipes convert.destination=data"
+DEDUPLICATE = (
+    "deduplicate mine.yaml deduplicate.source=recipes deduplicate.evaluation_sets=[recipes] "
+    "deduplicate.destination=data"
+)
 MISTAKES = [
     ("export empty.yaml", "recipe 'empty.yaml' is empty; begin it with `base: digits`"),
     ("export comment.yaml", "recipe 'comment.yaml' is empty"),
@@ -57,6 +62,37 @@ MISTAKES = [
     ("pretrain digits --dryrun", "Did you mean '--dry-run'"),
     ("pretrain digits --help optm", "recipe 'optm': no such file .*; keys near 'optm': optim"),
     ("pretrian digits", "No such command 'pretrian'. Did you mean 'pretrain'"),
+    ("convert digits", "convert is not set; give convert.source and convert.destination"),
+    (f"{CONVERT} convert.source=nosuch", "convert.source='nosuch': no such folder or file"),
+    (f"{CONVERT} convert.source=note.txt", "note.txt' is a file of no known format; give"),
+    (f"{CONVERT} convert.source=gs://a/b", "gs:// address is not served; .*give s3://"),
+    (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket; give s3://bucket/folder"),
+    (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' is to be a folder, but"),
+    (
+        f"{CONVERT} convert.destination=note.txt/a",
+        "a' is to be a folder, but .*note.txt' is a file",
+    ),
+    ("verify digits", "verify is not set; give verify.path"),
+    ("verify digits verify.path=nosuch", "no data set at 'nosuch': the folder does not exist"),
+    ("verify digits verify.path=note.txt", "no data set at 'note.txt'"),
+    ("verify digits verify.path=recipes", "no data set at 'recipes': .*no manifest.parquet; give"),
+    ("subset digits subset.source=nosuch subset.destination=x", "no data set at 'nosuch'"),
+    (f"{DEDUPLICATE} deduplicate.source=nosuch", "no data set at 'nosuch': the folder does not"),
+    (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", "at least 1 item"),
+    ("pretrain mine.yaml data.train=nosuch", "no data set at .*nosuch': the folder does not exist"),
+    ("pretrain mine.yaml data.train=note.txt", "no data set at .*note.txt': .*manifest.parquet"),
+    ("pretrain mine.yaml data.train=s3://", "'s3://' names no bucket"),
+    ("finetune mine.yaml", "init_from is not set; give the run, checkpoint or file to fine-tune"),
+    ("evaluate mine.yaml", "init_from is not set; give the run, checkpoint or file to evaluate"),
+    ("sweep mine.yaml", "sweep is not set; give sweep.learning_rates, such as"),
+    ("sweep mine.yaml sweep.learning_rates=0.1", "sweep.learning_rates=0.1: .*array"),
+    ("scaling_study mine.yaml", "study is not set; give study.models"),
+    ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
+    ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; near names: "),
+    ("export mine.yaml export.path=x.npz", "init_from is not set; give the run"),
+    ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),
+    ("inspect_model mine.yaml inspect.images=note.txt", "no readable image .*give a folder"),
+    ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is no address; give sqlite:///mlflow.db"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file; give the MLflow"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.data.prepare.convert import ConvertReport, check_conversion, convert
 from vit_ray.launch.cluster import connect
 
 
@@ -15,6 +15,7 @@ def run_convert(recipe: Recipe) -> int:
         ValueError: the recipe has no `convert` section, or the source is wrong.
     """
     config = convert_of(recipe)
+    check_conversion(config.source, config.destination, config.format, config.split)
     connect(recipe)
     report = convert_from(config, recipe.seed)
     print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vit_ray.config import Recipe, require
+from vit_ray.data import open_dataset
 from vit_ray.data.prepare.deduplicate import deduplicate
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
@@ -18,6 +19,7 @@ def run_verify(recipe: Recipe) -> int:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
+    open_dataset(config.path)  # what is none is told before Ray starts
     connect(recipe)
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
@@ -67,6 +69,8 @@ def run_deduplicate(recipe: Recipe) -> int:
         "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination, such as "
         "deduplicate='{source: data/, evaluation_sets: [test/], destination: clean/}'",
     )
+    for path in (config.source, *config.evaluation_sets):
+        open_dataset(path)
     connect(recipe)
     report = deduplicate(
         config.source,

@@ -30,8 +30,8 @@ def inspect(recipe: Recipe) -> int:
         ValueError: weights or images are not given, missing or unreadable.
     """
     config = _inspect_of(recipe)
-    folder = _folder_of(config)
     images = read_images(recipe, config)
+    folder = _folder_of(config)
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
     results = inspect_model(model, images, folder)

@@ -112,6 +112,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     resolved = resolve_run(recipe)
     # From before the checkpoints are looked at: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
+    run_folder.refuse_file_in_its_place("output")
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []

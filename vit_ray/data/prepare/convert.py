@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import fs
 
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.format.row_groups import problem_of_shard
@@ -49,6 +50,7 @@ from vit_ray.data.prepare.source_index import SourceIndex, build_index
 from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import IndexEntry, printable, relative
 from vit_ray.data.prepare.sources.formats import Format, list_units
+from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_facts,
@@ -147,6 +149,18 @@ def convert(
     return report
 
 
+def check_conversion(source: str, destination: str, format: Format, split: str | None) -> None:
+    """Refuse what can be seen before anything is listed, so that nobody waits for Ray to hear it.
+
+    Raises:
+        ValueError: there is nothing at the source, it is a file of no known format, or the
+            destination is taken.
+    """
+    if not is_pattern(source) and locate(source).info().type != fs.FileType.Directory:
+        list_units(source, format, split)
+    _check_free(locate(destination))
+
+
 def _delete_staging(staging: Location) -> None:
     if foreign := _foreign_files(staging):
         _LOG.warning("%s stays: it holds %r, which is not ours", staging.uri, foreign[0])
@@ -179,6 +193,7 @@ def _check_free(folder: Location) -> None:
 
     A conversion that was stopped between manifest and report is not finished.
     """
+    folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
     staging = folder.child(STAGING_FOLDER)
     if foreign := _foreign_files(staging):

@@ -72,6 +72,7 @@ def derive(
 
 def refuse_existing(destination: str, *names: str) -> None:
     """Raise a ValueError if the destination holds a file of one of the names."""
+    locate(destination).refuse_file_in_its_place("destination")
     for name in names:
         if locate(destination).child(name).exists():
             raise ValueError(

@@ -622,7 +622,8 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
             )
-        for _ in range(600):
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.folder / "server.log").read_text()
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=1).read()

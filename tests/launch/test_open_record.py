@@ -9,7 +9,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from tests.launch.test_recorded import _plan as described
+from tests.launch.test_run_metadata import _plan as described
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster import ClusterShape

@@ -81,7 +81,8 @@ def _parse(text: str, where: str) -> Any:
         loader.name = where  # what the error's places are of
         tree = loader.get_single_data()
         json.dumps(tree)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    # The last two: a text that its own tag does not fit, such as `!!bool x`.
+    except (yaml.YAMLError, RecursionError, ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{where}: not valid YAML: {error}") from None
     return tree
 

@@ -5,8 +5,9 @@ Other rooms take the section they need; nothing edits a recipe after it is loade
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -22,7 +23,7 @@ from vit_ray.config.command_sections import (
     VerifyConfig,
 )
 from vit_ray.config.secrets import credentials_problem, redacted
-from vit_ray.config.section import Section
+from vit_ray.config.section import NotNegative, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -42,7 +43,7 @@ class Recipe(Section):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Run name: folder of its checkpoints, and how it is resumed."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: NotNegative = 0
     """Initial weights, order, augmentation and dropout."""
     output: str = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""
@@ -129,7 +130,8 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     Raises:
         ValueError: as `load_recipe`; every problem is listed.
     """
-    if problem := credentials_problem(tree):
+    # Not by the schema: checkpoints that were begun with such numbers open.
+    if problem := credentials_problem(tree) or _number_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
     rows = recipe.study.models if recipe.study else ()
@@ -141,6 +143,18 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         if problem := model.geometry_problem():
             raise ValueError(f"{where}: {key}.{problem}")
     return recipe
+
+
+def _number_problem(tree: dict[str, Any]) -> str | None:
+    """What is wrong with a number that has the right type, or None."""
+    for key, value in _leaves(tree, ""):
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, float) and not math.isfinite(one) for one in values):
+            return f"{key}={value}: expected a finite number"
+    seed = tree.get("seed")
+    if isinstance(seed, int) and seed >= 2**63:
+        return f"seed={seed}: expected less than {2**63}, which generators of random numbers take"
+    return None
 
 
 def _absolute(path: str | None) -> str | None:

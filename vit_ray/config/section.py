@@ -18,5 +18,5 @@ class Section(BaseModel):
     """Base of every section: frozen, strict types, unknown keys refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )

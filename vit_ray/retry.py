@@ -35,7 +35,7 @@ _TRANSIENT_ERRNO: Final = {
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
 }  # fmt: skip
 """What network file systems say while their server is away."""
-_PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|HTTP status 403")
+_PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP status 403")
 """Some stores answer 403 when they throttle; a wrong key answers so too, and must fail soon."""
 
 
@@ -51,6 +51,8 @@ class RetryPolicy:
     first_delay_s: float = 0.2
     max_delay_s: float = 15.0
     budget_s: float = 180.0
+    tries_every_error: bool = False
+    """Also those that do not look transient: for what must not end by an unknown one's first."""
     tell: Callable[[str], object] = field(default=_LOG.info, compare=False)
     """Hears of each attempt that fails and is followed by another."""
 
@@ -80,7 +82,7 @@ def with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """The result of an operation, repeated while its OSError looks transient.
+    """The result of an operation, repeated while the policy takes its OSError for transient.
 
     Args:
         what: names the operation in the log.
@@ -145,7 +147,8 @@ def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:
         return 1
     if is_denied(error):
         return policy.denied_attempts
-    return policy.attempts if is_transient(error) else 1
+    is_tried = policy.tries_every_error or is_transient(error)
+    return policy.attempts if is_tried else 1
 
 
 def _delay_s(policy: RetryPolicy, attempt: int) -> float:

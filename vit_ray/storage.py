@@ -54,8 +54,9 @@ class Location:
         if not self.is_local:
             return
         path = Path(self.path)
-        first = next((place for place in (path, *path.parents) if place.exists()), path)
-        if first.is_file():
+        # os.path raises nothing: what cannot be looked at is an error of its first use.
+        first = next((place for place in (path, *path.parents) if os.path.exists(place)), path)
+        if os.path.isfile(first):
             raise ValueError(
                 f"{key}={self.path!r} is to be a folder, but {str(first)!r} is a file; choose "
                 "another folder, or move the file away"
@@ -175,7 +176,7 @@ class Location:
             OSError: it could not be done; nothing is lost.
         """
         if self.is_local:
-            os.rename(self.path, target.path)
+            with_retries(lambda: os.rename(self.path, target.path), f"renaming {self.path}")
             _sync_folder(os.path.dirname(target.path))
         else:
             with_retries(lambda: s3.move(self.path, target.path), f"moving {self.path}")

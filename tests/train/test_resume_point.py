@@ -111,6 +111,7 @@ class Away:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times, self.tried, self.file = 0, 0, ""
+        self.error = OSError(errno.EHOSTUNREACH, "no route to host")
         self.now_s = 0.0
         self._read = Location._read_once
         plain = retry.with_retries
@@ -124,7 +125,7 @@ class Away:
     def _answer(self, place: Location) -> bytes:
         if self.times and place.path.endswith(self.file):
             self.times, self.tried = self.times - 1, self.tried + 1
-            raise OSError(errno.EHOSTUNREACH, "no route to host")
+            raise type(self.error)(*self.error.args)
         return self._read(place)
 
 
@@ -142,6 +143,17 @@ def test_storage_that_is_away_is_waited_for_longer_than_elsewhere(run: Run, away
     ((kind, text),) = run.events
     assert kind == "storage away"
     assert "no route to host" in text
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("of a kind that nobody knows"), PermissionError(errno.EACCES, "no ticket")]
+)
+def test_an_error_of_any_kind_is_tried_again_where_it_would_end_a_run(
+    error: OSError, run: Run, away: Away
+) -> None:
+    run.save(10)
+    away.times, away.error = RetryPolicy().attempts, error
+    assert run.choose() == ResumePoint(10, 80)
 
 
 def test_the_readers_of_a_checkpoints_files_wait_as_long(run: Run, away: Away) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -14,7 +15,9 @@ from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
-RETRIES: Final = RetryPolicy(attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0)
+RETRIES: Final = RetryPolicy(
+    attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0, tries_every_error=True
+)
 """For each request while the choice is made: an error would end the run."""
 
 ASK_S: Final = 30.0
@@ -60,11 +63,10 @@ def choose_resume_point(
         NoUsableCheckpointError: there are checkpoints, and none of them is good.
         OSError: the storage was away for too long.
     """
-    told: list[str] = []
+    calls = itertools.count()
 
     def tell_once(text: str) -> None:
-        if not told:
-            told.append(text)
+        if next(calls) == 0:  # of several reading threads, too
             note("storage away", f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
 
     with retry_policy(replace(RETRIES, tell=tell_once)):

@@ -19,7 +19,7 @@ from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, evaluation_note, open_checkpoint, read_checkpoint
 from vit_ray.train.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
 
-READ_AGAIN_S: Final = 2.0
+READ_AGAIN_S: Final = 10.0
 """After which a folder that seems damaged is read a second time: files may be shown late."""
 ASIDE: Final = ".damaged"
 _DELETED: Final = ".deleted"

@@ -371,6 +371,7 @@ def test_images_are_read_from_a_bucket(bucket: Path) -> None:
 
 def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    Image.new("RGB", (40, 48)).save(tmp_path / "image.png")
     for path, message in [
         ("s3://models/figures", "is remote; give a local folder"),
         (str(tmp_path / "file"), "cannot be made a folder"),

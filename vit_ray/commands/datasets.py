@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.deduplicate import deduplicate
+from vit_ray.data.prepare.deduplicate import deduplicate, refuse_taken
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.launch.cluster import connect
@@ -19,7 +19,7 @@ def run_verify(recipe: Recipe) -> int:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
-    open_dataset(config.path)  # what is none is told before Ray starts
+    open_dataset(config.path)  # an error before Ray starts
     connect(recipe)
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
@@ -61,7 +61,8 @@ def run_deduplicate(recipe: Recipe) -> int:
     """Write the manifest of a data set without the images of evaluation sets.
 
     Raises:
-        ValueError: the recipe has no `deduplicate` section, or a data set is missing.
+        ValueError: the recipe has no `deduplicate` section, or a data set is missing, or the
+            destination is taken.
     """
     config = require(
         recipe.deduplicate,
@@ -71,6 +72,7 @@ def run_deduplicate(recipe: Recipe) -> int:
     )
     for path in (config.source, *config.evaluation_sets):
         open_dataset(path)
+    refuse_taken(config.destination)
     connect(recipe)
     report = deduplicate(
         config.source,

@@ -100,6 +100,8 @@ def reached_client(uri: str) -> MlflowClient:
     try:
         client = open_client(uri)
         client.search_experiments(max_results=1)
+    except TimeoutError:
+        raise  # the address is right: another process keeps the file locked
     except Exception as error:
         raise unusable(uri, error) from None
     return client
@@ -109,8 +111,9 @@ def unusable(uri: str, error: Exception) -> RuntimeError:
     """What is told of a store with which nothing can be done, without the address's secrets."""
     reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
     return RuntimeError(
-        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; give the file of its runs, such as "
-        "sqlite:///mlflow.db, or the address of a server that runs"
+        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; if this is not the right one, "
+        "give the file of its runs, such as sqlite:///mlflow.db, or the address of a server that "
+        "runs"
     )
 
 

@@ -150,13 +150,13 @@ def convert(
 
 
 def check_conversion(source: str, destination: str, format: Format, split: str | None) -> None:
-    """Refuse what can be seen before anything is listed, so that nobody waits for Ray to hear it.
+    """Refuse what can be seen without opening images, so that nobody waits for Ray to hear it.
 
     Raises:
         ValueError: there is nothing at the source, it is a file of no known format, or the
-            destination is taken.
+            destination is taken. What is in a folder is seen by the conversion.
     """
-    if not is_pattern(source) and locate(source).info().type != fs.FileType.Directory:
+    if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
         list_units(source, format, split)
     _check_free(locate(destination))
 

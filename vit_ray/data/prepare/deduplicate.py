@@ -78,6 +78,11 @@ class DeduplicateReport:
     duplicates: list[Duplicate]
 
 
+def refuse_taken(destination: str) -> None:
+    """Raise a ValueError if the destination holds a data set or a list of duplicates already."""
+    refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE)
+
+
 def deduplicate(
     source: str,
     evaluation_sets: list[str],
@@ -98,8 +103,7 @@ def deduplicate(
     """
     if not evaluation_sets:
         raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set.")
-    taken = MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE
-    refuse_existing(destination, *taken)
+    refuse_taken(destination)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
     files = [int(i) for i in np.unique(whole.file_index)]
@@ -113,7 +117,7 @@ def deduplicate(
             f"check which set is which."
         )
     duplicates = [Duplicate(**row["duplicate"]) for row in rows]
-    refuse_existing(destination, *taken)  # again: hours may have passed
+    refuse_taken(destination)  # again: hours may have passed
     _write_list(destination, duplicates)
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
     derive(whole, columns, destination, {**origin, "max_distance": max_distance})

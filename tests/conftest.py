@@ -23,6 +23,8 @@ os.environ["RAY_DEDUP_LOGS"] = "0"
 # The head's idle processes serve the next test; by default those beyond its CPUs end in a second.
 os.environ["RAY_num_workers_soft_limit"] = "16"  # noqa: SIM112
 os.environ.pop("RAY_ADDRESS", None)
+# Servers of the tests are on this machine, whatever proxy leads out of it.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 # Submitted jobs say `python`, as a person in an active environment does.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
@@ -107,10 +109,21 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster(ray_head: Head) -> Iterator[Head]:
     """This process connected to the session's cluster."""
-    ray.init(address=ray_head.address, log_to_driver=False, logging_level="ERROR")
+    _connect(ray_head.address)
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray_head
     ray.shutdown()
+
+
+def _connect(address: str, attempts: int = 3) -> None:
+    """On a machine that is very busy a head may not know its own node at the first call."""
+    for attempt in range(1, attempts + 1):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            return
+        except ConnectionError:
+            if attempt == attempts:
+                raise
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import random
 import socket
 from contextlib import ExitStack
 
-# Below the ports that Linux hands to connections (32768 on) and above those of Ray's workers
-# (10002 to 19999): one that was free a moment ago is then taken by no bystander.
+# Below the ports that Linux hands to connections by default (32768 on), and above those of Ray's
+# workers (10002 to 19999): one that was free a moment ago is then taken by no bystander.
 _CANDIDATES = range(20000, 32000)
 
 

@@ -15,7 +15,7 @@ _LIMIT_S = 60.0
 
 def _ask(place: Callable[[int], str], rounds: int, together: Any, answers: Any) -> None:
     lock.RELEASE_S, lock.POLL_S = 0.02, 0.01
-    lock.SETTLE_S = 1.0
+    lock.SETTLE_S = 2.0
     forget_clients()
     for index in range(rounds):
         folder = locate(place(index))

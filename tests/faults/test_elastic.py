@@ -169,7 +169,7 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
         second.node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         "taken back",
-        int((time.time() + 20) * 1e3),
+        int((time.time() + 60) * 1e3),
     )
     # There is no other reason for a checkpoint, nor for a smaller group.
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)

@@ -92,11 +92,13 @@ def test_a_group_that_is_given_up_asks_for_nothing_any_more(
     shape = LaneShape.of(job, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
     lane = Lane(shape, is_private=False)
     deadline = time.monotonic() + STOP_S
-    while not waiting_groups(full_cluster) - before:
-        assert lane.is_open
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    lane.abandon()
+    try:
+        while not waiting_groups(full_cluster) - before:
+            assert lane.is_open
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        lane.abandon()
     assert not lane.is_open
     assert not waiting_groups(full_cluster) - before
 
@@ -118,7 +120,7 @@ def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
         assert driver.process.poll() is None
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)
-    assert code == -signal.SIGTERM, output
+    assert code in (-signal.SIGTERM, 3), output  # 3: the first has been as quick as that
     goes_on_to_the_same_weights(recipe, undisturbed)
 
 

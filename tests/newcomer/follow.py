@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/tutorial.md", "docs/how_to.md")
 PAGE_TIMEOUT_S = 3600
 # What a newcomer's shell does not have.
-OURS = ("RAY_", "VIT_RAY_", "DS_", "PYTHON", "VIRTUAL_ENV", "MAKE", "MFLAGS")
+OURS = ("RAY_", "VIT_RAY_", "MLFLOW_", "AWS_", "DS_", "PYTHON", "VIRTUAL_ENV", "MAKE", "MFLAGS")
 
 _BLOCK = re.compile(
     r"((?:^<!-- newcomer .*?-->\n)*)^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE

@@ -618,9 +618,15 @@ class Server:
         command += ["--port", str(self.port), "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        without_jobs = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with open(self.folder / "server.log", "a") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env=without_jobs,  # its runners of jobs are two more processes to start
+                start_new_session=True,
             )
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:

@@ -47,10 +47,8 @@ _GIVEN: Final = dict(os.environ)
 _SERVER: Final = "the server of the workers' lane"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a lane to end."""
-
-
 ABANDON_S: Final = 30.0
-"""Longest time for the controller of a group without a place to end."""
+"""Longest time for a controller to end whose group has lost its places, or never had any."""
 
 
 class LaneEndedError(RuntimeError):
@@ -190,10 +188,10 @@ class Lane:
         self.abandon()
 
     def abandon(self) -> None:
-        """Abandon a group that has no place, and cancel its request for one.
+        """End the server, and take from the group what it holds or waits for until it has ended.
 
-        The controller of one without a place, which hears of nothing meanwhile, ends as soon as
-        there is nothing to wait for, and no server; it may only be starting now.
+        The controller of a group without a place, which hears of nothing meanwhile, ends as soon
+        as there is nothing to wait for, and no server; it may only be starting now.
         """
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._server)

@@ -268,9 +268,7 @@ class DeepSpeedEngine:
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         if self.stage == 0 and engine.world_size == 1:
-            engine.enable_backward_allreduce = (
-                False  # it would copy all gradients, which nothing reads
-            )
+            engine.enable_backward_allreduce = False  # it would copy all gradients, for no reader
         if self._train.compile:
             engine.compile()
         return engine

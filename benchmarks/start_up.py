@@ -1,6 +1,6 @@
 """What a small job takes to start and to end, by process, beside a bare Ray job and torchrun.
 
-    python benchmarks/start_up.py [--rounds 3] [--parts run,sweep,lane]
+    python benchmarks/start_up.py [--rounds 3] [--parts run,sweep]
 
 `run`: twenty tiny steps on two workers from command to prompt, three ways in alternating rounds:
 this project's `jobs/pretrain.py`; Ray Train with Ray Data and a linear layer, no tracking, no
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -33,6 +34,8 @@ STEPS, BATCH, SIDE = 20, 128, 16
 MARKS = ("first step: ", f"step {STEPS}/{STEPS}")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+LIMIT_S = 300
+"""Longer than any of the commands may take."""
 
 BARE_RAY = f"""
 import numpy as np, ray, ray.data, ray.train, torch
@@ -119,6 +122,8 @@ def measure(command: list[str], folder: Path) -> Measured:
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         while process.poll() is None:
+            if time.perf_counter() - start_s > LIMIT_S:
+                process.terminate()
             look(mark.encode(), found)
             text = log.read_text()
             for words in MARKS:
@@ -150,6 +155,8 @@ def look(mark: bytes, found: dict[int, Process]) -> None:
 def kind_of(words: list[str]) -> str:
     """What a person calls a process with this command line; empty for one that is only passing."""
     line = " ".join(words)
+    if not line.strip():
+        return ""  # It is ending: what it was is known from before.
     if words[0].startswith("ray::"):
         # The method in progress is of no interest, nor the path of a log that names an actor.
         return words[0].split(".")[0].rpartition(":")[2]
@@ -164,7 +171,7 @@ def kind_of(words: list[str]) -> str:
     ):
         if part in line:
             return part
-    return "" if "worker" in line else Path(words[-1] or words[0]).name[:40] or "shell"
+    return "" if "worker" in line else Path(words[-1] or words[0]).name[:40]
 
 
 def run_ours(folder: Path, steps: int = STEPS) -> Measured:
@@ -186,7 +193,7 @@ def run_torchrun(folder: Path) -> Measured:
     script = folder / "bare_deepspeed.py"
     script.write_text(TORCHRUN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    return measure([*torchrun, "--master-port=0", str(script)], folder)
+    return measure([*torchrun, "--standalone", str(script)], folder)
 
 
 def prepare(folder: Path) -> None:
@@ -194,11 +201,13 @@ def prepare(folder: Path) -> None:
     if (folder / "tiny.yaml").exists():
         return
     import ray
+    import ray.data
 
     from vit_ray.data.prepare.convert import convert
     from vit_ray.data.prepare.digits import write_digits
 
     write_digits(folder / "images")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     for split in ("train", "test"):
         convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
@@ -219,12 +228,16 @@ def prepare(folder: Path) -> None:
         "tracking": {"uri": f"sqlite:///{folder / 'mlflow.db'}"},
     }  # fmt: skip
     (folder / "tiny.yaml").write_text(json.dumps(tree))
+    # As large as the model of the digits recipe, so that the trials are trainings of seconds.
+    model = {"depth": 4, "width": 96, "mlp_dim": 192, "num_heads": 4}
+    base = {**tree, "name": "base", "model": {**tree["model"], **model}}  # type: ignore[dict-item]
     rates = {"learning_rates": [1e-3, 2e-3, 3e-3], "dev_fraction": 0.1, "seeds": 1}
     sweep = {
-        **tree, "name": "sweep", "init_from": str(folder / "runs" / "base"), "sweep": rates,
+        **base, "name": "sweep", "init_from": str(folder / "runs" / "base"), "sweep": rates,
         "data": {**tree["data"], "eval": str(folder / "test")},  # type: ignore[dict-item]
-        "optim": {"steps": 80, "learning_rate": 1e-3}, "workers": {"num_workers": 1},
+        "optim": {"steps": 80, "learning_rate": 1e-3},
     }  # fmt: skip
+    (folder / "base.yaml").write_text(json.dumps(base))
     (folder / "sweep.yaml").write_text(json.dumps(sweep))
 
 
@@ -306,15 +319,9 @@ def training_s(output: str) -> float:
 def report_sweep(folder: Path) -> Iterator[str]:
     """Four trials (three rates, one retrained) against their own step time and one start."""
     prepare(folder)
-    base = [
-        sys.executable,
-        str(ROOT / "jobs" / "pretrain.py"),
-        str(folder / "tiny.yaml"),
-        "name=base",
-    ]
-    one = measure(base, folder)
-    whole = measure(
-        [sys.executable, str(ROOT / "jobs" / "sweep.py"), str(folder / "sweep.yaml")], folder
+    one, whole = (
+        measure([sys.executable, str(ROOT / "jobs" / job), str(folder / recipe)], folder)
+        for job, recipe in (("pretrain.py", "base.yaml"), ("sweep.py", "sweep.yaml"))
     )
     runs = sorted((folder / "runs").glob("sweep-*lr*"))
     trained = sum(train_seconds(run) for run in runs)
@@ -325,6 +332,10 @@ def report_sweep(folder: Path) -> Iterator[str]:
         f"{trained:.1f} s, and one run's start and end {start:.1f} s: "
         f"{whole.wall_s / (trained + start):.2f} of their sum."
     )
+    yield ""
+    yield "CPU seconds by process, the sweep:"
+    yield ""
+    yield from by_kind(whole)
 
 
 def train_seconds(run: Path) -> float:

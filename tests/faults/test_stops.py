@@ -89,7 +89,7 @@ def test_a_group_that_is_given_up_asks_for_nothing_any_more(
 ) -> None:
     before = waiting_groups(full_cluster)
     job = make_job(tmp_path, workers={"num_workers": 2, "cpus_per_worker": 2.0})
-    shape = LaneShape.of(job, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
+    shape = LaneShape.of(job.recipe, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
     lane = Lane(shape, is_private=False)
     deadline = time.monotonic() + STOP_S
     try:

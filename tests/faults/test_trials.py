@@ -1,4 +1,4 @@
-"""A trial of a sweep whose process dies costs that trial, and no other."""
+"""Trials of a sweep share a process; one whose process dies costs that trial, and no other."""
 
 import os
 import signal
@@ -18,11 +18,15 @@ def test_a_trial_whose_process_dies_has_no_outcome_and_the_others_have_theirs(
         filters = [("class_name", "=", "ImplicitFunc"), ("state", "=", "ALIVE")]
         return [one.pid for one in list_actors(ray_cluster.dashboard, filters=filters, detail=True)]
 
+    pids = []
+
     def train(index: int) -> dict[str, Any]:
+        (pid,) = trial_pids()
+        pids.append(pid)
         if index == 1:
-            (pid,) = trial_pids()
             os.kill(pid, signal.SIGKILL)
         return {"result": index, "error": ""}
 
-    outcomes = run_trials(3, train, max_concurrent=1, name="tune", storage_path=str(tmp_path))
-    assert [outcome and outcome["result"] for outcome in outcomes] == [0, None, 2]
+    outcomes = run_trials(4, train, max_concurrent=1, name="tune", storage_path=str(tmp_path))
+    assert [outcome and outcome["result"] for outcome in outcomes] == [0, None, 2, 3]
+    assert pids == [pids[0]] * 2 + [pids[2]] * 2

@@ -1,5 +1,6 @@
 """Which Ray a driver joins: no Ray needed."""
 
+import os
 import platform
 import socket
 from typing import Any
@@ -10,7 +11,7 @@ from ray._private.utils import check_version_info
 
 from vit_ray.config import load_recipe
 from vit_ray.launch import cluster
-from vit_ray.launch.cluster import check_reachable, connect
+from vit_ray.launch.cluster import ClusterShape, check_reachable, connect
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
@@ -35,6 +36,27 @@ def test_an_address_that_answers_is_taken() -> None:
 @pytest.mark.parametrize("address", ["auto", "local", "ray://head"])
 def test_other_forms_are_left_to_ray(address: str) -> None:
     check_reachable(address, timeout_s=0.1)
+
+
+def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        chosen.update(options, kept=int(os.environ[cluster.KEPT_PROCESSES]))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv(cluster.KEPT_PROCESSES, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "_STARTED", [])
+    monkeypatch.setattr(cluster, "_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(cluster, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
+    connect(load_recipe("digits"))
+    # Ray counts actors, of which there are about ten, as well.
+    assert chosen["kept"] - 10 >= chosen["num_cpus"] >= 4
 
 
 def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:

@@ -123,6 +123,32 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
     assert calls == [left]
 
 
+def test_a_lane_that_is_started_early_is_the_first_trainings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+
+    class FakeLane:
+        is_open = True
+
+        def __init__(self, shape: LaneShape, *, is_private: bool) -> None:
+            self.shape = shape
+            started.append(self)
+
+        def close(self) -> None:
+            self.is_open = False
+
+    monkeypatch.setattr(lane, "Lane", FakeLane)
+    lane.start_kept_lane(shape(), is_private=True)
+    assert started == []  # nobody would end it
+    with lane.kept_lanes():
+        for _ in range(2):
+            lane.start_kept_lane(shape(), is_private=True)
+        with lane.borrowed_lane(shape(), is_private=True) as borrowed:
+            assert started == [borrowed]
+    assert not started[0].is_open
+
+
 DIED = [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")]
 
 
@@ -237,7 +263,7 @@ def test_ray_trains_own_notes_leave_no_files(
 
 def shape(**sections: Any) -> LaneShape:
     job = make_job(Path("/x"), **sections)
-    return LaneShape.of(job, CLUSTER, use_gpu=False)
+    return LaneShape.of(job.recipe, CLUSTER, use_gpu=False)
 
 
 def test_a_lanes_settings_are_its_own_and_not_those_of_the_one_before(

@@ -10,7 +10,7 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import connect
-from vit_ray.launch.lane import kept_lanes
+from vit_ray.launch.lane import LaneShape, kept_lanes, start_kept_lane
 from vit_ray.launch.open_record import OpenRecord, open_record
 from vit_ray.launch.preflight import ResolvedRun, check_cluster
 from vit_ray.launch.progress import shown_progress
@@ -32,7 +32,13 @@ class OpenParent:
 
 @contextmanager
 def open_parent(
-    recipe: Recipe, kind: str, resolved: ResolvedRun, total_steps: int, run_id: str | None = None
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    total_steps: int,
+    run_id: str | None = None,
+    *,
+    first: Recipe | None = None,
 ) -> Iterator[OpenParent]:
     """Inside this block hold a parent run's folder, record it, and show how far its children are.
 
@@ -40,13 +46,14 @@ def open_parent(
         resolved: what the run is described by: the recipe's own training, or the first of a grid.
         total_steps: of all its children.
         run_id: the MLflow run to go on with; None for a new one.
+        first: the child to train first, whose workers start at once; None if all have ended.
 
     Raises:
         ValueError: the cluster cannot hold the recipe's workers, or another process holds the
             folder; nothing was started.
     """
     cluster = connect(recipe)
-    check_cluster(recipe, cluster)
+    use_gpu = check_cluster(recipe, cluster)
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(recipe, kind, resolved, cluster, run_id=run_id) as record,
@@ -54,5 +61,8 @@ def open_parent(
         stopping_on_signals(record.recorder),
         kept_lanes(),
     ):
+        if first is not None:
+            shape = LaneShape.of(first, cluster, use_gpu=use_gpu)
+            start_kept_lane(shape, is_private=cluster.is_private)
         children = ParentRun(record.recorder, ray.get_runtime_context().get_node_id())
         yield OpenParent(record, record.ask("run_id"), children)

@@ -105,8 +105,10 @@ def run_study(recipe: Recipe) -> StudyResult:
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     parent_id = newest_run(recipe.tracking, recipe.name, "study")
     finished = _finished_cells(recipe, cells, resolved_runs, parent_id)
-    total_steps = sum(resolved.total_steps for resolved in resolved_runs)
-    with open_parent(recipe, "study", resolved_runs[0], total_steps, parent_id) as parent:
+    total_steps = sum(one.total_steps for one in resolved_runs)
+    first = next((cell.recipe for cell in cells if cell.name not in finished), None)
+    resolved = resolved_runs[0]
+    with open_parent(recipe, "study", resolved, total_steps, parent_id, first=first) as parent:
         results = _run_cells(cells, resolved_runs, finished, parent)
         parent.record.ask("metrics", len(results), _totals(results))
         page = page_of(recipe, parent.run_id, parent.record.recorder)

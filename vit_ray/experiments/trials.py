@@ -111,7 +111,7 @@ def _tuner(
     return tune.Tuner(
         tune.with_resources(trial, {"CPU": 0.01}),
         param_space={"index": tune.grid_search(list(range(count)))},
-        tune_config=tune.TuneConfig(max_concurrent_trials=max_concurrent),
+        tune_config=tune.TuneConfig(max_concurrent_trials=max_concurrent, reuse_actors=True),
         run_config=tune.RunConfig(name=name, storage_path=storage_path, verbose=0),
     )
 

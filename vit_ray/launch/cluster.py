@@ -29,6 +29,12 @@ AUTH_MODE = "RAY_AUTH_MODE"
 DASHBOARD = "VIT_RAY_DASHBOARD"
 """Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
 
+KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
+"""Ray ends processes above this number, which is its CPUs by default, after a second without work;
+the tasks of the next training would have to start theirs again."""
+_NUM_ACTORS: Final = 12
+"""Ray's own and ours, beside the processes of tasks."""
+
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -69,9 +75,11 @@ def connect(recipe: Recipe) -> ClusterShape:
             check_reachable(os.environ["RAY_ADDRESS"])
             _join()
         else:
+            num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
+            os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
             ray.init(
                 address="local",  # not another one that happens to run here
-                num_cpus=max(os.cpu_count() or 1, local_cpus(recipe)),
+                num_cpus=num_cpus,
                 include_dashboard=os.environ.get(DASHBOARD, "0") == "1",
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,

@@ -74,12 +74,13 @@ class LaneShape:
     collective_timeout_s: int
 
     @classmethod
-    def of(cls, job: TrainJob, cluster: ClusterShape, *, use_gpu: bool) -> LaneShape:
-        """The shape that a training needs."""
-        recipe: Recipe = job.recipe
+    def of(
+        cls, recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool, trains: bool = True
+    ) -> LaneShape:
+        """The shape that a training needs, or an evaluation."""
         workers = recipe.workers
         is_elastic = len(workers.sizes) > 1
-        sizes = recipe.group_sizes if job.kind == "train" else list(workers.sizes)
+        sizes = recipe.group_sizes if trains else list(workers.sizes)
         return cls(
             workers.num_workers,
             tuple(sizes) if is_elastic else (),
@@ -288,6 +289,12 @@ class _IdleLanes:
             lane.close()
         return None
 
+    def start(self, shape: LaneShape, *, is_private: bool) -> None:
+        """Start one of the shape if there is none."""
+        with self._lock:
+            if not any(lane.shape == shape and lane.is_open for lane in self._lanes):
+                self._lanes.append(Lane(shape, is_private=is_private))
+
     def give(self, lane: Lane) -> None:
         with self._lock:
             if not self._is_closed:
@@ -321,6 +328,12 @@ def kept_lanes() -> Iterator[None]:
     finally:
         _IDLE.reset(token)
         idle.close()
+
+
+def start_kept_lane(shape: LaneShape, *, is_private: bool) -> None:
+    """Inside `kept_lanes`: let workers be placed and import before their training is ready."""
+    if (idle := _IDLE.get()) is not None:
+        idle.start(shape, is_private=is_private)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def run_workers(
     Raises:
         RunFailedError: training failed more often than the recipe allows, or cannot work.
     """
-    shape = LaneShape.of(job, cluster, use_gpu=use_gpu)
+    shape = LaneShape.of(job.recipe, cluster, use_gpu=use_gpu, trains=job.kind == "train")
     error: BaseException | None = None
     for _ in range(MOST_LANES):
         error = _run_in_lane(shape, job, streams, cluster)

@@ -9,7 +9,9 @@ Faults that end a worker or the driver: a worker is killed with -9; a worker is 
 (`train.step_timeout_s` 10, which is part of the time); the driver is killed with -9 and the job
 started again; the driver gets SIGTERM and the job is started again; a node is taken away from an
 elastic run of 1 or 2 workers. The time ends when a step is done that was not done before, so
-repeating the steps since the checkpoint is part of it.
+repeating the steps since the checkpoint is part of it. What it is made of is told by the run's own
+events and by Ray: when the failure was noticed, when the processes of the new workers began, when
+they had restored the checkpoint, and when they had done a first step, all from the fault on.
 
 Faults that training goes on through: the loss of one batch is not finite and
 `train.nonfinite=rollback`; a checkpoint finds a file where its folder should be, as a full disk
@@ -108,6 +110,13 @@ class Run:
             assert time.monotonic() < deadline, f"step {step} is not reached in 300 s"
             time.sleep(0.1)
 
+    def event_s(self, kind: str, since_s: float) -> float | None:
+        """Unix time of the first event of a kind after another time."""
+        lines = (json.loads(line) for line in self._log_path.read_text().splitlines())
+        events = [line["event"] for line in lines if line.get("kind") == "event"]
+        times = [e["time_s"] for e in events if e["kind"] == kind and e["time_s"] > since_s]
+        return min(times, default=None)
+
     def pauses_s(self) -> list[float]:
         """Seconds between the steps that were logged, those of warming up left out."""
         records = [json.loads(line) for line in self._log_path.read_text().splitlines()]
@@ -119,9 +128,13 @@ class Run:
         self.process.wait()
 
 
-def workers() -> list[int]:
+def training_actors() -> list[Any]:
     filters: list[Any] = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
-    return [int(actor.pid) for actor in list_actors(DASHBOARD[0], filters=filters, detail=True)]
+    return list_actors(DASHBOARD[0], filters=filters, detail=True)
+
+
+def workers() -> list[int]:
+    return [int(actor.pid) for actor in training_actors()]
 
 
 def kill_a_worker(run: Run) -> None:
@@ -162,10 +175,18 @@ ENDING: dict[str, tuple[Callable[[Run], None], dict[str, Any]]] = {
 def recovery(name: str, run: Run) -> str:
     """Seconds until a step is done that was not done before the fault."""
     run.start().wait_for(90)
-    step, start_s = run.step(), time.monotonic()
+    step, start_s = run.step(), time.time()
     ENDING[name][0](run)
     run.wait_for(step + 2)  # the workers may have done one more by then
-    return f"{time.monotonic() - start_s:.1f}"
+    whole_s = time.time() - start_s
+    since = {
+        "noticed": run.event_s("worker failed", start_s),
+        "workers begun": max(int(actor.start_time_ms) for actor in training_actors()) / 1e3,
+        "restored": run.event_s("resumed", start_s),
+        "first step": run.event_s("first step", start_s),
+    }
+    parts = (f"{what} {at - start_s:.1f}" for what, at in since.items() if at is not None)
+    return f"{whole_s:.1f} ({', '.join(parts)})"
 
 
 def poison_one_batch() -> None:

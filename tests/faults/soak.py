@@ -3,16 +3,19 @@
     python -m tests.faults.soak FOLDER --faults 200 --seed 0
 
 Given again with the same words, it goes on where it was. What each fault did is a line of
-`FOLDER/faults.jsonl`; the exit code is 0 if the weights are equal, bit for bit.
+`FOLDER/faults.jsonl`; the exit code is 0 if the weights are equal, bit for bit. Where a file system
+may be mounted, the runs are on a small one in memory, which one of the faults fills up.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -71,6 +74,11 @@ class Soak:
     def newest_step(self) -> int:
         """Of the whole checkpoints; -1 before the first."""
         return max(checkpoint_steps(self.recipe), default=-1)
+
+    def failed_saves(self) -> int:
+        """Told in the run's history."""
+        history = self.run_folder() / "metrics.jsonl"
+        return history.read_text().count('"checkpoint failed"') if history.exists() else 0
 
     def run_folder(self) -> Path:
         return Path(self.recipe.run_folder)
@@ -156,10 +164,33 @@ def start_second_driver(soak: Soak) -> None:
         raise SystemExit(f"a second driver was not refused but ended with {code}")
 
 
+def fill_disk(soak: Soak) -> None:
+    """A checkpoint finds no room; the next one does."""
+    filler, deadline_s = soak.folder / "runs" / "filler", time.monotonic() + PATIENCE_S
+    failed = soak.failed_saves()
+    try:
+        while soak.failed_saves() == failed and soak.driver and soak.driver.poll() is None:
+            _fill(filler)  # also what an older checkpoint leaves that goes meanwhile
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"no save failed on a full disk in {PATIENCE_S:g} s")
+            time.sleep(0.1)
+    finally:
+        filler.unlink(missing_ok=True)
+
+
+def lock_tracking(soak: Soak) -> None:
+    """MLflow's store answers nobody for a while."""
+    with sqlite3.connect(soak.folder / "mlflow.db", timeout=60.0) as store:
+        store.execute("BEGIN EXCLUSIVE")
+        time.sleep(soak.rng.uniform(1.0, 20.0))
+        store.rollback()
+
+
 FAULTS: Final[tuple[Callable[[Soak], None], ...]] = (
     kill_worker, freeze_worker, kill_driver, terminate, interrupt, terminate_twice, damage_newest,
-    delete_rank_file, delete_marker, start_second_driver,
+    delete_rank_file, delete_marker, start_second_driver, lock_tracking,
 )  # fmt: skip
+SMALL_DISK_MIB: Final = 64
 
 
 def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
@@ -181,6 +212,7 @@ def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
 def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
     """Whether the weights after all faults are those without any."""
     _convert_digits(folder / "data")
+    faults = (*FAULTS, fill_disk) if _has_small_disk(folder / "runs") else FAULTS
     quiet = Soak(soak_recipe("quiet", folder, num_faults), folder, random.Random(0))
     if quiet.start().wait() != 0:
         raise SystemExit(f"the run without faults failed: {quiet.log_tail()}")
@@ -193,8 +225,8 @@ def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
         if not disturbed.wait_for_checkpoint():
             raise SystemExit(f"the run was complete after {number} of {num_faults} faults")
         # Of the first ones each kind once, in an order of the seed's.
-        order = random.Random(f"{seed} {number // len(FAULTS)}").sample(FAULTS, len(FAULTS))
-        fault, step = order[number % len(FAULTS)], disturbed.newest_step()
+        order = random.Random(f"{seed} {number // len(faults)}").sample(faults, len(faults))
+        fault, step = order[number % len(faults)], disturbed.newest_step()
         fault(disturbed)
         entry = {"number": number, "fault": fault.__name__, "step": step, "time_s": time.time()}
         with log.open("a") as file:
@@ -219,6 +251,27 @@ def _convert_digits(folder: Path) -> None:
         command = [sys.executable, str(ROOT / "jobs" / "convert.py"), str(recipe)]
         subprocess.run(command, cwd=ROOT, check=True)
     (folder / "done").touch()
+
+
+def _has_small_disk(folder: Path) -> bool:
+    """Whether a file system of `SMALL_DISK_MIB` is mounted there, before now or now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.path.ismount(folder) and not any(folder.iterdir()):
+        size = f"size={SMALL_DISK_MIB}m"
+        command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+        subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
+    return os.path.ismount(folder)
+
+
+def _fill(file: Path) -> None:
+    """Until there is no room."""
+    with open(file, "ab", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(bytes(2**16))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 def _a_tensor_file(soak: Soak) -> Path:

@@ -50,7 +50,7 @@ class FakeActor(RunActor):
     def event(self, kind: str, text: str, step: int) -> None:
         self.events.append((kind, text, step))
 
-    def content(self, name: str, content: bytes) -> None:
+    def content(self, name: str, content: bytes, folder: str) -> None:
         self.files[name] = content
 
     def fail(self, reason: str) -> None:

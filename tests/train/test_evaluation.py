@@ -1,5 +1,6 @@
 """Features and accuracy of a set that several ranks share, against one rank that has it all."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.train.engine_runs import build_engine
 from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
+from vit_ray.evaluate.answers import Answers
 from vit_ray.train.evaluation import collect_features, measure_accuracy, measure_few_shot
 from vit_ray.train.loop import EvaluationCutError
 
@@ -113,3 +115,45 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
 
 def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2
+
+
+CLASSES = tuple("abcde")
+
+
+def of_each_class(rank: int, folder: str) -> Any:
+    """An evaluation's own run: the metrics, and the files that it keeps."""
+    world_size = torch.distributed.get_world_size()
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = images.flatten(1)
+            return flat, flat[:, :5]
+
+    # Images of class 0 have no answer, those of 1 have two, and output 4 does not compete.
+    table = np.array([[-1, -1], [1, 2], [2, -1], [3, -1], [-1, -1]], np.int32)
+    answers = Answers(CLASSES[:4], 5, np.arange(4), by_class=table)
+    job = replace(
+        make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"}),
+        kind="evaluate",
+        answers=answers,
+    )
+    batches = share(rank, world_size)
+    worker = Worker(job, Engine(), FakeActor(), lambda name: batches, rank=rank)
+    return worker.hooks.evaluate(0), worker.actor.files
+
+
+def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
+    alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
+    metrics, files = alone[0]
+    assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]
+
+    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
+    scores = images.transpose(0, 3, 1, 2).reshape(NUM_IMAGES, -1)[:, :4]
+    predicted, labels = scores.argmax(axis=1), np.arange(NUM_IMAGES) % 5
+    right = {1: (1, 2), 2: (2,), 3: (3,)}
+    of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
+    assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
+    rows = files["per_class.csv"].decode().splitlines()
+    assert len(rows) == 5
+    assert sum(int(row.split(",")[2]) for row in rows[1:]) == len(of_image)
+    assert sum(int(row.split(",")[3]) for row in rows[1:]) == sum(of_image)

@@ -93,11 +93,12 @@ _ALL = (
     ),
     Command(
         "evaluate",
-        "Accuracy on data.eval, and few-shot accuracy, of the weights in init_from.",
+        "Accuracy on data.eval, of each class too, and few-shot accuracy, of the weights in "
+        "init_from; ReaL, ObjectNet and others by `benchmark`.",
         "vit_ray.commands.train:evaluate",
         (
-            "name", *_WEIGHTS, "model", "data.eval", "data.train", "data.held_out_fraction",
-            "data.eval_augment", "evaluate", "workers", "tracking",
+            "name", *_WEIGHTS, "benchmark", "model", "data.eval", "data.train",
+            "data.held_out_fraction", "data.eval_augment", "evaluate", "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit",
     ),

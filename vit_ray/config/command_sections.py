@@ -136,6 +136,24 @@ class ExportConfig(Section):
     """Averaged weights of a checkpoint; unset = if it has any."""
 
 
+class BenchmarkConfig(Section):
+    """A published test set whose right answers are not simply the labels of `data.eval`."""
+
+    kind: Literal["own_labels", "imagenet_real", "imagenet_v2", "objectnet", "class_names"] = (
+        "own_labels"
+    )
+    """`own_labels`: those of `data.eval`. `imagenet_real`: those of `label_file`, of which an image
+    may have several or none. `imagenet_v2`: class folders are numbers of ImageNet's classes.
+    `objectnet`: class folders by the mappings in `label_file`; others are skipped. `class_names`
+    (ImageNet-A, -R, -Sketch): by name in `model_classes`, and only those of the set compete."""
+    label_file: str | None = None
+    """Published file: `real.json` for `imagenet_real`, the folder `mappings` of ObjectNet."""
+    model_classes: str | None = None
+    """The model's outputs in order: a converted set, a `.txt` with a class a line (or a WordNet id
+    and text), or a `.json` list or `imagenet_class_index.json`. Unset = the classes of `data.train`
+    or `data.eval`."""
+
+
 class InspectConfig(Section):
     """Figures of what a trained model looks at."""
 

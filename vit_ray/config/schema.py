@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vit_ray.config.command_sections import (
+    BenchmarkConfig,
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
@@ -74,6 +75,7 @@ class Recipe(Section):
     plan: PlanConfig = PlanConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
+    benchmark: BenchmarkConfig = BenchmarkConfig()
 
     @property
     def group_sizes(self) -> list[int]:

@@ -102,6 +102,8 @@ class AugmentConfig(Section):
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
     flip: bool = True
     """Mirror half of the images."""
+    border: NotNegative = 0
+    """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
 
     @model_validator(mode="after")
     def _areas_in_order(self) -> AugmentConfig:

@@ -23,7 +23,9 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.selection import Selection, select
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.few_shot import require_shots
+from vit_ray.launch.benchmark import answers_of
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.data_order import (
     Order,
@@ -92,6 +94,14 @@ class PreparedRun:
     """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
     """By which workers see that the run is still this driver's; None for an evaluation."""
+    answers: Answers | None = None
+    """Of an evaluation: what is right for its images."""
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the model."""
+        answers = self.answers
+        return self.resolved.manifest.num_classes if answers is None else answers.num_outputs
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +156,11 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
     check_weights(recipe)
-    return PreparedRun(resolved.recipe, "evaluate", resolved)
+    answers = None
+    if "eval" in resolved.streams:
+        eval_set = resolved.streams["eval"].manifest
+        answers = answers_of(recipe, eval_set, resolved.manifest)
+    return PreparedRun(resolved.recipe, "evaluate", resolved, answers=answers)
 
 
 def resolve_run(
@@ -168,6 +182,8 @@ def resolve_run(
     rows, held_out = _selected_rows(recipe, manifest)
     streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}
     _add_evaluation(streams, recipe, manifest, held_out)
+    if needs_train and "eval" in streams:
+        _check_classes("data.eval", streams["eval"].manifest, manifest)
     total_steps = 0
     if needs_train:
         check_batch(recipe, rows.count)
@@ -328,7 +344,6 @@ def _add_evaluation(
     augment = recipe.data.eval_augment
     if recipe.data.eval is not None:
         streams["eval"] = _spec(recipe, open_dataset(recipe.data.eval), augment, None)
-        _check_classes("data.eval", streams["eval"].manifest, manifest)
     elif held_out is not None:
         streams["eval"] = _spec(recipe, manifest, augment, held_out)
     for key in ("few_shot_train", "few_shot_test"):
@@ -413,6 +428,7 @@ def augmentation_of(recipe: Recipe, augment: AugmentConfig) -> Augmentation:
         resize=augment.resize or _default_resize(recipe),
         min_area=augment.min_area,
         max_area=augment.max_area,
+        border=augment.border,
     )
 
 

@@ -167,7 +167,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
     return TrainJob(
         recipe=recipe,
         kind="evaluate" if prepared.kind == "evaluate" else "train",
-        num_classes=resolved.manifest.num_classes,
+        num_classes=prepared.num_classes,
         num_images=resolved.num_images,
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
@@ -178,6 +178,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         recorder=recorder,
         lock_number=prepared.lock_number,
         note_bad_images=_bad_images(recipe, resolved).note,
+        answers=prepared.answers,
     )
 
 

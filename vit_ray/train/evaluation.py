@@ -14,6 +14,8 @@ from torch import Tensor
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.accuracy import AccuracySums
+from vit_ray.evaluate.answers import Answers
+from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.train.collectives import all_rows, all_sum
 from vit_ray.train.engine import DeepSpeedEngine
@@ -96,7 +98,7 @@ class Evaluator:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
         if has_accuracy(recipe):
-            accuracy = measure_accuracy(engine, self._watched("eval"), recipe.train)
+            accuracy = self._measure_accuracy(prefix)
             metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
@@ -104,6 +106,20 @@ class Evaluator:
             few_shot = measure_few_shot(engine, train, test, recipe.evaluate, classes)
             metrics |= {k.replace("/", f"/{prefix}"): v for k, v in few_shot.items()}
         return metrics
+
+    def _measure_accuracy(self, prefix: str) -> dict[str, float]:
+        """In an evaluation's own run, of each class too, with tables that are kept with the run."""
+        answers, train = self._job.answers, self._job.recipe.train
+        if answers is None:
+            return measure_accuracy(self._engine, self._watched("eval"), train)
+        confusion = Confusion()
+        batches = self._watched("eval")
+        accuracy = measure_accuracy(self._engine, batches, train, answers, confusion)
+        if self._link.rank == 0:
+            for name, content in confusion.files(answers.classes).items():
+                self._link.keep_file(f"{prefix}{name}", content, "evaluation")
+        of_classes = confusion.accuracies(len(answers.classes))
+        return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
 
     def _watched(self, name: str) -> Iterator[Batch]:
         for batch in self._open_batches(name):
@@ -119,15 +135,33 @@ class Evaluator:
 
 
 def measure_accuracy(
-    engine: DeepSpeedEngine, batches: Iterable[Batch], train: TrainConfig
+    engine: DeepSpeedEngine,
+    batches: Iterable[Batch],
+    train: TrainConfig,
+    answers: Answers | None = None,
+    confusion: Confusion | None = None,
 ) -> dict[str, float]:
-    """`top1`, `top5` and `loss` over all images of an evaluation stream."""
+    """`top1`, `top5` and `loss` over all images of an evaluation stream.
+
+    Args:
+        answers: what is right; None for the labels of the stream.
+        confusion: gets the counts of all ranks' images.
+    """
     sums = AccuracySums()
     for batch, _, logits in _predictions(engine, batches):
-        labels = torch.from_numpy(batch["labels"]).to(logits.device).long()
+        told = batch["labels"]
+        if answers is not None:
+            told = answers.of_batch(told, batch["sample"])
+            if answers.competing is not None:
+                logits = logits[:, torch.from_numpy(answers.competing).to(logits.device)]
+        labels = torch.from_numpy(told).to(logits.device).long()
         losses = classification_loss(logits, labels, _without_smoothing(train))
         weights = torch.from_numpy(batch["weight"]).to(logits.device)
         sums = sums + AccuracySums.of_batch(logits, labels, losses, weights)
+        if confusion is not None:
+            confusion.add_batch(logits, labels, weights)
+    if confusion is not None:
+        confusion.merge(all_rows(confusion.pairs(), engine.device))
     total = all_sum(sums.as_tensor().tolist(), engine.device)
     return AccuracySums.from_tensor(torch.tensor(total, dtype=torch.float64)).means()
 

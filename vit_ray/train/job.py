@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit_ray.config import Recipe
+from vit_ray.evaluate.answers import Answers
 
 if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
     from vit_ray.models.weights.state_dicts import NewHead
@@ -35,6 +36,8 @@ class TrainJob:
     """Of the driver's lock of the run's folder; None where nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
     """Counts images that cannot be decoded here: sample number to description; may raise."""
+    answers: Answers | None = None
+    """Of an evaluation: what is right for its images."""
 
 
 class UnrecoverableError(RuntimeError):

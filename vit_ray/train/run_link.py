@@ -34,7 +34,7 @@ class RunActor(Protocol):
     def event(self, kind: str, text: str, step: int) -> None:
         """An entry of the run's history."""
 
-    def content(self, name: str, content: bytes) -> None:
+    def content(self, name: str, content: bytes, folder: str) -> None:
         """A file to keep with the run."""
 
     def fail(self, reason: str) -> None:
@@ -106,9 +106,9 @@ class RunLink:
             sent = self._send(RunActor.event, "hung", f"worker {self.rank}: {text}", step)
             ray.get(sent, timeout=HANG_REPORT_TIMEOUT_S)
 
-    def keep_file(self, name: str, content: bytes) -> None:
-        """Keep a file with the run; returns once it has arrived."""
-        self._call(RunActor.content, name, content)
+    def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:
+        """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""
+        self._call(RunActor.content, name, content, folder)
 
     def tracking_run_id(self) -> str | None:
         """MLflow's id of the run on rank 0; None where it is not known in time."""

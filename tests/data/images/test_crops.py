@@ -1,6 +1,7 @@
 import io
 import struct
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, jpeg, picture
-from vit_ray.data.images.crops import Augmentation, BadImageError, decode, training_crop
+from vit_ray.data.images.crops import (
+    Augmentation,
+    BadImageError,
+    crop_of_jpeg,
+    crop_of_pixels,
+    decode,
+    training_crop,
+)
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:
@@ -278,3 +286,20 @@ def test_pixels_of_floats_are_refused() -> None:
     image = encoded(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30), "TIFF")
     with pytest.raises(BadImageError, match="pixels are floats"):
         decode(image)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_a_border_is_cut_off_before_anything_else(format: str) -> None:
+    """A frame of red, as ObjectNet's images have, is in no pixel of the crop."""
+    inner = picture(5, 40, 56)
+    framed = np.full((44, 60, 3), (255, 0, 0), np.uint8)
+    framed[2:-2, 2:-2] = inner
+    augmentation = Augmentation("center_crop", size=32, resize=36, flip=False, border=2)
+    image = encoded(framed, format, **({"quality": 95} if format == "JPEG" else {}))
+    within = decode(image)[2:-2, 2:-2]
+    expected = training_crop(encoded(within, "PNG"), replace(augmentation, border=0), (0, 0, 0))
+    assert np.array_equal(training_crop(image, augmentation, (0, 0, 0)), expected)
+    assert np.array_equal(crop_of_pixels(decode(image), augmentation), expected)
+    assert crop_of_jpeg(image, augmentation, (0, 0, 0)) is None
+    with pytest.raises(BadImageError, match="4x4 pixels are nothing but the border of 2"):
+        training_crop(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))

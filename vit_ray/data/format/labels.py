@@ -1,8 +1,8 @@
-"""Labels of a data set without its images: some bytes a row instead of a hundred thousand."""
+"""Labels and keys of a data set without its images: some bytes a row, not a hundred thousand."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,23 @@ def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:
     Raises:
         ValueError: a shard is missing, truncated, or not what the manifest says.
     """
+    yield from map(np.concatenate, _by_file(manifest, RowGroupReader.first_labels))
+
+
+def keys(manifest: Manifest) -> Iterator[list[str]]:
+    """Key of every image, in the order of the rows, a file at a time; errors as `first_labels`."""
+    for groups in _by_file(manifest, RowGroupReader.keys):
+        yield [key for group in groups for key in group]
+
+
+def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
+    """What `read` finds in each row group, a list for each file."""
     cuts = np.flatnonzero(np.diff(manifest.file_index)) + 1
     runs = np.split(np.arange(manifest.num_row_groups), cuts)
 
-    def of_file(groups: NDArray[np.int64]) -> NDArray[np.int32]:
+    def of_file(groups: NDArray[np.int64]) -> list[Any]:
         reader = RowGroupReader(manifest)
-        return np.concatenate([reader.first_labels(int(group)) for group in groups])
+        return [read(reader, int(group)) for group in groups]
 
     with ThreadPoolExecutor(_THREADS) as pool:
         yield from pool.map(of_file, runs)

@@ -273,6 +273,18 @@ class RowGroupReader:
         first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
+    def keys(self, group: int) -> list[str]:
+        """The key of each image of a row group that counts; reads no other column.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        number = int(self._manifest.row_group[group])
+        found = self._retried(group, lambda shard: shard.columns(number, ["key"])["key"])
+        self._check_count(group, len(found))
+        dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
+        return [key for row, key in enumerate(found.to_pylist()) if row not in dropped]
+
     def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
         number = int(self._manifest.row_group[group])
         expected = None if self._manifest.crc32 is None else int(self._manifest.crc32[group])

@@ -55,6 +55,7 @@ class Augmentation:
         resize: see `kind`; in pixels.
         min_area, max_area: range of the crop's share of the image.
         min_aspect, max_aspect: range of the crop's width over height.
+        border: pixels cut off all four sides before anything else.
     """
 
     kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
@@ -65,6 +66,7 @@ class Augmentation:
     max_area: float = 1.0
     min_aspect: float = 3 / 4
     max_aspect: float = 4 / 3
+    border: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in _BOXES:
@@ -178,6 +180,7 @@ def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array
 
     Where the augmentation is random, it takes the same numbers for every image.
     """
+    pixels = _within_border(pixels, augmentation.border)
     height, width = pixels.shape[:2]
     box = _BOXES[augmentation.kind](height, width, augmentation, KeyedUniform(0, 0, 0, _CROP))
     return _cut(pixels, box, np.empty(augmentation.shape, np.uint8))
@@ -197,8 +200,8 @@ class DeviceCrop:
 def crop_of_jpeg(
     image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
 ) -> DeviceCrop | None:
-    """The crop that `training_crop` takes; None for what is no plain JPEG."""
-    header = read_header(image)
+    """The crop that `training_crop` takes; None for what is no plain JPEG, or has a border."""
+    header = None if augmentation.border else read_header(image)
     if header is None:
         return None
     random = KeyedUniform(*rng_key, _CROP)
@@ -211,7 +214,7 @@ def _pixels_for_crop(
 ) -> tuple[UInt8Array, CropBox]:
     """Pixels that hold the crop, as few and as coarse as will do, and its place in them."""
     choose_box = _BOXES[augmentation.kind]
-    header = read_header(image)
+    header = None if augmentation.border else read_header(image)
     if header is not None:
         random = KeyedUniform(*rng_key, _CROP)
         box = choose_box(header.height, header.width, augmentation, random)
@@ -219,9 +222,18 @@ def _pixels_for_crop(
         pixels = decode_jpeg(image, header, scale, math.ceil(box.top + box.height) + scale)
         if pixels is not None:
             return pixels, box.rescaled(1 / scale)
-    pixels = _decode_other(image)
+    border = augmentation.border
+    pixels = _within_border(decode(image), border) if border else _decode_other(image)
     height, width = pixels.shape[:2]
     return pixels, choose_box(height, width, augmentation, KeyedUniform(*rng_key, _CROP))
+
+
+def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
+    """The image without its outermost pixels, as a view."""
+    height, width = pixels.shape[:2]
+    if min(height, width) <= 2 * border:
+        raise BadImageError(f"{width}x{height} pixels are nothing but the border of {border}")
+    return pixels[border : height - border, border : width - border]
 
 
 def _decode_other(image: bytes) -> UInt8Array:

@@ -1,0 +1,121 @@
+"""The benchmark section and its files: what an evaluation takes for right, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.small_sets import write_set
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.data.format.labels import keys
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.prepare.subset import subset
+from vit_ray.evaluate.answers import Answers
+from vit_ray.launch.benchmark import answers_of
+from vit_ray.launch.preflight import prepare_evaluation
+
+CLASSES = [f"n{number:08d}" for number in range(6)]
+KEYS = [f"ILSVRC2012_val_{number:08d}" for number in (6, 1, 5, 2, 4, 3)]
+
+
+@pytest.fixture
+def validation(tmp_path: Path) -> Manifest:
+    """Six images, image i of class i - 1, in an order of its own and in two row groups."""
+    rows = [(key, [int(key[-1]) - 1]) for key in KEYS]
+    return write_set(tmp_path / "validation", rows, CLASSES)
+
+
+def recipe_with(**benchmark: Any) -> Recipe:
+    return recipe_from_dict({"name": "evaluated", "benchmark": benchmark}, "here")
+
+
+def right(answers: Answers, labels: list[int]) -> list[list[int]]:
+    batch = np.array(labels, np.int32)[:, None]
+    return answers.of_batch(batch, np.arange(len(labels))).tolist()
+
+
+def test_real_labels_reach_each_image_of_a_set_in_another_order(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
+    recipe = recipe_with(kind="imagenet_real", label_file=str(file))
+    answers = answers_of(recipe, validation, validation)
+    found = right(answers, [5, 0, 4, 1, 3, 2])
+    assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
+
+
+def test_keys_are_read_in_the_order_of_the_rows_without_those_left_out(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    assert [key for some in keys(validation) for key in some] == KEYS
+    part = subset(validation.path, str(tmp_path / "part"), count=5)
+    found = [key for some in keys(part) for key in some]
+    assert len(found) == 5
+    assert found == [key for key in KEYS if key in found]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "message"),
+    [
+        (
+            {"kind": "imagenet_real"},
+            "benchmark.label_file is not set; give real.json, which is published at https://github",
+        ),
+        ({"kind": "imagenet_real", "label_file": "/no/real.json"}, "there is no file /no/real.j"),
+        ({"kind": "objectnet"}, "give the folder `mappings` of objectnet-1.0.zip, published at"),
+        ({"kind": "objectnet", "label_file": "/no"}, "no file /no/folder_to_objectnet_label.json"),
+        ({"model_classes": "/no.txt"}, "benchmark.model_classes: there is no file /no.txt"),
+    ],
+)
+def test_a_file_that_is_missing_is_named_with_the_place_that_publishes_it(
+    validation: Manifest, benchmark: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        answers_of(recipe_with(**benchmark), validation, validation)
+
+
+def test_a_file_that_is_no_json_is_refused(validation: Manifest, tmp_path: Path) -> None:
+    file = tmp_path / "real.json"
+    file.write_bytes(b"\xff\xfe")
+    recipe = recipe_with(kind="imagenet_real", label_file=str(file))
+    with pytest.raises(ValueError, match="is no text"):
+        answers_of(recipe, validation, validation)
+    file.write_text("<html>not found</html>")
+    with pytest.raises(ValueError, match=r"is not JSON.*reassessed-imagenet"):
+        answers_of(recipe, validation, validation)
+
+
+def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
+    answers = answers_of(recipe_with(kind="class_names"), part, validation)
+    assert answers.classes == (CLASSES[1], CLASSES[4])
+    assert answers.num_outputs == 6
+    with pytest.raises(ValueError, match=r"has 2 classes and the model has 6.*kind=class_names"):
+        answers_of(recipe_with(), part, validation)
+
+
+def test_the_models_class_order_is_known_from_a_file(validation: Manifest, tmp_path: Path) -> None:
+    file = tmp_path / "classes.txt"
+    file.write_text("\n".join(reversed(CLASSES)))
+    answers = answers_of(recipe_with(model_classes=str(file)), validation, validation)
+    assert right(answers, [0, 5, 2]) == [[5], [0], [3]]
+
+
+def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
+    weights = tmp_path / "weights.npz"
+    weights.write_bytes(b"")  # looked at when it is loaded
+    recipe = recipe_with(kind="class_names", model_classes=validation.path).with_changes(
+        data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs")
+    )
+    prepared = prepare_evaluation(recipe)
+    assert prepared.num_classes == 6
+    assert prepared.answers is not None

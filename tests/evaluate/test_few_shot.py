@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
+from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
-from vit_ray.evaluate.few_shot import few_shot_accuracy, require_shots, ridge_weights
+from vit_ray.evaluate.few_shot import (
+    ExampleSums,
+    FewShot,
+    few_shot_accuracy,
+    neighbor_accuracy,
+    ranks_in_class,
+    require_shots,
+)
 
 
 def _digits():
@@ -16,41 +24,123 @@ def _digits():
     return images[:1000], labels[:1000], images[1000:], labels[1000:]
 
 
+def _augmented(x, scaler):
+    deviation = np.sqrt(scaler.var_) + 1e-5
+    return np.hstack([(x - scaler.mean_) / deviation, np.full((len(x), 1), 100.0)])
+
+
+def _predicted_by_ridge(examples, labels, tests, num_classes, l2):
+    """Predictions of scikit-learn's Ridge on whitened features and the constant."""
+    scaler = StandardScaler().fit(examples)
+    ridge = Ridge(alpha=l2, fit_intercept=False, solver="svd")
+    targets = np.where(labels[:, None] == np.arange(num_classes), 1.0, -1.0)
+    ridge.fit(_augmented(examples, scaler), targets)
+    return ridge.predict(_augmented(tests, scaler))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
-    num_examples=st.integers(1, 40),
+    per_class=st.integers(1, 15),
     width=st.integers(1, 40),
-    l2=st.floats(1e-2, 1e4),
+    l2=st.floats(1e-1, 1e4),
+    offset=st.sampled_from([0.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-def test_weights_solve_the_stacked_least_squares_problem_on_both_sides_of_n_equals_d(
-    num_examples, width, l2, seed
+def test_scores_are_those_of_scikit_learns_ridge_on_both_sides_of_n_equals_d(
+    per_class, width, l2, offset, seed
 ):
     rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(num_examples, width)), rng.normal(size=(num_examples, 3))
-    stacked_x = np.vstack([x, np.sqrt(l2) * np.eye(width)])
-    stacked_y = np.vstack([y, np.zeros((width, 3))])
-    expected = np.linalg.lstsq(stacked_x, stacked_y, rcond=None)[0]
-    np.testing.assert_allclose(ridge_weights(x, y, l2), expected, rtol=1e-8, atol=1e-10)
+    labels = np.repeat(np.arange(3), per_class)
+    examples, tests = (offset + rng.normal(size=(n, width)) for n in (len(labels), 7))
+    expected = _predicted_by_ridge(examples, labels, tests, 3, l2)
+    sums = ExampleSums(width, 3)
+    half = len(labels) // 2
+    sums.add(examples[half:], labels[half:])
+    if half:
+        sums.add(examples[:half], labels[:half])
+    found = sums.classifier(l2)
+    scores = (tests - found.mean) @ found.weights + found.bias
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shot", [1, 5, 25])  # 65 features: 10 and 50 examples dual, 250 primal
+@pytest.mark.parametrize("shot", [1, 5, 10, 25])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
+    pool, labels, test, test_labels = _digits()
+    drawn = ranks_in_class(labels, 10, seed) < shot
+    assert np.bincount(labels[drawn]).tolist() == [shot] * 10
+    scores = _predicted_by_ridge(pool[drawn], labels[drawn], test, 10, 2.0**10)
+    expected = np.mean(scores.argmax(axis=1) == test_labels)
+    measured = FewShot(labels, 10, shots=(1, 5, 10, 25), seeds=2)
+    for rows in np.array_split(np.random.default_rng(5).permutation(len(labels)), 7):
+        measured.add_examples(pool[rows], rows)
+    measured.solve()
+    for rows in np.array_split(np.arange(len(test)), 3):
+        measured.add_tests(test[rows], test_labels[rows])
+    assert measured.accuracies()[shot][seed] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("neighbors", [1, 20, 5000])
+def test_a_vote_of_neighbors_is_scikit_learns(neighbors):
+    pool, labels, test, test_labels = _digits()
+    oracle = KNeighborsClassifier(
+        min(neighbors, len(pool)),
+        metric="cosine",
+        algorithm="brute",
+        weights=lambda distance: np.exp((1 - distance) / 0.07),
+    ).fit(pool, labels)
+    expected = np.mean(oracle.predict(test) == test_labels)
+    halves = [(test[:400], test_labels[:400]), (test[400:], test_labels[400:])]
+    found = neighbor_accuracy(pool, labels, halves, num_classes=10, neighbors=neighbors)
+    assert found == pytest.approx(expected, abs=1e-12)
+    with pytest.raises(ValueError, match="no test images"):
+        neighbor_accuracy(pool, labels, [], num_classes=10)
+
+
+def test_what_one_rank_finds_wrong_all_ranks_learn_from_the_sums():
+    pool, labels, test, test_labels = _digits()
+    broken = pool.copy()
+    broken[7, 3] = np.nan
+    measured = FewShot(labels, 10, shots=(25,), seeds=4)
+    measured.add_examples(broken, np.arange(len(labels)))
+    with pytest.raises(ValueError, match="a train feature is not finite"):
+        measured.solve()
+
+    def counts_of(tests, its_labels):
+        measured = FewShot(labels, 10, shots=(1,), seeds=1)
+        measured.add_examples(pool, np.arange(len(labels)))
+        measured.solve()
+        measured.add_tests(tests, its_labels)
+        return measured, measured.counts
+
+    good, counts = counts_of(test, test_labels)
+    _, of_infinite = counts_of(
+        np.where(np.arange(len(test))[:, None] < 2, np.inf, test), test_labels
+    )
+    with pytest.raises(ValueError, match="features of 2 test images are not finite"):
+        good.accuracies(counts + of_infinite)
+    _, of_unlabelled = counts_of(test, np.full(len(test), -1))
+    with pytest.raises(ValueError, match="797 test images have no label from 0 to 9"):
+        good.accuracies(counts + of_unlabelled)
+    good.accuracies(counts)
+
+
+def test_images_without_a_label_are_never_drawn():
+    labels = np.array([0, -1, 1, -1, 0, 1])
+    ranks = ranks_in_class(labels, 2, 0)
+    assert sorted(ranks[labels == 0]) == sorted(ranks[labels == 1]) == [0, 1]
+    assert (ranks[labels < 0] >= len(labels)).all()
+
+
+@pytest.mark.parametrize("shot", [1, 5, 25])  # 65 features: 10 and 50 examples are fewer, 250 more
 def test_using_the_whole_pool_gives_the_accuracy_of_scikit_learns_ridge(shot):
     pool, labels, test, test_labels = _digits()
     # Exactly `shot` images of every class, so that any draw is the whole pool.
     whole = np.concatenate([np.flatnonzero(labels == k)[:shot] for k in range(10)])
     pool, labels = pool[whole], labels[whole]
 
-    scaler = StandardScaler().fit(pool)
-    deviation = np.sqrt(scaler.var_) + 1e-5
-
-    def augmented(x):
-        return np.hstack([(x - scaler.mean_) / deviation, np.full((len(x), 1), 100.0)])
-
-    ridge = Ridge(alpha=2.0**10, fit_intercept=False, solver="svd")
-    ridge.fit(augmented(pool), np.where(labels[:, None] == np.arange(10), 1.0, -1.0))
-    expected = np.mean(ridge.predict(augmented(test)).argmax(1) == test_labels)
-
+    scores = _predicted_by_ridge(pool, labels, test, 10, 2.0**10)
+    expected = np.mean(scores.argmax(axis=1) == test_labels)
     found = few_shot_accuracy(pool, labels, test, test_labels, num_classes=10, shots=(shot,))
     assert found == {shot: pytest.approx(expected, abs=1e-12)}
 

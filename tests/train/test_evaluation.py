@@ -13,7 +13,8 @@ from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.answers import Answers
-from vit_ray.train.evaluation import collect_features, measure_accuracy, measure_few_shot
+from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
+from vit_ray.train.evaluation import _features, measure_accuracy, measure_few_shot
 from vit_ray.train.loop import EvaluationCutError
 
 NUM_IMAGES, BATCH = 19, 4
@@ -41,19 +42,27 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
     return batches
 
 
+def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
+    """Features of this rank's images, with their sample numbers in front."""
+    rows = [(b["sample"][r], f) for r, f, b in _features(engine, batches)]
+    return np.concatenate([np.column_stack(row) for row in rows])
+
+
 def evaluated(rank: int) -> dict[int, Any]:
-    """By ZeRO stage: features and labels, accuracy, few-shot accuracy."""
+    """By ZeRO stage: features, accuracy, few-shot accuracy."""
     world_size = torch.distributed.get_world_size()
     batches = share(rank, world_size)
     found = {}
     for stage in (0, 3):
         train = TrainConfig(zero_stage=stage, precision="fp32")
         engine = build_engine(train, world_size, 1)
-        few_shot = EvalConfig(shots=(1, 3), few_shot_seeds=2)
+        config = EvalConfig(shots=(1, 3), few_shot_seeds=2)
+        labels = np.arange(NUM_IMAGES) % 5
+        few_shot = FewShot(labels, 5, shots=config.shots, seeds=config.few_shot_seeds)
         found[stage] = (
-            *collect_features(engine, batches),
+            features_of(engine, batches),
             measure_accuracy(engine, batches, train),
-            measure_few_shot(engine, batches, batches, few_shot, num_classes=5),
+            measure_few_shot(engine, batches, batches, config, few_shot),
         )
         engine.close()
     return found
@@ -71,25 +80,29 @@ def shared() -> list[dict[int, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_all_ranks_have_every_images_features_in_the_sets_order(
-    alone: Any, shared: list[dict[int, Any]], stage: int
-) -> None:
-    features, labels, *_ = alone
-    assert features.shape == (NUM_IMAGES, 30)
-    assert labels.tolist() == [i % 5 for i in range(NUM_IMAGES)]
-    for rank in shared:
-        # The same sums in batches of the same size; ZeRO 3 takes them by a kernel of its own.
-        np.testing.assert_allclose(rank[stage][0], features, rtol=1e-5, atol=1e-6)
-        assert np.array_equal(rank[stage][1], labels)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
 def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
     alone: Any, shared: list[dict[int, Any]], stage: int
 ) -> None:
     for rank in shared:
-        assert rank[stage][2] == pytest.approx(alone[2], rel=1e-5)
-        assert rank[stage][3] == pytest.approx(alone[3])
+        assert rank[stage][1] == pytest.approx(alone[1], rel=1e-5)
+        assert rank[stage][2] == pytest.approx(alone[2])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_few_shot_accuracy_of_streams_is_that_of_all_features_at_once(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    rows = np.concatenate([rank[stage][0] for rank in shared])
+    rows = rows[np.argsort(rows[:, 0])]
+    assert rows[:, 0].tolist() == list(range(NUM_IMAGES))
+    features, labels = rows[:, 1:], np.arange(NUM_IMAGES) % 5
+    expected = few_shot_accuracy(
+        features, labels, features, labels, num_classes=5, shots=(1, 3), seeds=2
+    )
+    for rank in shared:
+        assert rank[stage][2] == {
+            f"few_shot/{n}_shot_top1": pytest.approx(value) for n, value in expected.items()
+        }
 
 
 def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:

@@ -1,14 +1,19 @@
-"""Few-shot linear accuracy: how good frozen features are, by least squares in closed form.
+"""Few-shot accuracy: how good frozen features are, by least squares and by nearest neighbours.
 
-The paper's on-the-fly measure (section 4.1, figures 4, 8, 9, 13, table 8). Protocol and constants
-are those of the authors' later code, big_vision `evaluators/fewshot_lsr.py`: whiten with the
-training examples' mean and standard deviation, append a constant, regress onto {-1, +1}^K,
-take the argmax.
+Least squares in closed form is the paper's on-the-fly measure (section 4.1, figures 4, 8, 9, 13,
+table 8). Protocol and constants are those of the authors' later code, big_vision
+`evaluators/fewshot_lsr.py`: whiten with the training examples' mean and standard deviation, append
+a constant, regress onto {-1, +1}^K with one fixed penalty, take the argmax.
+
+The system is solved from sums over the examples, which add up over batches and ranks: nobody needs
+the features of a whole set at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +21,197 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-BIAS_CONSTANT = 100.0  # appended feature; so large that its weight is hardly regularised
-STD_FLOOR = 1e-5  # added to the deviation: features that never vary become 0, not inf
+BIAS_CONSTANT: Final = 100.0  # appended feature; so large that its weight is hardly regularised
+STD_FLOOR: Final = 1e-5  # added to the deviation: features that never vary become 0, not inf
+L2: Final = 2.0**10  # big_vision `configs/common_fewshot.py`
+NEIGHBORS: Final = 20
+TEMPERATURE: Final = 0.07  # this and the number of neighbours: DINO, arXiv:2104.14294
+_ROWS_AT_A_TIME: Final = 4096
+_OVERFLOW: Final = "the model's weights or activations overflowed"
+
+
+class ExampleSums:
+    """What least squares needs of labelled examples: counts, sums and products, float64."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        self.counts = np.zeros(num_classes)
+        self.sums = np.zeros((num_classes, width))
+        self.products = np.zeros((width, width))
+
+    def add(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
+        """Add examples: features (N, D), labels (N,)."""
+        x = features.astype(np.float64)
+        self.counts += np.bincount(labels, minlength=len(self.counts))
+        order = np.argsort(labels, kind="stable")
+        present, starts = np.unique(labels[order], return_index=True)
+        self.sums[present] += np.add.reduceat(x[order], starts, axis=0)
+        self.products += x.T @ x
+
+    @property
+    def arrays(self) -> list[FloatArray]:
+        """The sums themselves, for an all-reduce in place."""
+        return [self.counts, self.sums, self.products]
+
+    def __iadd__(self, other: ExampleSums) -> ExampleSums:
+        for mine, its in zip(self.arrays, other.arrays, strict=True):
+            mine += its
+        return self
+
+    def classifier(self, l2: float) -> LinearClassifier:
+        """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
+
+        Whitened features have mean zero, so the constant's equation stands by itself.
+        """
+        total = self.counts.sum()
+        mean = self.sums.sum(axis=0) / total
+        variance = np.maximum(np.diag(self.products) / total - mean**2, 0.0)
+        std = np.sqrt(variance) + STD_FLOOR
+        gram = (self.products - total * np.outer(mean, mean)) / np.outer(std, std)
+        gram[np.diag_indices_from(gram)] += l2
+        right = 2.0 * (self.sums - self.counts[:, None] * mean).T / std[:, None]
+        weights = np.linalg.solve(gram, right) / std[:, None]
+        of_constant = BIAS_CONSTANT * (2.0 * self.counts - total)
+        bias = BIAS_CONSTANT * of_constant / (total * BIAS_CONSTANT**2 + l2)
+        return LinearClassifier(mean, weights, bias)
+
+
+@dataclass(frozen=True)
+class LinearClassifier:
+    """Scores of K classes: (features (N, D) - mean (D,)) @ weights (D, K) + bias (K,)."""
+
+    mean: FloatArray
+    weights: FloatArray
+    bias: FloatArray
+
+    def predict(self, features: NDArray[np.floating]) -> IntArray:
+        """The best-scored class of each row, (N,); computed in float32 where features are."""
+        dtype = np.result_type(features, np.float32)
+        centred = features.astype(dtype) - self.mean.astype(dtype)
+        scores = centred @ self.weights.astype(dtype)
+        return np.argmax(scores + self.bias.astype(dtype), axis=1)
+
+
+class FewShot:
+    """Few-shot accuracy from features that come in batches: first of examples, then of tests.
+
+    Of the pool only the examples that some seed draws count; these are known by the labels alone.
+    """
+
+    def __init__(
+        self,
+        pool_labels: NDArray[np.integer],
+        num_classes: int,
+        *,
+        shots: Sequence[int],
+        seeds: int,
+        l2: float = L2,
+    ) -> None:
+        """
+        Args:
+            pool_labels: (N,), of the images that examples are drawn from; -1 is never drawn.
+
+        Raises:
+            ValueError: a class has fewer examples than shots, or a label is out of range.
+        """
+        self._labels = _checked_labels("train", pool_labels, num_classes)
+        self._num_classes, self._l2 = num_classes, l2
+        self._shots, self._seeds = sorted(set(shots)), seeds
+        drawable = self._labels[self._labels >= 0]
+        require_shots(np.bincount(drawable, minlength=num_classes), shots=self._shots)
+        # By seed, for each image of the pool: the first of `shots` that it belongs to, or past all.
+        self._stages = [
+            np.searchsorted(self._shots, ranks, side="right").astype(np.int32)
+            for ranks in (ranks_in_class(self._labels, num_classes, s) for s in range(seeds))
+        ]
+        self._sums: list[list[ExampleSums]] = []
+        self._classifiers: dict[tuple[int, int], LinearClassifier] = {}
+        self._right = np.zeros((seeds, len(self._shots)))
+        self._num_tested = self._num_unlabelled = self._num_infinite = 0
+
+    def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
+        """Take features (B, D) of images of the pool by their places in it (B,)."""
+        if not self._sums:
+            width = features.shape[1]
+            self._sums = [
+                [ExampleSums(width, self._num_classes) for _ in self._shots]
+                for _ in range(self._seeds)
+            ]
+        for stages, sums in zip(self._stages, self._sums, strict=True):
+            stage = stages[samples]
+            for index, one in enumerate(sums):
+                if (chosen := stage == index).any():
+                    one.add(features[chosen], self._labels[samples[chosen]])
+
+    def sum_arrays(self) -> Iterator[FloatArray]:
+        """All sums over examples, which ranks add up in place before they solve."""
+        for sums in self._sums:
+            for one in sums:
+                yield from one.arrays
+
+    def solve(self) -> None:
+        """Train a classifier for every draw; no examples come after this.
+
+        Raises:
+            ValueError: a feature was not finite.
+        """
+        if not all(np.isfinite(array).all() for array in self.sum_arrays()):
+            raise ValueError(f"few-shot: a train feature is not finite; {_OVERFLOW}")
+        for seed, sums in enumerate(self._sums):
+            for index, one in enumerate(sums):
+                if index:
+                    one += sums[index - 1]  # draws of one seed are nested
+                self._classifiers[seed, index] = one.classifier(self._l2)
+        self._sums = []
+
+    def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
+        """Count right predictions for test images: features (B, D), labels (B,).
+
+        What is wrong with them is counted too: each rank must get as far as the others.
+
+        Raises:
+            ValueError: features are of another width than the examples'.
+        """
+        self._num_unlabelled += int(np.sum((labels < 0) | (labels >= self._num_classes)))
+        self._num_infinite += int(np.sum(~np.isfinite(features).all(axis=1)))
+        for place, classifier in self._classifiers.items():
+            if features.shape[1] != len(classifier.weights):
+                raise ValueError(
+                    f"few-shot: train features have width {len(classifier.weights)}, test features "
+                    f"{features.shape[1]}; take both from the same model"
+                )
+            self._right[place] += np.sum(classifier.predict(features) == labels)
+        self._num_tested += len(labels)
+
+    @property
+    def counts(self) -> FloatArray:
+        """Right predictions of every draw, and numbers of tests, which ranks add up."""
+        totals = [self._num_tested, self._num_unlabelled, self._num_infinite]
+        return np.append(self._right.ravel(), totals)
+
+    def accuracies(self, counts: FloatArray | None = None) -> dict[int, list[float]]:
+        """Shots to the accuracy in [0, 1] of each seed.
+
+        Args:
+            counts: those of all ranks; unset = this one's.
+
+        Raises:
+            ValueError: there were no test images, or some without a label or with features that
+                are not finite.
+        """
+        *right, tested, unlabelled, infinite = self.counts if counts is None else counts
+        if not tested:
+            raise ValueError("few-shot: no test images; evaluate.few_shot_test is empty")
+        if unlabelled:
+            raise ValueError(
+                f"few-shot: {unlabelled:.0f} test images have no label from 0 to "
+                f"{self._num_classes - 1}"
+            )
+        if infinite:
+            raise ValueError(
+                f"few-shot: features of {infinite:.0f} test images are not finite; {_OVERFLOW}"
+            )
+        shares = np.reshape(right, self._right.shape) / tested
+        return {shot: shares[:, index].tolist() for index, shot in enumerate(self._shots)}
 
 
 def few_shot_accuracy(
@@ -29,7 +223,7 @@ def few_shot_accuracy(
     num_classes: int,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int = 3,
-    l2: float = 2.0**10,
+    l2: float = L2,
 ) -> dict[int, float]:
     """Top-1 accuracy on the test images, from `shots` training images of every class.
 
@@ -49,23 +243,54 @@ def few_shot_accuracy(
         ValueError: a class has fewer examples than shots, a label is out of range, shapes differ,
             or a feature is not finite.
     """
-    x_train, y_train = _checked("train", train_features, train_labels, num_classes)
-    x_test, y_test = _checked("test", test_features, test_labels, num_classes)
-    if x_train.shape[1] != x_test.shape[1]:
-        raise ValueError(
-            f"few-shot: train features have width {x_train.shape[1]}, test features "
-            f"{x_test.shape[1]}; take both from the same model"
-        )
-    require_shots(np.bincount(y_train, minlength=num_classes), shots=shots)
-    accuracies: dict[int, list[float]] = {shot: [] for shot in shots}
-    for seed in range(seeds):
-        ranks = _ranks_in_class(y_train, num_classes, seed)
-        for shot in shots:
-            chosen = ranks < shot
-            examples = x_train[chosen].astype(np.float64)
-            predicted = _predict(examples, y_train[chosen], x_test, num_classes, l2)
-            accuracies[shot].append(float(np.mean(predicted == y_test)))
-    return {shot: float(np.mean(values)) for shot, values in accuracies.items()}
+    x_train, y_train = _checked_pair("train", train_features, train_labels)
+    x_test, y_test = _checked_pair("test", test_features, test_labels)
+    _checked_labels("test", y_test, num_classes)
+    measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
+    for rows in _chunks(len(x_train)):
+        measured.add_examples(x_train[rows], rows)
+    measured.solve()
+    for rows in _chunks(len(x_test)):
+        measured.add_tests(x_test[rows], y_test[rows])
+    found = measured.accuracies()
+    return {shot: float(np.mean(found[shot])) for shot in shots}
+
+
+def neighbor_accuracy(
+    train_features: NDArray[np.floating],
+    train_labels: NDArray[np.integer],
+    tests: Iterable[tuple[NDArray[np.floating], NDArray[np.integer]]],
+    *,
+    num_classes: int,
+    neighbors: int = NEIGHBORS,
+) -> float:
+    """Top-1 accuracy of a vote of the nearest examples, each weighted by exp(cosine / 0.07).
+
+    Args:
+        train_features: (N, D), all examples.
+        train_labels: (N,).
+        tests: pairs of features (B, D) and labels (B,).
+        neighbors: that vote; all examples where there are fewer.
+
+    Raises:
+        ValueError: there are no examples or no tests.
+    """
+    examples, labels = _checked_pair("train", train_features, train_labels)
+    unit = _unit_rows(examples)
+    most = min(neighbors, len(labels))
+    right = tested = 0
+    for features, truth in tests:
+        for rows in _chunks(len(truth)):
+            similar = _unit_rows(features[rows]) @ unit.T
+            nearest = np.argpartition(-similar, most - 1, axis=1)[:, :most]
+            weights = np.exp(np.take_along_axis(similar, nearest, axis=1) / TEMPERATURE)
+            votes = np.zeros((len(rows), num_classes))
+            np.add.at(votes, (np.arange(len(rows))[:, None], labels[nearest]), weights)
+            right += int(np.sum(votes.argmax(axis=1) == truth[rows]))
+        tested += len(truth)
+    if not tested:
+        raise ValueError("few-shot: no test images; evaluate.few_shot_test is empty")
+    return right / tested
 
 
 def require_shots(
@@ -90,58 +315,35 @@ def require_shots(
         )
 
 
-def ridge_weights(x: FloatArray, y: FloatArray, l2: float) -> FloatArray:
-    """The (D, K) weights that minimise |x w - y|^2 + l2 |w|^2.
+def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> IntArray:
+    """Random place of every example among those of its class: places below s are s shots.
 
-    Solved in D dimensions where there are at least as many examples, in N dimensions otherwise:
-    (X'X + l2 I)^-1 X'Y = X'(XX' + l2 I)^-1 Y.
+    Examples without a label (-1) come after all.
     """
-    num_examples, width = x.shape
-    if num_examples >= width:
-        return _solve_shifted(x.T @ x, l2, x.T @ y)
-    return x.T @ _solve_shifted(x @ x.T, l2, y)
-
-
-def _solve_shifted(gram: FloatArray, l2: float, right: FloatArray) -> FloatArray:
-    eigenvalues, vectors = np.linalg.eigh(gram)
-    # Rounding can leave a zero eigenvalue slightly negative.
-    scale = 1.0 / (np.maximum(eigenvalues, 0.0) + l2)
-    return np.asarray(vectors @ (scale[:, None] * (vectors.T @ right)))
-
-
-def _predict(
-    x_train: FloatArray,
-    y_train: IntArray,
-    x_test: NDArray[np.floating],
-    num_classes: int,
-    l2: float,
-) -> IntArray:
-    mean, std = x_train.mean(axis=0), x_train.std(axis=0) + STD_FLOOR
-    targets = 2.0 * np.eye(num_classes)[y_train] - 1.0
-    weights = ridge_weights(_augmented(x_train, mean, std), targets, l2)
-    return np.argmax(_augmented(x_test, mean, std) @ weights, axis=1)
-
-
-def _augmented(x: NDArray[np.floating], mean: FloatArray, std: FloatArray) -> FloatArray:
-    bias = np.full((len(x), 1), BIAS_CONSTANT)
-    return np.concatenate([(x - mean) / std, bias], axis=1)
-
-
-def _ranks_in_class(labels: IntArray, num_classes: int, seed: int) -> IntArray:
-    """Random place of every example among those of its class: places below s are s shots."""
+    of_class = np.where(labels < 0, num_classes, labels)
     shuffled = np.random.default_rng([seed, len(labels)]).permutation(len(labels))
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    counts = np.bincount(labels, minlength=num_classes)
+    by_class = shuffled[np.argsort(of_class[shuffled], kind="stable")]
+    counts = np.bincount(of_class, minlength=num_classes + 1)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     ranks = np.empty(len(labels), dtype=np.int64)
     ranks[by_class] = np.arange(len(labels)) - first
+    ranks[labels < 0] = len(labels)
     return ranks
 
 
-def _checked(
-    which: str, features: NDArray[np.floating], labels: NDArray[np.integer], num_classes: int
+def _unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
+    wide = x.astype(np.float32)
+    return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
+
+
+def _chunks(count: int) -> Iterator[IntArray]:
+    for first in range(0, count, _ROWS_AT_A_TIME):
+        yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))
+
+
+def _checked_pair(
+    which: str, features: NDArray[np.floating], labels: NDArray[np.integer]
 ) -> tuple[NDArray[np.floating], IntArray]:
-    # Left as narrow as they came: of a large pool only the examples drawn are solved in float64.
     x, y = np.asarray(features), np.asarray(labels, dtype=np.int64)
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(
@@ -149,15 +351,22 @@ def _checked(
         )
     if len(y) == 0:
         raise ValueError(f"few-shot: no {which} images; evaluate.few_shot_{which} is empty")
-    if y.min() < 0 or y.max() >= num_classes:
+    _require_finite(which, x)
+    return x, y
+
+
+def _checked_labels(which: str, labels: NDArray[np.integer], num_classes: int) -> IntArray:
+    y = np.asarray(labels, dtype=np.int64)
+    least = -1 if which == "train" else 0
+    if len(y) and (y.min() < least or y.max() >= num_classes):
         raise ValueError(
             f"few-shot: {which} labels run from {y.min()} to {y.max()}, allowed are 0 to "
             f"{num_classes - 1}"
         )
-    if not np.isfinite(x).all():
-        bad = int(np.argmin(np.isfinite(x).all(axis=1)))
-        raise ValueError(
-            f"few-shot: {which} feature row {bad} is not finite; the model's weights or "
-            "activations overflowed"
-        )
-    return x, y
+    return y
+
+
+def _require_finite(which: str, features: NDArray[np.floating]) -> None:
+    if not np.isfinite(features).all():
+        bad = int(np.argmin(np.isfinite(features).all(axis=1)))
+        raise ValueError(f"few-shot: {which} feature row {bad} is not finite; {_OVERFLOW}")

@@ -6,12 +6,10 @@ import json
 from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import BenchmarkConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.labels import first_labels, keys
+from vit_ray.data.format.labels import all_first_labels, keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.evaluate.answers import (
     OBJECTNET_FILES,
@@ -40,7 +38,7 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
     classes = _model_classes(config, model_set)
     if config.kind == "imagenet_real":
         file = _published(config, REAL_FILE)
-        own = np.concatenate(list(first_labels(eval_set)))
+        own = all_first_labels(eval_set.path)
         names = [key for some in keys(eval_set) for key in some]
         return real_answers(_json(file), names, own, eval_set.classes, file.uri)
     if config.kind == "imagenet_v2":

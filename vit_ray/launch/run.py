@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
+from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.mlflow_model import model_files
@@ -178,8 +182,14 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         recorder=recorder,
         lock_number=prepared.lock_number,
         note_bad_images=_bad_images(recipe, resolved).note,
+        few_shot_labels=_few_shot_labels(resolved),
         answers=prepared.answers,
     )
+
+
+def _few_shot_labels(resolved: ResolvedRun) -> Callable[[], NDArray[np.int32]] | None:
+    stream = resolved.streams.get("few_shot_train")
+    return None if stream is None else partial(all_first_labels, stream.manifest.path)
 
 
 def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:

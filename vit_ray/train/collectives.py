@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 GATHERED_BYTES: Final = 64 << 20
 """Large enough for the links' full speed, small beside what training leaves free on a device."""
@@ -73,6 +74,34 @@ def all_rows(
             now = targets[first : first + step]
             whole[now] = part[: len(now)].cpu().numpy()
     return whole
+
+
+def all_sum_array(array: NDArray[np.float64], device: torch.device) -> None:
+    """Element-wise sum over ranks, in place; a device holds a part of it at a time."""
+    flat = array.reshape(-1)
+    for first in range(0, flat.size, GATHERED_BYTES // 8):
+        part = flat[first : first + GATHERED_BYTES // 8]
+        tensor = torch.from_numpy(part.copy()).to(device)
+        dist.all_reduce(tensor)
+        part[:] = tensor.cpu().numpy()
+
+
+def read_by_first(read: Callable[[], Any], device: torch.device) -> Any:
+    """What `read` returns on rank 0, on every rank.
+
+    Raises:
+        ValueError: on every rank, where `read` raises one, or storage does not answer.
+    """
+    found: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = read()
+        except (ValueError, OSError) as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0, device=device)
+    if found[1]:
+        raise ValueError(found[1])
+    return found[0]
 
 
 def from_first(value: int, device: torch.device) -> int:

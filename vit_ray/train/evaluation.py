@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vit_ray.config import Recipe
@@ -16,8 +17,8 @@ from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.confusion import Confusion
-from vit_ray.evaluate.few_shot import few_shot_accuracy
-from vit_ray.train.collectives import all_rows, all_sum
+from vit_ray.evaluate.few_shot import FewShot
+from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch, EvaluationCutError
@@ -47,6 +48,7 @@ class Evaluator:
         """`open_batches`: this rank's evaluation batches of the stream of a name."""
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
+        self._pool_labels: NDArray[np.int32] | None = None
 
     def evaluate(
         self,
@@ -102,10 +104,27 @@ class Evaluator:
             metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
-            classes = self._job.few_shot_classes
-            few_shot = measure_few_shot(engine, train, test, recipe.evaluate, classes)
-            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in few_shot.items()}
+            found = measure_few_shot(engine, train, test, recipe.evaluate, self._few_shot())
+            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
         return metrics
+
+    def _few_shot(self) -> FewShot:
+        """With the labels of the pool, which rank 0 has read at the first evaluation.
+
+        Raises:
+            ValueError: they cannot be read, on all ranks.
+        """
+        if self._pool_labels is None:
+            read = self._job.few_shot_labels
+            assert read is not None
+            self._pool_labels = read_by_first(read, self._engine.device)
+        config = self._job.recipe.evaluate
+        return FewShot(
+            self._pool_labels,
+            self._job.few_shot_classes,
+            shots=config.shots,
+            seeds=config.few_shot_seeds,
+        )
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """In an evaluation's own run, of each class too, with tables that are kept with the run."""
@@ -166,48 +185,37 @@ def measure_accuracy(
     return AccuracySums.from_tensor(torch.tensor(total, dtype=torch.float64)).means()
 
 
-def collect_features(
-    engine: DeepSpeedEngine, batches: Iterable[Batch]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, D) float32 and first labels (N,) of every image, in one order on all ranks.
-
-    They are in host memory; a device holds at most a batch of them, or the part being gathered.
-    """
-    features, labels, samples = [], [], []
-    for batch, head_inputs, _ in _predictions(engine, batches):
-        real = batch["weight"] > 0
-        features.append(head_inputs.cpu().numpy()[real])
-        labels.append(batch["labels"][real, 0].astype(np.int64))
-        samples.append(batch["sample"][real])
-    order = np.argsort(all_rows(np.concatenate(samples), engine.device))
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    all_features, all_labels = (
-        all_rows(np.concatenate(part), engine.device, places=places) for part in (features, labels)
-    )
-    return all_features, all_labels
-
-
 def measure_few_shot(
     engine: DeepSpeedEngine,
     train_batches: Iterable[Batch],
     test_batches: Iterable[Batch],
     config: EvalConfig,
-    num_classes: int,
+    few_shot: FewShot,
 ) -> dict[str, float]:
-    """`few_shot/N_shot_top1` for each number of shots; all ranks solve the same small system."""
-    train_features, train_labels = collect_features(engine, train_batches)
-    test_features, test_labels = collect_features(engine, test_batches)
-    accuracies = few_shot_accuracy(
-        train_features,
-        train_labels,
-        test_features,
-        test_labels,
-        num_classes=num_classes,
-        shots=config.shots,
-        seeds=config.few_shot_seeds,
-    )
-    return {f"few_shot/{n}_shot_top1": value for n, value in accuracies.items()}
+    """`few_shot/N_shot_top1` for each number of shots, of the mean over the seeds.
+
+    Ranks add up sums over the examples that are drawn; features are held for a batch at a time. A
+    drawn image that cannot be decoded leaves its class with an example less.
+    """
+    for real, features, batch in _features(engine, train_batches):
+        few_shot.add_examples(features, batch["sample"][real])
+    for array in few_shot.sum_arrays():
+        all_sum_array(array, engine.device)
+    few_shot.solve()
+    for real, features, batch in _features(engine, test_batches):
+        few_shot.add_tests(features, batch["labels"][real, 0])
+    counts = np.array(all_sum(few_shot.counts.tolist(), engine.device))
+    found = few_shot.accuracies(counts)
+    return {f"few_shot/{n}_shot_top1": float(np.mean(found[n])) for n in config.shots}
+
+
+def _features(
+    engine: DeepSpeedEngine, batches: Iterable[Batch]
+) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.float32], Batch]]:
+    """Which rows of each batch are images, and the features of these: float32 (n, D)."""
+    for batch, head_inputs, _ in _predictions(engine, batches):
+        real = batch["weight"] > 0
+        yield real, head_inputs.cpu().numpy()[real], batch
 
 
 def _predictions(

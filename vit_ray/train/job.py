@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vit_ray.config import Recipe
 from vit_ray.evaluate.answers import Answers
 
@@ -36,6 +39,8 @@ class TrainJob:
     """Of the driver's lock of the run's folder; None where nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]
     """Counts images that cannot be decoded here: sample number to description; may raise."""
+    few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
+    """Reads the first label of every image that few-shot examples are drawn from."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 
 _THREADS: Final = 16
@@ -23,6 +23,11 @@ def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:
         ValueError: a shard is missing, truncated, or not what the manifest says.
     """
     yield from map(np.concatenate, _by_file(manifest, RowGroupReader.first_labels))
+
+
+def all_first_labels(path: str) -> NDArray[np.int32]:
+    """First label of every image of the data set at `path`; errors as there and of opening it."""
+    return np.concatenate(list(first_labels(open_dataset(path))))
 
 
 def keys(manifest: Manifest) -> Iterator[list[str]]:

@@ -187,7 +187,7 @@ class Worker:
     job: TrainJob
     engine: FakeEngine = field(default_factory=FakeEngine)
     actor: FakeActor = field(default_factory=FakeActor)
-    evaluation_batches: Callable[[str], Iterable[Any]] = lambda name: []
+    evaluation_batches: Callable[[str, int], Iterable[Any]] = lambda name, start: []
     notice: Callable[[], Any] = lambda: None
     rank: int = 0
 

@@ -118,7 +118,7 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
 
     job = make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"})
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeActor(), lambda name: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeActor(), lambda name, start: batches, rank=rank)
     try:
         worker.hooks.evaluate(4)
     except EvaluationCutError as cut:
@@ -151,7 +151,7 @@ def of_each_class(rank: int, folder: str) -> Any:
         answers=answers,
     )
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeActor(), lambda name: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeActor(), lambda name, start: batches, rank=rank)
     return worker.hooks.evaluate(0), worker.actor.files
 
 

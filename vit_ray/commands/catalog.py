@@ -103,6 +103,28 @@ _ALL = (
         "cifar10 init_from=runs/cifar10-vit",
     ),
     Command(
+        "few_shot",
+        "Few-shot accuracy, linear and of nearest neighbours, of the weights in init_from, from "
+        "features that are kept for the next time.",
+        "vit_ray.commands.features:run_few_shot_job",
+        (
+            "few_shot", "name", "output", *_WEIGHTS, "model", "data.eval_augment", "evaluate",
+            "workers", "tracking",
+        ),
+        "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "
+        "evaluate.few_shot_test=data/cifar10/test",
+    ),
+    Command(
+        "extract_features",
+        "Write features, logits and keys of a data set as parquet, by the weights in init_from.",
+        "vit_ray.commands.features:run_extract",
+        (
+            "extract", "name", *_WEIGHTS, "model", "data.eval_augment", "evaluate.batch_size",
+            "workers", "tracking",
+        ),
+        "cifar10 init_from=runs/cifar10-vit extract.data=data/cifar10/train extract.path=features",
+    ),
+    Command(
         "sweep",
         "Fine-tune over a grid of learning rates, choose on a dev split, retrain on all data.",
         "vit_ray.commands.experiments:sweep",

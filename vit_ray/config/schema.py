@@ -16,6 +16,8 @@ from vit_ray.config.command_sections import (
     ConvertConfig,
     DeduplicateConfig,
     ExportConfig,
+    ExtractConfig,
+    FewShotConfig,
     InspectConfig,
     PlanConfig,
     StudyConfig,
@@ -76,6 +78,8 @@ class Recipe(Section):
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    extract: ExtractConfig | None = None
+    few_shot: FewShotConfig = FewShotConfig()
 
     @property
     def group_sizes(self) -> list[int]:
@@ -108,6 +112,8 @@ class Recipe(Section):
                 "cache_dir": _absolute(self.data.cache_dir),
             },
             evaluate={key: _absolute(path) for key, path in few_shot.items()},
+            few_shot={"features": _absolute(self.few_shot.features)},
+            extract=_with_absolute(self.extract),
             tracking={"uri": _absolute_sqlite(self.tracking.uri)},
         )
 
@@ -161,6 +167,12 @@ def _number_problem(tree: dict[str, Any]) -> str | None:
 
 def _absolute(path: str | None) -> str | None:
     return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _with_absolute(extract: ExtractConfig | None) -> dict[str, Any] | None:
+    if extract is None:
+        return None
+    return {"data": _absolute(extract.data), "path": _absolute(extract.path)}
 
 
 def _absolute_sets(train: str | tuple[TrainingSet, ...] | None) -> Any:

@@ -40,6 +40,7 @@ from vit_ray.lock import is_lock_file
 from vit_ray.models.catalog import as_grid, checked_options, find_spec
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
+from vit_ray.train.job import Extraction
 from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.run_checkpoints import (
     NoUsableCheckpointError,
@@ -49,7 +50,7 @@ from vit_ray.train.run_checkpoints import (
     newest_verified_checkpoint,
 )
 
-Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +97,20 @@ class PreparedRun:
     """By which workers see that the run is still this driver's; None for an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
+    outputs: int | None = None
+    """Of the model; None where it has one for each class of the data set."""
+    extraction: Extraction | None = None
+    """Features that are written in the place of an evaluation."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained, and not only used."""
+        return self.kind not in ("evaluate", "extract")
 
     @property
     def num_classes(self) -> int:
         """Outputs of the model."""
-        answers = self.answers
-        return self.resolved.manifest.num_classes if answers is None else answers.num_outputs
+        return self.outputs or self.resolved.manifest.num_classes
 
     @property
     def is_over(self) -> bool:
@@ -156,11 +165,11 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
     check_weights(recipe)
-    answers = None
-    if "eval" in resolved.streams:
-        eval_set = resolved.streams["eval"].manifest
-        answers = answers_of(recipe, eval_set, resolved.manifest)
-    return PreparedRun(resolved.recipe, "evaluate", resolved, answers=answers)
+    prepared = PreparedRun(resolved.recipe, "evaluate", resolved)
+    if "eval" not in resolved.streams:
+        return prepared
+    answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
+    return replace(prepared, answers=answers, outputs=answers.num_outputs)
 
 
 def resolve_run(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -103,7 +103,7 @@ def train(
     with prepared_training(recipe, kind) as prepared:
         if prepared.is_over:
             return _finished_before(prepared)
-        return _run(prepared, tags or {}, parent)
+        return run_prepared(prepared, tags or {}, parent)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -124,12 +124,18 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         RunStoppedError: it was stopped on request.
     """
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
-    return _run(prepare_evaluation(recipe)).metrics
+    return run_prepared(prepare_evaluation(recipe)).metrics
 
 
-def _run(
+def run_prepared(
     prepared: PreparedRun, tags: Mapping[str, str] | None = None, parent: ParentRun | None = None
 ) -> RunResult:
+    """Record, start the workers and wait for them.
+
+    Raises:
+        RunFailedError: as `train`.
+        RunStoppedError: what has no checkpoints was stopped on request.
+    """
     recipe, resolved, kind = prepared.recipe, prepared.resolved, prepared.kind
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
@@ -170,21 +176,29 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
     recipe, resolved = prepared.recipe, prepared.resolved
     return TrainJob(
         recipe=recipe,
-        kind="evaluate" if prepared.kind == "evaluate" else "train",
+        kind="train" if prepared.trains else "evaluate",
         num_classes=prepared.num_classes,
         num_images=resolved.num_images,
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
         run_folder=recipe.run_folder,
-        new_head=_HEADS.get(prepared.kind, "auto"),
+        new_head=_new_head(prepared),
         few_shot_classes=resolved.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
         lock_number=prepared.lock_number,
         note_bad_images=_bad_images(recipe, resolved).note,
         few_shot_labels=_few_shot_labels(resolved),
+        extraction=prepared.extraction,
         answers=prepared.answers,
     )
+
+
+def _new_head(prepared: PreparedRun) -> bool | Literal["auto"]:
+    """Features want the whole of weights that have a head, and what there is of others."""
+    if prepared.kind == "extract" and prepared.outputs is not None:
+        return False
+    return _HEADS.get(prepared.kind, "auto")
 
 
 def _few_shot_labels(resolved: ResolvedRun) -> Callable[[], NDArray[np.int32]] | None:
@@ -227,7 +241,7 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
 
 def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> RunResult:
     """Add the training's cost to the record and to the result."""
-    if prepared.kind == "evaluate":
+    if not prepared.trains:
         return result
     speed = result.metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.resolved, result.steps, speed)
@@ -238,7 +252,7 @@ def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> 
 def _log_model(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> None:
     """What has been trained to its end, and has a head, as a model of MLflow."""
     recipe, config = prepared.recipe, prepared.recipe.tracking
-    has_head = prepared.kind != "evaluate" and recipe.train.loss != "masked_patch"
+    has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
         augmentation = augmentation_of(recipe, recipe.data.eval_augment)
         num_classes = prepared.resolved.manifest.num_classes

@@ -6,6 +6,7 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.train.engine import DeepSpeedEngine
-from vit_ray.train.job import TrainJob, UnrecoverableError
+from vit_ray.train.extraction import begin_extraction, write_features
+from vit_ray.train.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch, EvaluationCutError
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.out_of_memory import is_out_of_memory
@@ -41,11 +43,15 @@ class Evaluator:
         self,
         job: TrainJob,
         engine: DeepSpeedEngine,
-        open_batches: Callable[[str], Iterable[Batch]],
+        open_batches: Callable[[str, int], Iterable[Batch]],
         link: RunLink,
         watchdog: Watchdog,
     ) -> None:
-        """`open_batches`: this rank's evaluation batches of the stream of a name."""
+        """
+        Args:
+            open_batches: this rank's evaluation batches of the stream of a name, without the first
+                images of a number.
+        """
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
         self._pool_labels: NDArray[np.int32] | None = None
@@ -90,6 +96,8 @@ class Evaluator:
         return metrics
 
     def _measure_all(self) -> dict[str, float]:
+        if self._job.extraction is not None:
+            return self._extract(self._job.extraction)
         metrics = self._measure("")
         if self._engine.average is not None and metrics:
             with self._engine.averaged():
@@ -107,6 +115,21 @@ class Evaluator:
             found = measure_few_shot(engine, train, test, recipe.evaluate, self._few_shot())
             metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
         return metrics
+
+    def _extract(self, extraction: Extraction) -> dict[str, float]:
+        """Write features from where an earlier attempt ended."""
+        engine = self._engine
+        start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
+        count = write_features(
+            _predictions(engine, self._watched("eval", start)),
+            extraction,
+            start=start,
+            batch_size=self._job.recipe.evaluate.batch_size,
+            rank=engine.rank,
+            world_size=engine.world_size,
+        )
+        (total,) = all_sum([float(count)], engine.device)
+        return {"extract/images": total}
 
     def _few_shot(self) -> FewShot:
         """With the labels of the pool, which rank 0 has read at the first evaluation.
@@ -140,8 +163,8 @@ class Evaluator:
         of_classes = confusion.accuracies(len(answers.classes))
         return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
 
-    def _watched(self, name: str) -> Iterator[Batch]:
-        for batch in self._open_batches(name):
+    def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
+        for batch in self._open_batches(name, start):
             self._watchdog.note_move()
             self._cut_if_wanted()
             yield batch

@@ -17,6 +17,16 @@ if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
 
 
 @dataclass(frozen=True)
+class Extraction:
+    """What is written of the stream `eval`, and where."""
+
+    folder: str
+    with_logits: bool
+    rows_per_file: int
+    """Of each worker, about: whole batches are taken."""
+
+
+@dataclass(frozen=True)
 class TrainJob:
     """Everything that a worker needs to know; the driver makes it, Ray carries it."""
 
@@ -41,6 +51,8 @@ class TrainJob:
     """Counts images that cannot be decoded here: sample number to description; may raise."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
     """Reads the first label of every image that few-shot examples are drawn from."""
+    extraction: Extraction | None = None
+    """Features to write in the place of an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
 

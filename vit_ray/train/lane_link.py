@@ -23,8 +23,8 @@ class Streams(Protocol):
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Any]:
         """The same in batches of `share` rows."""
 
-    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Any]:
-        """The whole of an evaluation stream."""
+    def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Any]:
+        """An evaluation stream without its first `start` images."""
 
 
 class OpensStreams(Protocol):

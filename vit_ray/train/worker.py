@@ -155,8 +155,8 @@ def _set_up(
         lambda: roll_back(engine, run_folder, saver, watchdog),
     )
 
-    def evaluation_batches(name: str) -> Iterator[Batch]:
-        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size))
+    def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
+        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
 
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     hooks = WorkerHooks(

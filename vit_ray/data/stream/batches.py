@@ -1,7 +1,8 @@
 """Positions of a stream to batches of pixels: what runs in every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding.
+"sample": int64 (b,)}. Evaluation batches have "weight": float32 (b,) too, 0.0 for padding; and
+where the stream is to give them, "key": uint8 (b, w), UTF-8 padded with zeros to the longest.
 Where the device decodes, training batches have the columns of `encoded` in the place of "image".
 """
 
@@ -47,6 +48,7 @@ class StreamSpec:
         cache: on each node's disk, for later epochs; None for none.
         decode: where training images become pixels: `host`, in the reading tasks, or `device`, in
             the training workers. Evaluation images are always decoded by reading tasks.
+        gives_keys: whether evaluation batches have the images' keys.
     """
 
     manifest: Manifest
@@ -63,6 +65,7 @@ class StreamSpec:
     object_store_mib: int | None = None
     cache: LocalCache | None = None
     decode: Literal["host", "device"] = "host"
+    gives_keys: bool = False
 
     @property
     def num_images(self) -> int:
@@ -176,6 +179,7 @@ class _BatchMaker:
         self._images = columns(job.spec.augmentation, size)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
+        self._keys = [b""] * size
 
     def make(self, rows: Rows) -> tuple[Batch, dict[int, str]]:
         """The batch: a bad row is replaced in training, and padding in evaluation."""
@@ -193,6 +197,8 @@ class _BatchMaker:
         batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
+            if self._spec.gives_keys:
+                batch["key"] = _padded_bytes(self._keys)
         return batch, self._bad
 
     def _fill_with_neighbour(self, i: int, epoch: int, group: int, row: int) -> None:
@@ -222,6 +228,7 @@ class _BatchMaker:
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels
         self._samples[i] = sample
+        self._keys[i] = encoded.key(stored).encode() if spec.gives_keys else b""
         return True
 
     def _where(self, encoded: EncodedRows, group: int, stored: int) -> str:
@@ -229,3 +236,10 @@ class _BatchMaker:
         shard = manifest.files[int(manifest.file_index[group])].path
         number = int(manifest.row_group[group])
         return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"
+
+
+def _padded_bytes(texts: list[bytes]) -> NDArray[np.uint8]:
+    """uint8 (b, w): each text in a row as long as the longest."""
+    width = max(1, *map(len, texts)) if texts else 1
+    joined = b"".join(text.ljust(width, b"\0") for text in texts)
+    return np.frombuffer(joined, np.uint8).reshape(len(texts), width)

@@ -64,13 +64,17 @@ def training_datasets(
 
 
 def evaluation_datasets(
-    spec: StreamSpec, *, world_size: int, batch_size: int
+    spec: StreamSpec, *, world_size: int, batch_size: int, start: int = 0
 ) -> Iterator[ray.data.Dataset]:
-    """Every image once, in order, padded so that all ranks get equally many whole batches."""
+    """Every image once, in order, padded so that all ranks get equally many whole batches.
+
+    Args:
+        start: images at the beginning that are left out.
+    """
     partition = Partition(world_size, batch_size)
-    passes = -(-spec.num_images // partition.rows_per_pass)
+    passes = max(0, -((start - spec.num_images) // partition.rows_per_pass))
     counts = rows_per_group(spec.manifest, spec.rows)
-    job = StreamJob(spec, partition, start=0, is_training=False, counts=counts)
+    job = StreamJob(spec, partition, start, is_training=False, counts=counts)
     return _datasets(job, passes * batch_size)
 
 

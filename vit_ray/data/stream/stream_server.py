@@ -46,7 +46,7 @@ class Pass:
     world_size: int
     batch_size_per_rank: int
     start: int = 0
-    """Training: samples seen before; positions over all epochs joined."""
+    """Training: samples seen before; positions over all epochs joined. Evaluation: left out."""
     stop: int = 0
     """Training: samples seen after."""
 
@@ -220,7 +220,10 @@ class StreamServer:
             return _blocks_of(datasets)
 
         def read() -> Generator[SizedBlock, None, None]:
-            return _blocks_of(evaluation_datasets(spec, world_size=world_size, batch_size=size))
+            datasets = evaluation_datasets(
+                spec, world_size=world_size, batch_size=size, start=one.start
+            )
+            return _blocks_of(datasets)
 
         if spec.object_store_mib is not None or not _is_one_node():
             return read()
@@ -233,7 +236,7 @@ def _reading_key(one: Pass, spec: StreamSpec) -> bytes:
     facts = (
         spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
     )  # fmt: skip
-    how = (workers, one.world_size, one.batch_size_per_rank)
+    how = (workers, one.world_size, one.batch_size_per_rank, one.start, spec.gives_keys)
     return hashlib.sha256(pickle.dumps((facts, how))).digest()
 
 
@@ -271,9 +274,9 @@ class RankStreams:
         """Batches of `share` rows: the batch contract of `batches`, not to be written to."""
         return cut(self.training_blocks(share, start, stop), share)
 
-    def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Batch]:
-        """The whole of an evaluation stream, in batches of equal size with weights."""
-        return cut(self._blocks(name, batch_size), batch_size)
+    def evaluation_batches(self, name: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """An evaluation stream from an image on, in batches of equal size with weights."""
+        return cut(self._blocks(name, batch_size, start), batch_size)
 
     def _blocks(self, name: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
         number = self._num_passes.get(name, 0)

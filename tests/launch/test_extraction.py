@@ -1,0 +1,105 @@
+"""Whether features are there already, and whether they are these."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.small_sets import write_set
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.evaluate.features import read_facts, write_facts
+from vit_ray.launch import extraction
+from vit_ray.launch.extraction import extract_features
+from vit_ray.launch.preflight import PreparedRun
+from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.models import build_model
+from vit_ray.models.weights import save_weights
+from vit_ray.storage import locate
+
+SIZES = {"patch_size": 4, "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 2}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    path = write_set(tmp_path / "set", [("a", [0]), ("b", [1])], ["ant", "bee"]).path
+    weights = tmp_path / "weights.safetensors"
+    save_weights(build_model("ViT", 5, 8, **SIZES), weights, layout="vit_ray")
+    tree = {
+        "name": "extracted",
+        "output": str(tmp_path / "runs"),
+        "init_from": str(weights),
+        "model": {"name": "ViT", "image_size": 8, **SIZES},
+        "extract": {"data": path, "path": str(tmp_path / "features")},
+    }
+    return recipe_from_dict(tree, "here")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
+    """Runs that were started, none of which writes anything."""
+    runs: list[PreparedRun] = []
+    monkeypatch.setattr(extraction, "run_prepared", runs.append)
+    return runs
+
+
+def test_the_model_has_the_weights_outputs_and_not_the_sets(
+    recipe: Recipe, started: list[PreparedRun]
+) -> None:
+    with pytest.raises(RunFailedError, match="holds files of 0 of 2 images"):
+        extract_features(recipe)
+    (prepared,) = started
+    assert prepared.num_classes == 5
+    assert prepared.resolved.streams["eval"].gives_keys
+    assert prepared.extraction is not None
+    assert prepared.extraction.with_logits
+
+
+def test_features_that_are_whole_are_not_computed_again(
+    recipe: Recipe, started: list[PreparedRun]
+) -> None:
+    assert recipe.extract is not None
+    folder = locate(recipe.extract.path)
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    facts = read_facts(folder)
+    assert facts is not None
+    write_facts(folder, {**facts, "is_complete": True, "files": []})
+    assert extract_features(recipe).uri == folder.uri
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"precision": "fp32"}}, "precision: bf16 there, fp32 here"),
+        ({"data": {"eval_augment": {"kind": "resize"}}}, "eval_augment: "),
+        ({"model": {"image_size": 12}}, "model: "),
+    ],
+)
+def test_features_of_something_else_are_left_alone(
+    recipe: Recipe, started: list[PreparedRun], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    with pytest.raises(ValueError, match=f"holds features of something else.*{message}"):
+        extract_features(recipe.with_changes(**changes))
+    assert len(started) == 1
+
+
+def test_files_that_nothing_tells_of_are_left_alone(
+    recipe: Recipe, started: list[PreparedRun], tmp_path: Path
+) -> None:
+    (tmp_path / "features").mkdir()
+    name = "features-000000000000-000000000008-00000-of-00001.parquet"
+    (tmp_path / "features" / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds features without features\.json"):
+        extract_features(recipe)
+    assert started == []
+
+
+def test_weights_and_section_are_needed(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="extract is not set"):
+        extract_features(recipe.with_changes(extract=None))
+    with pytest.raises(ValueError, match="init_from is not set"):
+        extract_features(recipe.with_changes(init_from=None))

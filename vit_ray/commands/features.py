@@ -1,0 +1,73 @@
+"""The jobs on features: writing them, and few-shot accuracy from them."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vit_ray.config import Recipe
+from vit_ray.evaluate.features import read_facts
+from vit_ray.experiments.few_shot import FewShotRow, run_few_shot, table_csv
+from vit_ray.launch.extraction import extract_features
+from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.launch.run_metadata import trained_params
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.tracker import Tracker
+
+
+def run_extract(recipe: Recipe) -> int:
+    """Write features and say where; exit code 3 if it was stopped on request."""
+    try:
+        folder = extract_features(recipe)
+    except RunStoppedError:
+        print("stopped on request; the same command goes on behind the files that are whole")
+        return 3
+    facts = read_facts(folder)
+    assert facts is not None
+    print(f"features of {facts['num_images']} images in {len(facts['files'])} files: {folder.uri}")
+    return 0
+
+
+def run_few_shot_job(recipe: Recipe) -> int:
+    """Measure, print and record; exit code 3 if it was stopped on request."""
+    try:
+        rows = run_few_shot(recipe)
+    except RunStoppedError:
+        print("stopped on request; the same command goes on behind the features that are whole")
+        return 3
+    print_few_shot(rows)
+    _record(recipe, rows)
+    return 0
+
+
+def print_few_shot(rows: list[FewShotRow]) -> None:
+    """Mean over the seeds, and deviation."""
+    table = Table(title="Few-shot top-1 accuracy")
+    for title in ("shots", "linear", "nearest neighbours"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(str(row.shots), _spread(row.linear), _spread(row.neighbors))
+    Console().print(table)
+
+
+def _spread(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.2%}"
+    return f"{mean} +- {statistics.stdev(values):.2%}" if len(values) > 1 else mean
+
+
+def _record(recipe: Recipe, rows: list[FewShotRow]) -> None:
+    name = f"{recipe.name}-few-shot"
+    log = metrics_log_path(recipe.with_changes(name=name))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
+    tracker = Tracker.start(recipe.tracking, name, log, params=trained_params(recipe), tags=tags)
+    for row in rows:
+        tracker.metrics(0, row.metrics())
+    file = Path(log).with_name("few_shot.csv")
+    file.write_text(table_csv(rows))
+    tracker.artifact(file)
+    tracker.finish()
+    print(f"MLflow page: {tracker.hint}")

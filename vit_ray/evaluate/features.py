@@ -1,0 +1,137 @@
+"""Features of a data set in parquet files, written by many workers and read by anyone.
+
+Each file has a row per image: `key`, `label` (the first, -1 for none), `sample` (row number in the
+data set), `feature` (what the head gets) and, if wanted, `logits`; the latter two float32 lists of
+one length. A file's name tells which positions of the set it is a part of, so that an extraction
+goes on behind the last positions of which all workers' files are there. `features.json` says what
+the features are of, and whether all are there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from vit_ray.storage import Location
+
+FACTS_FILE: Final = "features.json"
+_NAME: Final = re.compile(r"features-(\d{12})-(\d{12})-(\d{5})-of-(\d{5})\.parquet")
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Some images: columns of equal length."""
+
+    keys: Sequence[str]
+    labels: NDArray[np.integer]
+    samples: NDArray[np.int64]
+    features: NDArray[np.float32]
+    """(n, D)."""
+    logits: NDArray[np.float32] | None
+    """(n, K); None where they are not kept."""
+
+
+def part_name(first: int, last: int, rank: int, world_size: int) -> str:
+    """File of a rank for positions [first, last), which all ranks have a part of."""
+    return f"features-{first:012d}-{last:012d}-{rank:05d}-of-{world_size:05d}.parquet"
+
+
+def write_part(folder: Location, name: str, parts: Sequence[FeatureRows]) -> None:
+    """Write a file of a rank, whole or not at all; no rows make a file, too."""
+    logits = [part.logits for part in parts if part.logits is not None]
+    columns: dict[str, pa.Array] = {
+        "key": pa.array([key for part in parts for key in part.keys], pa.string()),
+        "label": pa.array(np.concatenate([part.labels for part in parts]), pa.int32()),
+        "sample": pa.array(np.concatenate([part.samples for part in parts]), pa.int64()),
+        "feature": _lists(np.concatenate([part.features for part in parts])),
+        **({"logits": _lists(np.concatenate(logits))} if logits else {}),
+    }
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="none", use_dictionary=False)
+    folder.child(name).write(sink.getvalue().to_pybytes())
+
+
+def _lists(rows: NDArray[np.float32]) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(rows).reshape(-1), pa.float32())
+    return pa.FixedSizeListArray.from_arrays(flat, rows.shape[1])
+
+
+def whole_parts(folder: Location) -> tuple[list[str], list[str], int]:
+    """Files that are whole from the start on, other files of features, and where the former end.
+
+    The others are of positions that some worker had not written when the extraction ended.
+    """
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    found = {name: tuple(map(int, m.groups())) for name in names if (m := _NAME.fullmatch(name))}
+    whole: list[str] = []
+    end = 0
+    while here := _whole_step(found, end):
+        whole += here
+        end = found[here[0]][1]
+    return whole, sorted(found.keys() - set(whole)), end
+
+
+def _whole_step(found: dict[str, tuple[int, ...]], start: int) -> list[str]:
+    """All ranks' files of the positions that begin at `start`; empty if there are none."""
+    for first, last, _, world_size in sorted(set(found.values())):
+        names = [part_name(first, last, rank, world_size) for rank in range(world_size)]
+        if first == start and all(name in found for name in names):
+            return names
+    return []
+
+
+def read_facts(folder: Location) -> dict[str, Any] | None:
+    """What the features in a folder are of; None where none were begun.
+
+    Raises:
+        ValueError: the file that says it is damaged.
+    """
+    file = folder.child(FACTS_FILE)
+    if not file.exists():
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(file.read())
+    except ValueError as error:
+        raise ValueError(f"{file.uri} is damaged ({error}); choose another folder") from None
+    return facts
+
+
+def write_facts(folder: Location, facts: dict[str, Any]) -> None:
+    """Say what the features in a folder are of."""
+    folder.child(FACTS_FILE).write(json.dumps(facts, indent=1).encode())
+
+
+def read_features(folder: Location, columns: Sequence[str]) -> Iterator[dict[str, NDArray[Any]]]:
+    """Columns of all images, a file at a time, in no particular order of `sample`.
+
+    `feature` and `logits` are float32 (n, D).
+
+    Raises:
+        ValueError: the extraction has not ended, or a file is missing.
+    """
+    facts = read_facts(folder)
+    if facts is None or not facts.get("is_complete"):
+        raise ValueError(f"{folder.uri} holds no whole set of features; run the same command again")
+    for name in facts["files"]:
+        try:
+            with folder.filesystem.open_input_file(folder.child(name).path) as file:
+                table = pq.read_table(file, columns=list(columns))
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{folder.uri}/{name} cannot be read ({error})") from error
+        yield {column: _array(table[column].combine_chunks()) for column in columns}
+
+
+def _array(column: pa.Array) -> NDArray[Any]:
+    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.to_numpy(zero_copy_only=False))
+    flat = column.flatten().to_numpy()
+    return np.asarray(flat.reshape(len(column), column.type.list_size))

@@ -234,11 +234,11 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is in neither form, or names a class twice.
     """
+    if suffix not in _PARSERS:
+        raise ValueError(f"{where}: give a converted set, a .txt or a .json file")
     try:
         names = _PARSERS[suffix](text)
-    except KeyError:
-        raise ValueError(f"{where}: give a converted set, a .txt or a .json file") from None
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{where} is no list of classes: {error}") from None
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:

@@ -64,8 +64,8 @@ def run_few_shot(recipe: Recipe) -> list[FewShotRow]:
     require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
     connect(recipe)
     with kept_lanes():
-        folders = [_extracted(recipe, part) for part in ("train", "test")]
-    return measure(recipe, *folders, labels, pool.num_classes)
+        examples_at, tests_at = (_extracted(recipe, part) for part in ("train", "test"))
+    return measure(recipe, examples_at, tests_at, labels, pool.num_classes)
 
 
 def _set_of(recipe: Recipe, part: str) -> Manifest:

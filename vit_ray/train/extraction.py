@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from vit_ray.evaluate.features import FeatureRows, part_name, whole_parts, write
 from vit_ray.storage import locate
 from vit_ray.train.job import Extraction
 
-Prediction = tuple[dict[str, np.ndarray], Tensor, Tensor]
+Prediction = tuple[Mapping[str, Any], Tensor, Tensor]
 """A batch, head inputs (B, D) and logits (B, K)."""
 
 

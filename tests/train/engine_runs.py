@@ -11,7 +11,7 @@ from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, write_snapshot
 from vit_ray.train.engine import DeepSpeedEngine
-from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.objective import classification_loss, freeze, normalize
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
@@ -67,6 +67,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     torch.nn.functional.linear = PLAIN_LINEAR
     model = small_model()
+    freeze(model, optim.frozen)
     return DeepSpeedEngine(
         model,
         train,

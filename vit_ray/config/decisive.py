@@ -69,6 +69,7 @@ _FIXED: Final = (
     "data.select_by",
     "data.shuffle_window",
     "optim.name",
+    "optim.frozen",
     "train.global_batch_size",
     "train.loss",
     "train.masked_target",

@@ -198,6 +198,14 @@ class OptimConfig(Section):
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
     it from the moments and scales it by the rate; SGD adds it to the gradient, as BiT did."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Factor on the rate from each layer of a Transformer to the one below it, for fine-tuning
+    (BEiT, MAE: 0.65 to 0.85): head and last norm have the whole rate, the last block this share of
+    it, the embedding with class token and positions the least. 1 = the same rate for all."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that keep their first weights, without gradient and optimizer state:
+    `embedding`, `class_token`, `positions`, `blocks` or `blocks.0-5`, `norm`, `representation`,
+    `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Largest global gradient norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps"] = "cosine"

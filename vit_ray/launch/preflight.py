@@ -38,6 +38,7 @@ from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.models.catalog import as_grid, checked_options, find_spec
+from vit_ray.models.parts import chosen_parts, parts_of
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.job import Extraction
@@ -232,6 +233,22 @@ def check_model(recipe: Recipe) -> None:
     spec, options = find_spec(model.name, model.options())
     checked_options(model.name, spec, options)
     as_grid(model.image_size)
+    check_frozen(recipe)
+
+
+def check_frozen(recipe: Recipe) -> None:
+    """Frozen parts are parts of the model, and others are left to train.
+
+    Raises:
+        ValueError: naming the parts that the model has.
+    """
+    parts = parts_of(recipe.model.name, recipe.model.options())
+    try:
+        chosen = chosen_parts(recipe.optim.frozen, parts)
+    except ValueError as error:
+        raise ValueError(f"optim.frozen: {error}") from None
+    if chosen == set(parts):
+        raise ValueError("optim.frozen names every part, so nothing is trained; leave one out")
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

@@ -58,7 +58,7 @@ class Position:
     """Position in the sample order from which the next batch is read."""
     global_batch_size: int
     shapes: dict[str, list[int]]
-    """Shape of every trained parameter."""
+    """Shape of every parameter, trained or frozen by the recipe."""
     recipe: dict[str, Any]
     data_fingerprint: str
     tracking_run_id: str | None = None
@@ -102,21 +102,29 @@ def take_snapshot(
     fragments: Iterable[Fragment],
     optimizer_state: State,
     state_keys: tuple[str, ...],
-    averages: dict[str, list[tuple[int, Tensor]]],
+    averages: dict[str, list[tuple[int, Tensor]]] | None,
     position: Position,
     rank: int,
     world_size: int,
+    frozen: Iterable[Fragment] = (),
 ) -> Snapshot:
-    """Copy this rank's state to host memory; training may go on as soon as this returns."""
+    """Copy this rank's state to host memory; training may go on as soon as this returns.
+
+    Args:
+        frozen: fragments that are not trained; they have no state, and are their own average.
+    """
     tensors: dict[str, Tensor] = {}
     for fragment in fragments:
         tensors[_key(WEIGHT, fragment.name, fragment.start)] = _to_host(fragment.weight)
         for key in state_keys:
             values = fragment.state(optimizer_state, key)
             tensors[_key(key, fragment.name, fragment.start)] = _to_host(values)
-    for name, parts in averages.items():
+    for name, parts in (averages or {}).items():
         for start, values in parts:
             tensors[_key(AVERAGE, name, start)] = _to_host(values)
+    for fragment in frozen:
+        for kind in (WEIGHT,) if averages is None else (WEIGHT, AVERAGE):
+            tensors[_key(kind, fragment.name, fragment.start)] = _to_host(fragment.weight)
     return Snapshot(rank, world_size, tensors, position)
 
 

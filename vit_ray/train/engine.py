@@ -30,6 +30,7 @@ from vit_ray.train.fragments import (
     Fragment,
     create_state,
     exchange_weights,
+    frozen_fragments,
     innermost,
     local_fragments,
     optimizer_state,
@@ -38,7 +39,7 @@ from vit_ray.train.fragments import (
     weights_by_name,
 )
 from vit_ray.train.objective import LossFunction
-from vit_ray.train.optim import build_optimizer, state_names
+from vit_ray.train.optim import build_optimizer, set_rate, state_names
 from vit_ray.train.polyak import PolyakAverage
 
 
@@ -79,9 +80,13 @@ class DeepSpeedEngine:
         self.stage = train.zero_stage
         self._state_keys = state_names(optim)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        # What an objective does not train itself is no part of a checkpoint, unlike frozen parts.
+        self._frozen_names = {
+            p: name for name, p in model.named_parameters() if optim.frozen and not p.requires_grad
+        }
         # DeepSpeed's bf16 modes round the module in place; these keep what it was rounded from.
-        exact = {name: p.detach() for p, name in self._names.items()}
-        self.shapes = {name: list(p.shape) for p, name in self._names.items()}
+        exact = {n: p.detach() for p, n in (self._names | self._frozen_names).items()}
+        self.shapes = {name: list(p.shape) for name, p in exact.items()}
         if train.activation_checkpointing:
             model.set_activation_checkpointing(train.activation_checkpointing)  # type: ignore[operator]
         self.device = torch.device("cpu")
@@ -94,6 +99,7 @@ class DeepSpeedEngine:
         self._local = local_fragments(self._engine, self._names)
         set_weights(self._local, exact)
         self._owned = owned_fragments(self._local, self.rank, self.world_size, self.stage)
+        self._frozen = frozen_fragments(self._engine, self._frozen_names, exact)
         create_state(self._engine, self._local, self._state_keys)
         self.average = PolyakAverage(self._owned, train.averaging) if train.averaging else None
 
@@ -135,8 +141,7 @@ class DeepSpeedEngine:
 
     def step(self, learning_rate: float) -> StepResult:
         """Apply the accumulated gradients, unless they are not finite."""
-        for group in innermost(self._engine.optimizer).param_groups:
-            group["lr"] = learning_rate
+        set_rate(innermost(self._engine.optimizer), learning_rate)
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = self._engine.get_global_grad_norm()
@@ -169,7 +174,7 @@ class DeepSpeedEngine:
 
     def snapshot(self, position: Position) -> Snapshot:
         """Host copy of the fragments that this rank owns."""
-        averages = self.average.by_name() if self.average else {}
+        averages = self.average.by_name() if self.average else None
         return take_snapshot(
             self._owned,
             optimizer_state(self._engine),
@@ -178,6 +183,7 @@ class DeepSpeedEngine:
             position,
             self.rank,
             self.world_size,
+            self._frozen,
         )
 
     @property
@@ -190,7 +196,7 @@ class DeepSpeedEngine:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
         state = optimizer_state(self._engine)
-        kinds = {WEIGHT: [(f, f.weight) for f in self._local]}
+        kinds = {WEIGHT: [(f, f.weight) for f in (*self._local, *self._frozen)]}
         for key in self._state_keys:
             kinds[key] = [(f, f.state(state, key)) for f in self._local]
         if self.average is not None and checkpoint.has_average():
@@ -200,6 +206,8 @@ class DeepSpeedEngine:
             self.average.restart()
         masters = weights_by_name(self._owned, [f.weight for f in self._owned])
         exchange_weights(self._engine, self._names, masters)
+        frozen = weights_by_name(self._frozen, [f.weight for f in self._frozen])
+        exchange_weights(self._engine, self._frozen_names, frozen)
         for entry in state.values():
             if "step" in entry:
                 entry["step"].fill_(checkpoint.position.applied_steps)
@@ -210,7 +218,7 @@ class DeepSpeedEngine:
         """Norm of every parameter's master weights; all ranks call it."""
         squares = torch.zeros(len(self.shapes), dtype=torch.float64)
         index = {name: i for i, name in enumerate(self.shapes)}
-        for fragment in self._owned:
+        for fragment in (*self._owned, *self._frozen):
             squares[index[fragment.name]] += float(fragment.weight.double().square().sum())
         squares = squares.to(self.device, torch.float32 if self.device.type != "cpu" else None)
         torch.distributed.all_reduce(squares)

@@ -87,6 +87,28 @@ def owned_fragments(
     return owned
 
 
+def frozen_fragments(
+    engine: Any, names: dict[nn.Parameter, str], exact: dict[str, Tensor]
+) -> list[Fragment]:
+    """This rank's share of what is not trained, in host memory, cut as ZeRO 3 cuts parameters.
+
+    The module may have rounded it, so that these are the values to keep.
+
+    Args:
+        names: parameters of the module, and their names.
+        exact: their first values, whole, by name.
+    """
+    found = []
+    for name in names.values():
+        values = exact[name].reshape(-1)
+        per_rank = -(-len(values) // engine.world_size)
+        start = engine.global_rank * per_rank
+        share = values[start : start + per_rank].to("cpu", torch.float32, copy=True)
+        if len(share):
+            found.append(Fragment(name, start, share, share, 0))
+    return found
+
+
 def set_weights(fragments: list[Fragment], weights: dict[str, Tensor]) -> None:
     """Write whole parameters, by name, into the master weights of their fragments."""
     for fragment in fragments:

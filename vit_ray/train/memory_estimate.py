@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import gpu_kernels, kept_bytes, peak_bytes
@@ -31,6 +33,8 @@ def _count_parameters(recipe: Recipe, num_classes: int) -> tuple[int, int]:
 def step_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
     """Multiply-adds of one image in a step, as the engine computes them."""
     model, train = recipe.model, recipe.train
+    if recipe.optim.frozen:
+        return _counted_macs(recipe, num_classes)
     return training_macs(
         model.name,
         num_classes,
@@ -39,6 +43,29 @@ def step_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
         masked_target=train.masked_target if train.loss == "masked_patch" else None,
         **model.options(),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
+    """By torch's counter, where frozen parts need no gradients, and what lies below them none.
+
+    It counts convolutions on their padding, too, which the count by sizes leaves out.
+    """
+    plain = recipe.with_changes(train={"activation_checkpointing": 0})
+    forward, needed = _count_step(plain, num_classes)
+    _, done = _count_step(recipe, num_classes)
+    return TrainingMacs(forward, needed - forward, done - needed)
+
+
+def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
+    """Multiply-adds of a forward pass, and of it and its backward pass together."""
+    model = _prepared_model(recipe, num_classes)
+    # The fused kernel's count has the weights of attention twice.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = _forward(model, recipe, 1)()
+        forward: int = counter.get_total_flops() // 2
+        loss.backward()  # type: ignore[no-untyped-call]
+        return forward, counter.get_total_flops() // 2
 
 
 def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:

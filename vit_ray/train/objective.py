@@ -5,7 +5,7 @@ Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
+from vit_ray.models.parts import chosen_parts, part_of
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
@@ -27,8 +28,22 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
         recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
     )
     if recipe.train.loss == "masked_patch":
-        return MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+        model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
+    freeze(model, recipe.optim.frozen)
     return model
+
+
+def freeze(model: nn.Module, names: Iterable[str]) -> None:
+    """Have parts of a model (or of the model in an objective) keep their weights.
+
+    Raises:
+        ValueError: a name is of no part.
+    """
+    parts = list(dict.fromkeys(part_of(name) for name, _ in model.named_parameters()))
+    frozen = chosen_parts(names, parts)
+    for name, parameter in model.named_parameters():
+        if part_of(name) in frozen:
+            parameter.requires_grad_(False)
 
 
 def make_loss(recipe: Recipe, num_images: int) -> LossFunction:

@@ -6,11 +6,17 @@ import torch
 from torch import nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.models.build import decayed_parameters
+from vit_ray.models.build import NamedParameters, decayed_parameters
+from vit_ray.models.parts import layer_of
+
+RATE_FACTOR = "rate_factor"
+"""Key of a parameter group: its share of the learning rate."""
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
     """Optimizer over two groups: kernels, which decay, and everything else, which does not.
+
+    With `layer_decay` there are two for each layer, which have a share of the rate.
 
     The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine
     that takes a trial step to make its state must not move the weights.
@@ -20,16 +26,33 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, fused: bool) -> to
     """
     decayed, rest = decayed_parameters(model)
     groups = [
-        {
-            "params": [p for _, p in parameters if p.requires_grad],
-            "weight_decay": decay,
-        }
-        for parameters, decay in ((decayed, config.weight_decay), (rest, 0.0))
+        {"params": parameters, "weight_decay": decay, RATE_FACTOR: factor}
+        for named, decay in ((decayed, config.weight_decay), (rest, 0.0))
+        for factor, parameters in _by_rate(model, named, config.layer_decay).items()
     ]
-    groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=fused)
     return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+
+
+def _by_rate(
+    model: nn.Module, named: NamedParameters, layer_decay: float
+) -> dict[float, list[nn.Parameter]]:
+    """Parameters by the share of the rate that their layer has (arXiv:2106.08254, appendix)."""
+    if layer_decay == 1.0:
+        return {1.0: [p for _, p in named]} if named else {}
+    depth: int = getattr(model, "model", model).size.depth
+    by_rate: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named:
+        factor = layer_decay ** (depth + 1 - layer_of(name, depth))
+        by_rate.setdefault(factor, []).append(parameter)
+    return by_rate
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give every group its share of a step's learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group[RATE_FACTOR]
 
 
 def state_names(config: OptimConfig) -> tuple[str, ...]:

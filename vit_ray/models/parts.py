@@ -1,0 +1,102 @@
+"""Parts of a model by name, in the order of its forward pass; torch is not needed.
+
+A part is a module of the model, or one block or unit of its chain: `embedding`, `blocks.3`, `head`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vit_ray.models.catalog import (
+    HybridVit,
+    PlainAxialResNet,
+    PlainAxialVit,
+    PlainResNet,
+    PlainVit,
+    checked_options,
+    find_spec,
+)
+
+_CHAINS = ("blocks", "units")
+# Layer 0 of a Transformer, with the patch embedding.
+_FIRST_LAYER = ("embedding", "class_token", "positions", "mask")
+
+
+def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """Parts of a model that have parameters, with the arguments of `build_model`.
+
+    Raises:
+        ValueError: as `build_model`.
+    """
+    spec, rest = find_spec(name, options)
+    chosen = checked_options(name, spec, rest)
+    if isinstance(spec, PlainResNet | PlainAxialResNet):
+        units = tuple(f"units.{i}" for i in range(sum(spec.size.stages)))
+        norm = ("root", *units, "norm") if isinstance(spec, PlainResNet) else None
+        return (*(norm or ("root", "root_norm", *units)), "head")
+    assert isinstance(spec, PlainVit | HybridVit | PlainAxialVit)
+    has = {
+        "class_token": chosen.pool == "cls",
+        "positions": chosen.positions.startswith("learned"),
+        "representation": chosen.representation,
+    }
+    blocks = (f"blocks.{i}" for i in range(spec.size.depth))
+    parts = ("embedding", "class_token", "positions", *blocks, "norm", "representation", "head")
+    return tuple(part for part in parts if has.get(part, True))
+
+
+def part_of(parameter: str) -> str:
+    """The part that a parameter belongs to, by its name in a model or in an objective around it."""
+    first, *rest = parameter.removeprefix("model.").split(".")
+    return f"{first}.{rest[0]}" if first in _CHAINS else first
+
+
+def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
+    """Parts that are meant: each by its name, `blocks` for all blocks, `blocks.0-5` for six.
+
+    Raises:
+        ValueError: a name is of no part.
+    """
+    chosen: set[str] = set()
+    for name in wanted:
+        names = _in_range(name)
+        found = {part for part in parts if part in names or part.partition(".")[0] == name}
+        if not found or (len(names) > 1 and len(found) < len(names)):
+            raise ValueError(
+                f"{name!r} is no part of this model; it has {', '.join(_summary(parts))}"
+            )
+        chosen |= found
+    return frozenset(chosen)
+
+
+def _in_range(name: str) -> list[str]:
+    match = re.fullmatch(r"(\w+)\.(\d+)-(\d+)", name)
+    if match is None:
+        return [name]
+    first, last = int(match[2]), int(match[3])
+    return [f"{match[1]}.{i}" for i in range(first, last + 1)]
+
+
+def _summary(parts: Sequence[str]) -> list[str]:
+    """The parts, the blocks as one range."""
+    short: list[str] = []
+    for part in parts:
+        chain, dot, index = part.partition(".")
+        entry = f"{chain}.0-{index}" if dot else part
+        if dot and short and short[-1].startswith(f"{chain}."):
+            short[-1] = entry
+        else:
+            short.append(entry if index != "0" else part)
+    return short
+
+
+def layer_of(parameter: str, depth: int) -> int:
+    """Layer of a parameter of a Transformer: 0 the embedding, i + 1 block i, depth + 1 the rest.
+
+    As BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) number them for layer-wise decay.
+    """
+    part = part_of(parameter)
+    if part in _FIRST_LAYER:
+        return 0
+    chain, _, index = part.partition(".")
+    return int(index) + 1 if chain == "blocks" else depth + 1

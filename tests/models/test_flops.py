@@ -154,6 +154,7 @@ EXACT = [
     ("ViT", {"pool": "gap", "representation": True}),
     ("ViT", {"positions": "relative"}),
     ("ViT", {"dropout": 0.1}),
+    ("ViT", {"stochastic_depth": 0.1}),
     ("Axial-ViT", {}),
 ]
 

@@ -15,6 +15,7 @@ from vit_ray.train.objective import make_loss
 
 STEPS = 3
 ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+DEPTH = {"dropout": 0.0, "stochastic_depth": 0.5}
 # Name -> micro-batch, sections `model` and `train`, by world size.
 PLAIN: dict[str, Any] = {"zero_stage": 1}
 CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
@@ -24,9 +25,16 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
         "1 x 4": (4, {}, PLAIN),
         "1 x 4, recomputed": (4, {}, {**PLAIN, "activation_checkpointing": 1}),
         "1 x 8, no dropout": (8, {"dropout": 0.0}, PLAIN),
+        "depth, 1 x 8": (8, DEPTH, PLAIN),
+        "depth, 1 x 4, recomputed": (4, DEPTH, {**PLAIN, "activation_checkpointing": 1}),
         "1 x 8, another seed": (8, {}, {**PLAIN, "seed": 2}),
     },
-    2: {"2 x 2": (2, {}, PLAIN), "2 x 4": (4, {}, {"zero_stage": 3}), "2 x 1": (1, {}, PLAIN)},
+    2: {
+        "2 x 2": (2, {}, PLAIN),
+        "2 x 4": (4, {}, {"zero_stage": 3}),
+        "2 x 1": (1, {}, PLAIN),
+        "depth, 2 x 2": (2, DEPTH, PLAIN),
+    },
 }
 
 
@@ -92,6 +100,14 @@ def test_dropout_does_not_depend_on_workers_and_micro_batches(
 ) -> None:
     # Sums in another order, magnified by two steps of Adam.
     assert curves[name] == pytest.approx(curves["1 x 8"], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", ["depth, 1 x 4, recomputed", "depth, 2 x 2"])
+def test_stochastic_depth_does_not_depend_on_workers_and_micro_batches(
+    curves: dict[str, list[float]], name: str
+) -> None:
+    assert curves[name] == pytest.approx(curves["depth, 1 x 8"], rel=2e-5)
+    assert curves[name] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["1 x 8, no dropout", "1 x 8, another seed"])

@@ -52,6 +52,9 @@ class ModelConfig(Section):
     """Initial bias of the head: -10 for ImageNet-21k, -6.9 for ImageNet with sigmoid loss."""
     dropout: Fraction | None = None
     """Dropout after every dense layer but q, k, v, and after the positions."""
+    stochastic_depth: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Share of images for which the last block's attention and MLP are left out in training; the
+    first block's never, linearly between. Not of axial ViTs."""
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `build_model`: only what the recipe sets."""

@@ -68,7 +68,7 @@ class AxialViT(VisionTransformer):
     `attention_weights` gives two tensors a block: (B * h, H, w, w) and (B * w, H, h, h).
     """
 
-    def _block(self) -> nn.Module:
+    def _block(self, index: int) -> nn.Module:
         size, dropout = self.size, self.options.dropout
         row = Block(size.width, size.mlp_dim, size.num_heads, dropout)
         column = Block(size.width, size.mlp_dim, size.num_heads, dropout)

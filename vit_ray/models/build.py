@@ -41,9 +41,9 @@ def build_model(
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
-            `pool`, `representation`, `head_bias`, `dropout`), of `AxialVitOptions`, of
-            `ResNetOptions` or of `AxialResNetOptions`; and, for a family, its size in full:
-            depth, width, mlp_dim, num_heads, patch_size; stages, width_factor.
+            `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`), of
+            `AxialVitOptions`, of `ResNetOptions` or of `AxialResNetOptions`; and, for a family, its
+            size in full: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,

@@ -27,6 +27,39 @@ class Dropout(nn.Dropout):
         return keyed_dropout(x, keys, self.p)
 
 
+class StochasticDepth(nn.Module):
+    """Leaves a residual branch out for whole images (Huang et al., arXiv:1603.09382).
+
+    Images that keep it have it scaled up by 1 / (1 - rate), so that nothing changes in evaluation.
+    The rate, rounded to a multiple of 2^-16, is data: blocks of unlike rates compile to one code.
+    """
+
+    levels: Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        levels = round(rate * 2**16)
+        self.is_active = levels > 0
+        self.register_buffer("levels", torch.tensor(levels), persistent=False)
+
+    def forward(self, branch: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Same shape as `branch` (B, ...).
+
+        Args:
+            branch: what is to be added to the residual stream.
+            keys: int64 (B,), as of `Dropout.forward`.
+        """
+        if not (self.training and self.is_active):
+            return branch
+        if keys is None:
+            numbers = torch.randint(-(2**15), 2**15, branch.shape[:1], device=branch.device)
+        else:
+            numbers = random_uint16(keys, 1)[:, 0]
+        scale = torch.where(numbers >= self.levels - 2**15, 2**16 / (2**16 - self.levels), 0.0)
+        scaled: Tensor = branch * scale.view(-1, *[1] * (branch.dim() - 1))
+        return scaled.to(branch.dtype)
+
+
 def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     """x (B, ...) with elements dropped and the others scaled up; element i by number i of its key.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.counter_random import numbered_keys
-from vit_ray.models.dropout import Dropout
+from vit_ray.models.dropout import Dropout, StochasticDepth
 from vit_ray.models.layers import MlpLinear, QkvLinear, XavierLinear
 from vit_ray.models.positions import RelativePositions
 
@@ -96,7 +96,8 @@ class Mlp(nn.Module):
 
 
 def _keys_of(keys: Tensor | None, place: int) -> Tensor | None:
-    """Keys of one of a block's places that drop: 0 after attention, 1 and 2 in the MLP."""
+    """Keys of one of a block's places that drop: 0 after attention, 1 and 2 in the MLP, 3 and 4 of
+    whole branches."""
     return None if keys is None else numbered_keys(keys, place)
 
 
@@ -110,6 +111,7 @@ class Block(nn.Module):
         num_heads: int,
         dropout: float,
         relative: RelativePositions | None = None,
+        stochastic_depth: float = 0.0,
     ) -> None:
         super().__init__()
         self.attention_norm = layer_norm(width)
@@ -117,6 +119,7 @@ class Block(nn.Module):
         self.dropout = Dropout(dropout)
         self.mlp_norm = layer_norm(width)
         self.mlp = Mlp(width, mlp_dim, dropout)
+        self.stochastic_depth = StochasticDepth(stochastic_depth)
 
     def forward(
         self,
@@ -134,6 +137,7 @@ class Block(nn.Module):
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
         """
         mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
-        x_BND = x_BND[:, :num_queries] + self.dropout(mixed, _keys_of(keys, 0))
-        out: Tensor = x_BND + self.mlp(self.mlp_norm(x_BND), keys)
-        return out
+        mixed = self.stochastic_depth(self.dropout(mixed, _keys_of(keys, 0)), _keys_of(keys, 3))
+        x_BND = x_BND[:, :num_queries] + mixed
+        made: Tensor = self.mlp(self.mlp_norm(x_BND), keys)
+        return x_BND + self.stochastic_depth(made, _keys_of(keys, 4))

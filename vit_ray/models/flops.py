@@ -258,19 +258,20 @@ def _blocks(
     """Blocks of a ViT, with relative attention where it is chosen."""
     num_tokens = num_patches + (options.pool == "cls")
 
-    def block(num_queries: int) -> _Unit:
+    def block(index: int, num_queries: int) -> _Unit:
         macs = block_macs(size, num_tokens, num_queries)
         if options.positions == "relative":
             macs += num_queries * (2 * num_tokens - 1) * size.width
-        return _Unit(macs, _tail_macs(size, num_queries, options))
+        drops = options.dropout or options.depth_rate(index, size.depth)
+        return _Unit(macs, _tail_macs(size, num_queries, drops))
 
-    last = block(1 if is_pruned and options.pool == "cls" else num_tokens)
-    return (*[block(num_tokens)] * (size.depth - 1), last)
+    last = block(size.depth - 1, 1 if is_pruned and options.pool == "cls" else num_tokens)
+    return (*(block(index, num_tokens) for index in range(size.depth - 1)), last)
 
 
-def _tail_macs(size: EncoderSize, num_tokens: int, options: Any) -> int:
-    """The end of an MLP, of which only dropout keeps something for the backward pass."""
-    return 0 if options.dropout else num_tokens * size.width * size.mlp_dim
+def _tail_macs(size: EncoderSize, num_tokens: int, drops: float) -> int:
+    """The end of an MLP, after which only what drops keeps something for the backward pass."""
+    return 0 if drops else num_tokens * size.width * size.mlp_dim
 
 
 def _vit(spec: PlainVit, num_classes: int, image_size: Grid, options: Any, pruned: bool) -> _Parts:
@@ -304,7 +305,7 @@ def _axial_vit(
     rows, columns = image_size[0] // spec.patch_size, image_size[1] // spec.patch_size
     embedding = rows * columns * 3 * spec.patch_size**2 * size.width
     macs = rows * block_macs(size, columns) + columns * block_macs(size, rows)
-    block = _Unit(macs, _tail_macs(size, rows * columns, options))
+    block = _Unit(macs, _tail_macs(size, rows * columns, options.dropout))
     head = _head_macs(size.width, num_classes, options.representation)
     return _Parts(embedding, ((block,) * size.depth,), head)
 

@@ -40,7 +40,8 @@ class VitOptions:
     """What may differ between two ViTs of one size.
 
     `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
-    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8.
+    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
+    `stochastic_depth` is the share of images for which the last block's branches are left out.
     """
 
     positions: Positions = "learned_1d"
@@ -49,6 +50,7 @@ class VitOptions:
     representation: bool = False
     head_bias: float = 0.0
     dropout: float = 0.0
+    stochastic_depth: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice("positions", self.positions, ("none", "learned_1d", "learned_2d", "relative"))
@@ -61,10 +63,15 @@ class VitOptions:
                 f"positions_at={self.positions_at!r} has no meaning with positions="
                 f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        for name in ("dropout", "stochastic_depth"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         if not math.isfinite(self.head_bias):
             raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+
+    def depth_rate(self, index: int, depth: int) -> float:
+        """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
+        return self.stochastic_depth * index / max(1, depth - 1)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -83,6 +90,11 @@ class AxialVitOptions(VitOptions):
         if self.pool != "gap":
             raise ValueError(
                 f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
+            )
+        if self.stochastic_depth:
+            raise ValueError(
+                f"stochastic_depth={self.stochastic_depth}: an axial ViT's blocks take lines and "
+                "not images; leave it at 0."
             )
         if self.positions == "relative":
             raise ValueError(

@@ -80,7 +80,7 @@ class VisionTransformer(nn.Module):
         self.class_token = ClassToken(size.width) if options.pool == "cls" else None
         self.positions = self._learned_positions()
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(self._block() for _ in range(size.depth))
+        self.blocks = nn.ModuleList(self._block(index) for index in range(size.depth))
         self.norm = layer_norm(size.width)
         self.representation = (
             LecunLinear(size.width, size.width) if options.representation else None
@@ -105,12 +105,13 @@ class VisionTransformer(nn.Module):
             kind(self.grid, self.size.width, has_class_token) for _ in range(count)
         )
 
-    def _block(self) -> nn.Module:
+    def _block(self, index: int) -> nn.Module:
         size = self.size
         relative = None
         if self.options.positions == "relative":
             relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
-        return Block(size.width, size.mlp_dim, size.num_heads, self.options.dropout, relative)
+        dropout, depth_rate = self.options.dropout, self.options.depth_rate(index, size.depth)
+        return Block(size.width, size.mlp_dim, size.num_heads, dropout, relative, depth_rate)
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).

@@ -62,7 +62,7 @@ def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
         inputs = [normalize(images, dtype)]
-        if recipe.model.dropout:
+        if recipe.model.dropout or recipe.model.stochastic_depth:
             inputs.append(sample_keys(samples, recipe.seed, step))
         return classification_loss(module(*inputs), labels, train).mean()
 

@@ -18,6 +18,7 @@ ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size":
 DEPTH = {"dropout": 0.0, "stochastic_depth": 0.5}
 # Name -> micro-batch, sections `model` and `train`, by world size.
 PLAIN: dict[str, Any] = {"zero_stage": 1}
+MIXED = {**PLAIN, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}
 CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
     1: {
         "1 x 8": (8, {}, PLAIN),
@@ -26,6 +27,8 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
         "1 x 4, recomputed": (4, {}, {**PLAIN, "activation_checkpointing": 1}),
         "1 x 8, no dropout": (8, {"dropout": 0.0}, PLAIN),
         "depth, 1 x 8": (8, DEPTH, PLAIN),
+        "mixed, 1 x 8": (8, {"dropout": 0.0}, MIXED),
+        "mixed, 1 x 2": (2, {"dropout": 0.0}, MIXED),
         "depth, 1 x 4, recomputed": (4, DEPTH, {**PLAIN, "activation_checkpointing": 1}),
         "1 x 8, another seed": (8, {}, {**PLAIN, "seed": 2}),
     },
@@ -34,6 +37,8 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
         "2 x 4": (4, {}, {"zero_stage": 3}),
         "2 x 1": (1, {}, PLAIN),
         "depth, 2 x 2": (2, DEPTH, PLAIN),
+        "mixed, 2 x 2": (2, {"dropout": 0.0}, MIXED),
+        "mixed, 2 x 4": (4, {"dropout": 0.0}, {**MIXED, "zero_stage": 3}),
     },
 }
 
@@ -107,6 +112,14 @@ def test_stochastic_depth_does_not_depend_on_workers_and_micro_batches(
     curves: dict[str, list[float]], name: str
 ) -> None:
     assert curves[name] == pytest.approx(curves["depth, 1 x 8"], rel=2e-5)
+    assert curves[name] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mixed, 1 x 2", "mixed, 2 x 2", "mixed, 2 x 4"])
+def test_mixing_does_not_depend_on_workers_and_micro_batches(
+    curves: dict[str, list[float]], name: str
+) -> None:
+    assert curves[name] == pytest.approx(curves["mixed, 1 x 8"], rel=2e-5)
     assert curves[name] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
 
 

@@ -83,9 +83,13 @@ class Recipe(Section):
 
     @property
     def group_sizes(self) -> list[int]:
-        """Worker counts that training may have: those that divide its batch; all if none does."""
+        """Worker counts that training may have: those that divide its batch; all if none does.
+
+        Where images are mixed, those that divide it into pairs.
+        """
         sizes = list(self.workers.sizes)
-        return [n for n in sizes if self.train.global_batch_size % n == 0] or sizes
+        batch, least = self.train.global_batch_size, self.train.least_pass
+        return [n for n in sizes if batch % (n * least) == 0] or sizes
 
     @property
     def run_folder(self) -> str:

@@ -279,6 +279,13 @@ class TrainConfig(Section):
     """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels)."""
     label_smoothing: Fraction = 0.0
     """Softmax only."""
+    mixup: NotNegativeFloat = 0.0
+    """Alpha of MixUp's Beta(alpha, alpha), 0 = off. Neighbours in the global batch are mixed, and
+    their labels, so a worker's share and its passes have an even number of images."""
+    cutmix: NotNegativeFloat = 0.0
+    """Alpha of CutMix's, 0 = off; with MixUp each has half of the pairs."""
+    mix_probability: Fraction = 1.0
+    """Share of pairs that MixUp or CutMix mix."""
     masked_target: Literal["mean_color", "downsized", "full_patch"] = "mean_color"
     """What masked patch prediction predicts."""
     global_batch_size: Positive = 4096
@@ -309,6 +316,33 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a better validation loss."""
     step_timeout_s: PositiveFloat = 600.0
     """A step that takes longer counts as hung: the attempt is ended and restarted."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs."""
+        return self.mixup > 0.0 or self.cutmix > 0.0
+
+    @property
+    def least_pass(self) -> int:
+        """Images that a pass has a multiple of."""
+        return 2 if self.mixes else 1
+
+    @model_validator(mode="after")
+    def _pairs(self) -> TrainConfig:
+        if not self.mixes:
+            return self
+        if self.loss == "masked_patch":
+            raise ValueError(
+                "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0"
+            )
+        for key in ("global_batch_size", "micro_batch_size"):
+            size = getattr(self, key)
+            if size != "auto" and size % 2:
+                raise ValueError(
+                    f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such "
+                    f"as {size + 1}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _known_combinations(self) -> TrainConfig:

@@ -14,6 +14,7 @@ from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import gpu_kernels, kept_bytes, peak_bytes
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, training_macs
+from vit_ray.train.micro_batch import pass_sizes
 from vit_ray.train.objective import build_objective, make_loss
 
 
@@ -58,14 +59,15 @@ def _counted_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
 
 
 def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
-    """Multiply-adds of a forward pass, and of it and its backward pass together."""
-    model = _prepared_model(recipe, num_classes)
+    """Multiply-adds of an image's forward pass, and of it and its backward pass together."""
+    model, batch_size = _prepared_model(recipe, num_classes), recipe.train.least_pass
     # The fused kernel's count has the weights of attention twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        loss = _forward(model, recipe, 1)()
-        forward: int = counter.get_total_flops() // 2
+        loss = _forward(model, recipe, batch_size)()
+        forward = counter.get_total_flops()
         loss.backward()  # type: ignore[no-untyped-call]
-        return forward, counter.get_total_flops() // 2
+    both = counter.get_total_flops()
+    return forward // (2 * batch_size), both // (2 * batch_size)
 
 
 def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
@@ -137,12 +139,11 @@ def largest_micro_batch(
     Returns:
         Images per pass, or None if not even one fits.
     """
-    share = recipe.train.global_batch_size // world_size
     shape = state_shape(recipe, num_classes, world_size, stage)
     limit_gib = memory_gib * (1 - RESERVED_FRACTION)
     if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
         return None  # whatever the activations, which take seconds to measure
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    sizes = pass_sizes(recipe, world_size)
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2

@@ -44,7 +44,25 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
         accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
     most = share if wanted == "auto" else min(wanted, share)
     most = most if limit is None else min(most, limit)
-    return next(size for size in range(most, 0, -1) if share % size == 0)
+    sizes = pass_sizes(recipe, world_size)
+    return max((size for size in sizes if size <= most), default=sizes[0])
+
+
+def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
+    """Images that a worker may take per pass, in ascending order.
+
+    Raises:
+        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+    """
+    train = recipe.train
+    share, least = train.global_batch_size // world_size, train.least_pass
+    if share % least:
+        raise ValueError(
+            f"train.mixup and train.cutmix mix images in pairs, and {share} of "
+            f"train.global_batch_size={train.global_batch_size} images for each of {world_size} "
+            f"workers are no pairs; use a multiple of {least * world_size}"
+        )
+    return [size for size in range(least, share + 1, least) if share % size == 0]
 
 
 def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
@@ -60,21 +78,25 @@ def read_limit(run_folder: Location, key: str) -> int | None:
     return _limits(run_folder).get(key)
 
 
-def lower_limit(run_folder: Location, key: str, failed: int) -> int:
+def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> int:
     """Remember that `failed` images did not fit; returns the new limit, 3/4 of them.
 
     With it no divisor of the share is passed over that is as much as 3/4 of what failed, and 96
     images come down to one in 11 tries (96, 48, 32, 24, 16, ...).
 
+    Args:
+        least: images that a pass has at least.
+
     Raises:
-        ValueError: a single image did not fit.
+        ValueError: so few did not fit.
     """
-    if failed <= 1:
+    if failed <= least:
+        few = "one image per pass does" if least == 1 else "a pair of images per pass does"
         raise ValueError(
-            "one image per pass does not fit into device memory; use train.zero_stage=3, "
+            f"{few} not fit into device memory; use train.zero_stage=3, "
             "train.activation_checkpointing=1 or train.offload=true, or a smaller model"
         )
-    limits = {**_limits(run_folder), key: failed * 3 // 4}
+    limits = {**_limits(run_folder), key: max(least, failed * 3 // 4)}
     run_folder.child(LIMIT_FILE).write(json.dumps({"limits": limits}).encode())
     return limits[key]
 

@@ -17,6 +17,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parts import chosen_parts, part_of
+from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
@@ -49,8 +50,8 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
-    What is random in it (dropout, the choice of patches) is a function of the seed, the step and
-    the sample, and of nothing that depends on how a batch is cut into workers and passes.
+    What is random in it (dropout, mixing, the choice of patches) is a function of the seed, the
+    step and the sample, and of nothing that depends on how a batch is cut into workers and passes.
 
     Args:
         num_images: training images of one epoch; other patches are masked in each.
@@ -61,10 +62,20 @@ def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        inputs = [normalize(images, dtype)]
+        keys = ()
         if recipe.model.dropout or recipe.model.stochastic_depth:
-            inputs.append(sample_keys(samples, recipe.seed, step))
-        return classification_loss(module(*inputs), labels, train).mean()
+            keys = (sample_keys(samples, recipe.seed, step),)
+        if not train.mixes:
+            logits = module(normalize(images, dtype), *keys)
+            return classification_loss(logits, labels, train).mean()
+        height, width = images.shape[1:3]
+        mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
+        mixed = mix_images(normalize(images, torch.float32), mixing.weight)
+        logits = module(mixed.to(dtype), *keys)
+        # Both losses are linear in the target, so this is the loss of mixed targets.
+        own = classification_loss(logits, labels, train)
+        others = classification_loss(logits, partners(labels), train)
+        return torch.lerp(others, own, mixing.own_share).mean()
 
     def predict_patches(
         module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int

@@ -53,7 +53,7 @@ def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMic
     """
     try:
         key = limit_key(job.recipe, world_size, device_name())
-        limit = lower_limit(locate(job.run_folder), key, failed)
+        limit = lower_limit(locate(job.run_folder), key, failed, job.recipe.train.least_pass)
     except ValueError as error:
         raise UnrecoverableError(str(error), is_agreed=False) from None
     return SmallerMicroBatchError(f"{failed} images per pass do not fit; trying at most {limit}")

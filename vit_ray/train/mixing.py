@@ -1,0 +1,100 @@
+"""MixUp and CutMix of neighbours in the global batch, so that nobody else decides who meets whom.
+
+Images 2i and 2i + 1 of a global batch are a pair. A worker has a run of consecutive images and a
+pass has an even number of them, so that the two are together on any number of workers. Which way
+and how far they are mixed is a function of the seed, the step and the first one's sample number.
+The order of samples is shuffled anew in each epoch, so that a partner is a random image.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models.counter_random import random_words, sample_keys
+
+# Among the words of a key: dropout has keys of (seed, step) without any.
+_MIXING = 5
+
+
+class Mixing(NamedTuple):
+    """How the pairs of a pass are mixed."""
+
+    weight: Tensor
+    """float32 (P, H, W): of an image's own pixels; the rest is its partner's."""
+    own_share: Tensor
+    """float32 (2 P,): of an image's own label."""
+
+
+def draw_mixing(
+    samples: Tensor, size: tuple[int, int], config: TrainConfig, seed: int, step: int
+) -> Mixing:
+    """The mixing of each pair: MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899).
+
+    Both images of a pair have the same share of their own, from Beta(alpha, alpha); CutMix
+    exchanges a box of the rest's area around a uniform pixel, and what lies outside is cut off and
+    given back to the share, as in its authors' code.
+
+    Args:
+        samples: int64 (2 P,), in the order of the global batch.
+        size: height and width of the images.
+        config: `mixup` and `cutmix` are the alphas, 0 where it is off.
+        seed: of the run.
+        step: 0-based.
+    """
+    keys = sample_keys(samples[::2], seed, step, _MIXING)
+    is_mixed, is_cut, *shape, row, column = _uniform(keys, 7).unbind(1)
+    cut_fraction = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0.0)
+    cut = is_cut < cut_fraction
+    alpha = torch.where(cut, config.cutmix, config.mixup).double()
+    share = torch.where(is_mixed < config.mix_probability, symmetric_beta(alpha, *shape), 1.0)
+    outside = _outside(share, size, row, column)
+    weight = torch.where(cut[:, None, None], outside.double(), share[:, None, None])
+    own_share = torch.where(cut, outside.double().mean((1, 2)), share)
+    return Mixing(weight.float(), own_share.float().repeat_interleave(2))
+
+
+def mix_images(images: Tensor, weight: Tensor) -> Tensor:
+    """float32 (2 P, C, H, W), each mixed with its partner."""
+    mixed = torch.lerp(partners(images), images, weight.repeat_interleave(2, dim=0)[:, None])
+    return mixed
+
+
+def partners(items: Tensor) -> Tensor:
+    """Of each of (2 P, ...) the other one of its pair."""
+    return items.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def symmetric_beta(alpha: Tensor, radius: Tensor, angle: Tensor, side: Tensor) -> Tensor:
+    """Beta(alpha, alpha) from three uniform numbers above 0 and below 1, without rejection.
+
+    Devroye, Random variate generation in one line of code (WSC 1996), section 4.
+    """
+    spread = (radius ** (-1.0 / alpha) - 1.0) * torch.cos(2.0 * math.pi * angle).square()
+    return 0.5 + 0.5 * torch.sign(side - 0.5) / torch.sqrt(1.0 + 1.0 / spread)
+
+
+def _outside(share: Tensor, size: tuple[int, int], row: Tensor, column: Tensor) -> Tensor:
+    """Pixels that an image keeps: bool (P, H, W), false in the box."""
+    kept = [
+        _outside_line(share, length, centre)
+        for length, centre in zip(size, (row, column), strict=True)
+    ]
+    return kept[0][:, :, None] | kept[1][:, None, :]
+
+
+def _outside_line(share: Tensor, length: int, centre: Tensor) -> Tensor:
+    """Along one axis, (P, length)."""
+    half = (length * torch.sqrt(1.0 - share)).floor() // 2
+    middle = (centre * length).floor()
+    place = torch.arange(length, device=share.device)
+    return (place < (middle - half)[:, None]) | (place >= (middle + half)[:, None])
+
+
+def _uniform(keys: Tensor, count: int) -> Tensor:
+    """float64 (P, count), above 0 and below 1."""
+    return ((random_words(keys, count) >> 12 & (2**52 - 1)).double() + 0.5) / 2.0**52

@@ -46,6 +46,10 @@ _HARMLESS: Final = (
     "train.zero_stage",
 )
 _UNUSED: Final = {
+    **{
+        f"data.augment.randaugment_{key}": ("data.augment.randaugment", ("None",))
+        for key in ("layers", "magnitude", "magnitude_std")
+    },
     "optim.decay_at": ("optim.schedule", ("linear", "cosine", "constant")),
     "optim.end_learning_rate": ("optim.schedule", ("constant", "steps")),
     "optim.momentum": ("optim.name", ("adamw",)),

@@ -107,6 +107,15 @@ class AugmentConfig(Section):
     """Mirror half of the images."""
     border: NotNegative = 0
     """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
+    randaugment: Literal["tensorflow", "timm"] | None = None
+    """Random operations on the finished crop: the space of the paper's code and of AugReg, or
+    timm's `inc1` of DeiT; unset = none. Of training images that reading tasks decode."""
+    randaugment_layers: Positive = 2
+    """Operations for each image."""
+    randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0)] = 10.0
+    """Their strength; 10 is full, and timm's are not stronger."""
+    randaugment_magnitude_std: NotNegativeFloat = 0.0
+    """Of normal noise on the strength of each operation (DeiT: 0.5)."""
 
     @model_validator(mode="after")
     def _areas_in_order(self) -> AugmentConfig:
@@ -114,6 +123,11 @@ class AugmentConfig(Section):
             raise ValueError(
                 f"min_area={self.min_area} is larger than max_area={self.max_area}; "
                 "give a range from small to large"
+            )
+        if self.randaugment == "timm" and self.randaugment_magnitude > 10.0:
+            raise ValueError(
+                f"randaugment_magnitude={self.randaugment_magnitude} is above 10, where timm's "
+                "operations end; use at most 10, or randaugment=tensorflow"
             )
         return self
 
@@ -176,6 +190,20 @@ class DataConfig(Section):
     gives up what it has of others once that was not used for an hour."""
     prefetch_batches: NotNegative = 2
     """Steps' worth of images that a worker fetches ahead."""
+
+    @model_validator(mode="after")
+    def _randaugment_in_reading_tasks(self) -> DataConfig:
+        if self.eval_augment.randaugment is not None:
+            raise ValueError(
+                f"eval_augment.randaugment={self.eval_augment.randaugment} would change the images "
+                "that accuracy is measured on; unset it"
+            )
+        if self.augment.randaugment is not None and self.decode == "device":
+            raise ValueError(
+                f"augment.randaugment={self.augment.randaugment} is done by the reading tasks; set "
+                "decode=host, or unset it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _cache_on_a_disk(self) -> DataConfig:

@@ -21,6 +21,7 @@ from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.selection import Selection, select
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.answers import Answers
@@ -455,6 +456,18 @@ def augmentation_of(recipe: Recipe, augment: AugmentConfig) -> Augmentation:
         min_area=augment.min_area,
         max_area=augment.max_area,
         border=augment.border,
+        randaugment=_randaugment(augment),
+    )
+
+
+def _randaugment(augment: AugmentConfig) -> RandAugment | None:
+    if augment.randaugment is None:
+        return None
+    return RandAugment(
+        augment.randaugment,
+        augment.randaugment_layers,
+        augment.randaugment_magnitude,
+        augment.randaugment_magnitude_std,
     )
 
 

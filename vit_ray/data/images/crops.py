@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit_ray.data.images.jpeg import decode_jpeg, read_header
+from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.keyed_random import KeyedUniform
 
 UInt8Array = NDArray[np.uint8]
 
 _CROP_ATTEMPTS: Final = 10
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
-_CROP: Final = 3
-"""Tells the random numbers of the crop from others of the same (seed, epoch, sample)."""
+_CROP, _RANDAUGMENT = 3, 4
+"""Tell the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
@@ -56,6 +57,7 @@ class Augmentation:
         min_area, max_area: range of the crop's share of the image.
         min_aspect, max_aspect: range of the crop's width over height.
         border: pixels cut off all four sides before anything else.
+        randaugment: what is done to the finished crop; None for nothing.
     """
 
     kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
@@ -67,6 +69,7 @@ class Augmentation:
     min_aspect: float = 3 / 4
     max_aspect: float = 4 / 3
     border: int = 0
+    randaugment: RandAugment | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _BOXES:
@@ -172,7 +175,10 @@ def training_crop(
     if out is None:
         out = np.empty(augmentation.shape, np.uint8)
     pixels, box = _pixels_for_crop(image, augmentation, rng_key)
-    return _cut(pixels, box, out)
+    _cut(pixels, box, out)
+    if augmentation.randaugment is not None:
+        out[:] = augmentation.randaugment(out, KeyedUniform(*rng_key, _RANDAUGMENT))
+    return out
 
 
 def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
@@ -201,6 +207,7 @@ def crop_of_jpeg(
     image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
 ) -> DeviceCrop | None:
     """The crop that `training_crop` takes; None for what is no plain JPEG, or has a border."""
+    assert augmentation.randaugment is None, "a device only cuts"
     header = None if augmentation.border else read_header(image)
     if header is None:
         return None

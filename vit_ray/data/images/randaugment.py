@@ -1,0 +1,198 @@
+"""RandAugment (Cubuk et al., arXiv:1909.13719) of a finished crop: uint8 in, uint8 out.
+
+Two spaces of operations are in use. `tensorflow` is the one of the paper's code, which "How to
+train your ViT" took over: 16 operations, of which each layer applies one, whose strength goes on
+growing past a magnitude of 10; some are weaker at a higher one. `timm` is `rand-...-inc1` of timm,
+as in DeiT: 15 operations that are all stronger at a higher magnitude, each applied half of the
+time, at a magnitude with noise. All operations are Pillow's; the contrast is about the image's own
+mean, where TensorFlow's code takes a number that depends on the image's size alone.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+
+from vit_ray.data.order.keyed_random import KeyedUniform
+
+UInt8Array = NDArray[np.uint8]
+
+_FULL_LEVEL: Final = 10.0
+_TRANSLATE_PIXELS, _CUTOUT_PIXELS = 100, 40  # at full level, as for images of 224 pixels
+_TRANSLATE_FRACTION: Final = 0.45
+_APPLIED_FRACTION: Final = 0.5
+_GREY: Final = (128, 128, 128)
+_IMAGENET_MEAN: Final = (124, 116, 104)
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """Random operations, one after the other.
+
+    Attributes:
+        space: `tensorflow` or `timm`, see above.
+        layers: operations for each image.
+        magnitude: their strength; 10 is full.
+        magnitude_std: of normal noise on it, for each operation; the sum is kept within 0 to 10.
+    """
+
+    space: Literal["tensorflow", "timm"]
+    layers: int = 2
+    magnitude: float = 10.0
+    magnitude_std: float = 0.0
+
+    def __call__(self, pixels: UInt8Array, random: KeyedUniform) -> UInt8Array:
+        """Changed pixels of the same shape, uint8 (height, width, 3).
+
+        Args:
+            random: the only source of randomness.
+        """
+        image = Image.fromarray(pixels)
+        operations = _SPACES[self.space]
+        for _ in range(self.layers):
+            operation = operations[random.below(len(operations))]
+            if self.space == "timm" and random.draw() >= _APPLIED_FRACTION:
+                continue
+            image = operation(image, self._level(random), random)
+        return np.asarray(image)
+
+    def _level(self, random: KeyedUniform) -> float:
+        """Share of the full strength."""
+        if self.magnitude_std == 0.0:
+            return self.magnitude / _FULL_LEVEL
+        noise = math.sqrt(-2.0 * math.log(1.0 - random.draw()))
+        noise *= math.cos(2.0 * math.pi * random.draw())
+        magnitude = self.magnitude + self.magnitude_std * noise
+        return min(max(magnitude, 0.0), _FULL_LEVEL) / _FULL_LEVEL
+
+
+Operation = Callable[[Image.Image, float, KeyedUniform], Image.Image]
+"""(image, level, random) to an image of the same size."""
+
+
+def _signed(value: float, random: KeyedUniform) -> float:
+    return value if random.draw() < 0.5 else -value
+
+
+def _autocontrast(image: Image.Image, *_: Any) -> Image.Image:
+    return ImageOps.autocontrast(image)
+
+
+def _equalize(image: Image.Image, *_: Any) -> Image.Image:
+    return ImageOps.equalize(image)
+
+
+def _invert(image: Image.Image, *_: Any) -> Image.Image:
+    return ImageOps.invert(image)
+
+
+def _posterize(image: Image.Image, level: float, _: Any) -> Image.Image:
+    return ImageOps.posterize(image, min(8, int(level * 4)))
+
+
+def _posterize_more(image: Image.Image, level: float, _: Any) -> Image.Image:
+    return ImageOps.posterize(image, 4 - int(level * 4))
+
+
+def _solarize(image: Image.Image, level: float, _: Any) -> Image.Image:
+    return ImageOps.solarize(image, int(level * 256))
+
+
+def _solarize_more(image: Image.Image, level: float, _: Any) -> Image.Image:
+    return ImageOps.solarize(image, 256 - int(level * 256))
+
+
+def _solarize_add(image: Image.Image, level: float, _: Any) -> Image.Image:
+    addition = int(level * 110)
+    table = [min(255, value + addition) if value < 128 else value for value in range(256)]
+    return image.point(table * 3)
+
+
+def _enhance(kind: Any) -> Operation:
+    """Blend with a duller image; 1 changes nothing, and full level is 1.9."""
+    return lambda image, level, _: kind(image).enhance(level * 1.8 + 0.1)
+
+
+def _enhance_either_way(kind: Any) -> Operation:
+    """As much duller as sharper: 0.1 or 1.9 at full level."""
+    return lambda image, level, random: kind(image).enhance(1.0 + _signed(0.9 * level, random))
+
+
+def _cutout(image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+    """Grey out a square around a pixel, as far as it lies in the image."""
+    half = int(level * _CUTOUT_PIXELS)
+    row, column = random.below(image.height), random.below(image.width)
+    cut = image.copy()
+    cut.paste(_GREY, (max(0, column - half), max(0, row - half), column + half, row + half))
+    return cut
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """How pixels are found in another place, and what stands where there are none."""
+
+    resample: Image.Resampling
+    fill: tuple[int, int, int]
+    translates_by_side: bool
+
+    def rotate(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+        return image.rotate(_signed(level * 30, random), self.resample, fillcolor=self.fill)
+
+    def shear_x(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+        return self._affine(image, (1, _signed(level * 0.3, random), 0, 0, 1, 0))
+
+    def shear_y(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+        return self._affine(image, (1, 0, 0, _signed(level * 0.3, random), 1, 0))
+
+    def translate_x(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+        return self._affine(image, (1, 0, self._shift(image.width, level, random), 0, 1, 0))
+
+    def translate_y(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
+        return self._affine(image, (1, 0, 0, 0, 1, self._shift(image.height, level, random)))
+
+    def _shift(self, side: int, level: float, random: KeyedUniform) -> float:
+        most = _TRANSLATE_FRACTION * side if self.translates_by_side else _TRANSLATE_PIXELS
+        return _signed(level * most, random)
+
+    def _affine(self, image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+        return image.transform(
+            image.size, Image.Transform.AFFINE, matrix, self.resample, fillcolor=self.fill
+        )
+
+    def operations(self) -> tuple[Operation, ...]:
+        return self.rotate, self.shear_x, self.shear_y, self.translate_x, self.translate_y
+
+
+_ENHANCED = (
+    ImageEnhance.Color,
+    ImageEnhance.Contrast,
+    ImageEnhance.Brightness,
+    ImageEnhance.Sharpness,
+)
+_SPACES: Final[dict[str, tuple[Operation, ...]]] = {
+    "tensorflow": (
+        _autocontrast,
+        _equalize,
+        _invert,
+        _posterize,
+        _solarize,
+        _solarize_add,
+        _cutout,
+        *map(_enhance, _ENHANCED),
+        *_Geometry(Image.Resampling.NEAREST, _GREY, translates_by_side=False).operations(),
+    ),
+    "timm": (
+        _autocontrast,
+        _equalize,
+        _invert,
+        _posterize_more,
+        _solarize_more,
+        _solarize_add,
+        *map(_enhance_either_way, _ENHANCED),
+        *_Geometry(Image.Resampling.BICUBIC, _IMAGENET_MEAN, translates_by_side=True).operations(),
+    ),
+}

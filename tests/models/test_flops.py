@@ -155,6 +155,9 @@ EXACT = [
     ("ViT", {"positions": "relative"}),
     ("ViT", {"dropout": 0.1}),
     ("ViT", {"stochastic_depth": 0.1}),
+    ("ViT", {"registers": 3}),
+    ("ViT", {"pool": "map", "registers": 1}),
+    ("ViT", {"positions": "sincos_2d", "pool": "gap"}),
     ("Axial-ViT", {}),
 ]
 

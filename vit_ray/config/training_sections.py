@@ -40,12 +40,16 @@ class ModelConfig(Section):
     """Units of each stage; of `R+ViT`, `ResNet`, `AxialResNet` only."""
     width_factor: Positive | None = None
     """Factor on the widths of a ResNet (64 in its first stage); of the same three only."""
-    positions: Literal["none", "learned_1d", "learned_2d", "relative"] | None = None
-    """Position embedding of Table 8; unset = the model's own default."""
+    positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] | None = None
+    """Position embedding of Table 8, or fixed sines and cosines; unset = the model's default."""
     positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None
     """Where positions are added."""
-    pool: Literal["cls", "gap"] | None = None
-    """Classifier input: the class token, or the mean over patch tokens."""
+    pool: Literal["cls", "gap", "map"] | None = None
+    """Classifier input: the class token, the mean over patch tokens, or their pooling by attention
+    (the MAP head of "Scaling Vision Transformers")."""
+    registers: NotNegative | None = None
+    """Tokens that belong to no patch, beside the class token. Exported in our own layout only, as
+    are the MAP head and the positions that are fixed."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
@@ -235,8 +239,9 @@ class OptimConfig(Section):
     it, the embedding with class token and positions the least. 1 = the same rate for all."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that keep their first weights, without gradient and optimizer state:
-    `embedding`, `class_token`, `positions`, `blocks` or `blocks.0-5`, `norm`, `representation`,
-    `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
+    `embedding`, `class_token`, `positions`, `registers`, `blocks` or `blocks.0-5`, `norm`,
+    `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`,
+    `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Largest global gradient norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps"] = "cosine"

@@ -63,10 +63,10 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
     """What the first position embedding adds to each patch, (h, w, D); None without a table."""
     if not len(model.positions):
         return None
-    zeros = torch.zeros(1, model.num_tokens, model.size.width)
-    table = next(model.positions.parameters())
+    weight = model.norm.weight
+    zeros = weight.new_zeros(1, model.num_positions, model.size.width)
     with torch.no_grad():
-        added: Tensor = model.positions[0](zeros.to(table.device, table.dtype))
+        added: Tensor = model.positions[0](zeros)
     num_patches = model.grid[0] * model.grid[1]
     return added[0, -num_patches:].reshape(*model.grid, -1).float().cpu().numpy()
 
@@ -120,7 +120,9 @@ def _patch_distances(grid: Grid, patch_size: int) -> Tensor:
     return torch.cdist(places, places)
 
 
-def attention_rollout(weights: Sequence[Tensor], grid: Grid) -> FloatArray:
+def attention_rollout(
+    weights: Sequence[Tensor], grid: Grid, has_class_token: bool | None = None
+) -> FloatArray:
     """How much of each patch reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020).
 
     Heads are averaged, the residual path is added as an identity, rows are brought to a sum of 1,
@@ -128,16 +130,19 @@ def attention_rollout(weights: Sequence[Tensor], grid: Grid) -> FloatArray:
 
     Args:
         weights: (B, H, N, N) for each layer.
-        grid: (h, w) of the patches.
+        grid: (h, w) of the patches, which are the last tokens.
+        has_class_token: None = where there are more tokens than patches.
 
     Returns:
-        (B, h, w): the class token's row without itself; without a class token, the mean row.
+        (B, h, w): the class token's row; without a class token, the mean row of the patches.
     """
     rollout: Tensor | None = None
     for layer in weights:
         rollout = _roll(rollout, layer)
     assert rollout is not None
-    return _output_row(rollout, grid)
+    if has_class_token is None:
+        has_class_token = rollout.shape[-1] > grid[0] * grid[1]
+    return _output_row(rollout, grid, has_class_token)
 
 
 def _roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
@@ -151,10 +156,10 @@ def _roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
     return mixed if rollout is None else mixed @ rollout
 
 
-def _output_row(rollout: Tensor, grid: Grid) -> FloatArray:
+def _output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
     """What of each patch (B, h, w) a rollout brings to the output."""
-    has_class_token = rollout.shape[-1] > grid[0] * grid[1]
-    row = rollout[:, 0, 1:] if has_class_token else rollout.mean(dim=1)
+    patches = rollout[:, :, -grid[0] * grid[1] :]
+    row = patches[:, 0] if has_class_token else patches[:, -grid[0] * grid[1] :].mean(dim=1)
     return row.reshape(-1, *grid).float().cpu().numpy()
 
 
@@ -203,4 +208,5 @@ def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, Flo
         pixels = torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         model.encode(model.embed(pixels), add)
     assert rollout is not None
-    return np.stack(distances), _output_row(rollout, model.grid)
+    has_class_token = model.class_token is not None
+    return np.stack(distances), _output_row(rollout, model.grid, has_class_token)

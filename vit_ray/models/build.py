@@ -41,7 +41,7 @@ def build_model(
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
-            `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`), of
+            `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `registers`), of
             `AxialVitOptions`, of `ResNetOptions` or of `AxialResNetOptions`; and, for a family, its
             size in full: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor.
 

@@ -256,7 +256,7 @@ def _blocks(
     size: EncoderSize, num_patches: int, options: Any, is_pruned: bool
 ) -> tuple[_Unit, ...]:
     """Blocks of a ViT, with relative attention where it is chosen."""
-    num_tokens = num_patches + (options.pool == "cls")
+    num_tokens = _num_tokens(num_patches, options)
 
     def block(index: int, num_queries: int) -> _Unit:
         macs = block_macs(size, num_tokens, num_queries)
@@ -269,6 +269,18 @@ def _blocks(
     return (*(block(index, num_tokens) for index in range(size.depth - 1)), last)
 
 
+def _num_tokens(num_patches: int, options: Any) -> int:
+    return num_patches + int(options.num_class_tokens) + int(options.registers)
+
+
+def _pool_macs(size: EncoderSize, num_patches: int, options: Any) -> int:
+    """A probe's query, keys and values of all tokens, attention of one query, and an MLP."""
+    if options.pool != "map":
+        return 0
+    tokens, width = _num_tokens(num_patches, options), size.width
+    return 2 * (tokens + 1) * width**2 + 2 * tokens * width + 2 * width * size.mlp_dim
+
+
 def _tail_macs(size: EncoderSize, num_tokens: int, drops: float) -> int:
     """The end of an MLP, after which only what drops keeps something for the backward pass."""
     return 0 if drops else num_tokens * size.width * size.mlp_dim
@@ -279,7 +291,7 @@ def _vit(spec: PlainVit, num_classes: int, image_size: Grid, options: Any, prune
     embedding = num_patches * 3 * spec.patch_size**2 * spec.size.width
     blocks = _blocks(spec.size, num_patches, options, pruned)
     head = _head_macs(spec.size.width, num_classes, options.representation)
-    return _Parts(embedding, (blocks,), head)
+    return _Parts(embedding, (blocks,), _pool_macs(spec.size, num_patches, options) + head)
 
 
 def _hybrid(
@@ -290,6 +302,7 @@ def _hybrid(
     embedding = num_patches * spec.backbone.channels_out * spec.size.width
     blocks = _blocks(spec.size, num_patches, options, pruned)
     head = _head_macs(spec.size.width, num_classes, options.representation)
+    head += _pool_macs(spec.size, num_patches, options)
     return _Parts(root, (units, blocks), embedding + head)
 
 

@@ -105,8 +105,8 @@ class MaskToken(nn.Module):
 class MaskedPatchObjective(nn.Module):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
-    The model's own head and representation layer do not take part and are frozen; fine-tuning
-    replaces them.
+    The model's own head, with the representation layer and pooling by attention before it, does not
+    take part and is frozen; fine-tuning replaces it.
 
     Args:
         model: any ViT, hybrid or axial ViT.
@@ -139,9 +139,9 @@ class MaskedPatchObjective(nn.Module):
         self.seed = seed
         self.mask = MaskToken(model.size.width)
         self.prediction = Head(model.size.width, num_predictions(target, side))
-        model.head.requires_grad_(False)
-        if model.representation is not None:
-            model.representation.requires_grad_(False)
+        for unused in (model.head, model.representation, model.attention_pool):
+            if unused is not None:
+                unused.requires_grad_(False)
 
     @property
     def head(self) -> nn.Linear:

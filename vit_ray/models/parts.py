@@ -19,7 +19,7 @@ from vit_ray.models.catalog import (
 
 _CHAINS = ("blocks", "units")
 # Layer 0 of a Transformer, with the patch embedding.
-_FIRST_LAYER = ("embedding", "class_token", "positions", "mask")
+_FIRST_LAYER = ("embedding", "class_token", "positions", "registers", "mask")
 
 
 def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -38,10 +38,13 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
     has = {
         "class_token": chosen.pool == "cls",
         "positions": chosen.positions.startswith("learned"),
+        "registers": chosen.registers > 0,
+        "attention_pool": chosen.pool == "map",
         "representation": chosen.representation,
     }
     blocks = (f"blocks.{i}" for i in range(spec.size.depth))
-    parts = ("embedding", "class_token", "positions", *blocks, "norm", "representation", "head")
+    stem = ("embedding", "class_token", "positions", "registers")
+    parts = (*stem, *blocks, "norm", "attention_pool", "representation", "head")
     return tuple(part for part in parts if has.get(part, True))
 
 

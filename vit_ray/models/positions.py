@@ -33,6 +33,60 @@ class ClassToken(nn.Module):
         return torch.cat([token, patches_BND], dim=1)
 
 
+class Registers(nn.Module):
+    """Learned tokens that belong to no patch (Darcet et al., arXiv:2309.16588).
+
+    They stand after the class token, where there is one, and have no positions. They start unlike
+    each other, or they would stay alike.
+    """
+
+    def __init__(self, count: int, width: int, num_before: int) -> None:
+        super().__init__()
+        self.num_before = num_before
+        self.tokens = nn.Parameter(torch.empty(1, count, width))
+        nn.init.normal_(self.tokens, std=1e-6)  # as DINOv2
+
+    def forward(self, tokens_BND: Tensor) -> Tensor:
+        """(B, N, D) to (B, N + registers, D)."""
+        registers = self.tokens.to(tokens_BND.dtype).expand(tokens_BND.shape[0], -1, -1)
+        before, after = tokens_BND[:, : self.num_before], tokens_BND[:, self.num_before :]
+        return torch.cat([before, registers, after], dim=1)
+
+
+class SincosPositions2d(nn.Module):
+    """Fixed sines and cosines of column and row (Beyer et al., arXiv:2205.01580); no parameters.
+
+    The class token, where there is one, gets zeros.
+    """
+
+    table: Tensor
+
+    def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
+        super().__init__()
+        if width % 4 or width < 8:
+            raise ValueError(
+                f"positions='sincos_2d' takes a quarter of the width each for two sines and two "
+                f"cosines, and width={width}; change width to a multiple of 4 from 8 on."
+            )
+        table = sincos_table(grid, width)
+        if has_class_token:
+            table = F.pad(table, (0, 0, 1, 0))
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, tokens_BND: Tensor) -> Tensor:
+        """Tokens plus their positions, same shape."""
+        return tokens_BND + self.table.to(tokens_BND.dtype)
+
+
+def sincos_table(grid: Grid, width: int) -> Tensor:
+    """float32 (h * w, D): sin and cos of the column, then of the row, at frequencies 1 to 1e-4."""
+    count = width // 4
+    frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / (count - 1))
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (columns, rows)]
+    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], 1).float()
+
+
 class LearnedPositions1d(nn.Module):
     """A vector for each token in raster order, the class token's first where there is one."""
 

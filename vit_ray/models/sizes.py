@@ -6,13 +6,13 @@ Nothing here needs torch, which takes seconds to import.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Grid = tuple[int, int]
 """(rows, columns), or the height and width of an image."""
-Positions = Literal["none", "learned_1d", "learned_2d", "relative"]
+Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
 PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
-Pool = Literal["cls", "gap"]
+Pool = Literal["cls", "gap", "map"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class VitOptions:
 
     `representation` adds the tanh layer of pre-training; `head_bias` is the first value of the
     head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
-    `stochastic_depth` is the share of images for which the last block's branches are left out.
+    `stochastic_depth` is the share of images for which the last block's branches are left out;
+    `registers` is the number of tokens that belong to no patch. Of `positions`, `sincos_2d` is
+    fixed; of `pool`, `map` is pooling by attention.
     """
 
     positions: Positions = "learned_1d"
@@ -51,14 +53,23 @@ class VitOptions:
     head_bias: float = 0.0
     dropout: float = 0.0
     stochastic_depth: float = 0.0
+    registers: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("positions", self.positions, ("none", "learned_1d", "learned_2d", "relative"))
+        _check_choice("positions", self.positions, get_args(Positions))
         _check_choice(
             "positions_at", self.positions_at, ("stem", "every_layer", "every_layer_shared")
         )
-        _check_choice("pool", self.pool, ("cls", "gap"))
-        if self.positions in ("none", "relative") and self.positions_at != "stem":
+        _check_choice("pool", self.pool, get_args(Pool))
+        if self.registers < 0:
+            raise ValueError(f"registers={self.registers} must be 0 or more.")
+        if self.registers and (self.positions == "relative" or self.positions_at != "stem"):
+            raise ValueError(
+                f"registers={self.registers} have no place, and positions={self.positions!r} with "
+                f"positions_at={self.positions_at!r} gives every token one in the layers; use "
+                "positions that are added at the stem."
+            )
+        if self.positions in ("none", "relative", "sincos_2d") and self.positions_at != "stem":
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no meaning with positions="
                 f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
@@ -68,6 +79,11 @@ class VitOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         if not math.isfinite(self.head_bias):
             raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+
+    @property
+    def num_class_tokens(self) -> int:
+        """1 where the head sees a class token, else 0."""
+        return int(self.pool == "cls")
 
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
@@ -90,6 +106,11 @@ class AxialVitOptions(VitOptions):
         if self.pool != "gap":
             raise ValueError(
                 f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
+            )
+        if self.registers:
+            raise ValueError(
+                f"registers={self.registers}: a register belongs to no row and no column, and an "
+                "axial ViT attends along these; leave it at 0."
             )
         if self.stochastic_depth:
             raise ValueError(

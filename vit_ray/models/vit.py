@@ -5,6 +5,7 @@
 import torch
 from torch import Tensor, nn
 
+from vit_ray.models.attention_pool import AttentionPool
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
 from vit_ray.models.encoder import Block, WeightsSink, layer_norm
@@ -13,7 +14,9 @@ from vit_ray.models.positions import (
     ClassToken,
     LearnedPositions1d,
     LearnedPositions2d,
+    Registers,
     RelativePositions,
+    SincosPositions2d,
 )
 from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
 from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
@@ -78,10 +81,20 @@ class VisionTransformer(nn.Module):
         self.size = size
         self.options = options
         self.class_token = ClassToken(size.width) if options.pool == "cls" else None
-        self.positions = self._learned_positions()
+        self.positions = self._position_tables()
         self.dropout = Dropout(options.dropout)
         self.blocks = nn.ModuleList(self._block(index) for index in range(size.depth))
+        self.registers = (
+            Registers(options.registers, size.width, options.num_class_tokens)
+            if options.registers
+            else None
+        )
         self.norm = layer_norm(size.width)
+        self.attention_pool = (
+            AttentionPool(size.width, size.mlp_dim, size.num_heads)
+            if options.pool == "map"
+            else None
+        )
         self.representation = (
             LecunLinear(size.width, size.width) if options.representation else None
         )
@@ -90,12 +103,21 @@ class VisionTransformer(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """Patches, and the class token where there is one."""
-        return self.grid[0] * self.grid[1] + (self.options.pool == "cls")
+        """Tokens of a block."""
+        return self.num_positions + self.options.registers
 
-    def _learned_positions(self) -> nn.ModuleList:
+    @property
+    def num_positions(self) -> int:
+        """Tokens that have a place: patches, and the class token where there is one."""
+        return self.grid[0] * self.grid[1] + self.options.num_class_tokens
+
+    def _position_tables(self) -> nn.ModuleList:
         """One table, or one for each layer, or none."""
-        kinds = {"learned_1d": LearnedPositions1d, "learned_2d": LearnedPositions2d}
+        kinds: dict[str, type[nn.Module]] = {
+            "learned_1d": LearnedPositions1d,
+            "learned_2d": LearnedPositions2d,
+            "sincos_2d": SincosPositions2d,
+        }
         if self.options.positions not in kinds:
             return nn.ModuleList()
         kind = kinds[self.options.positions]
@@ -109,7 +131,7 @@ class VisionTransformer(nn.Module):
         size = self.size
         relative = None
         if self.options.positions == "relative":
-            relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
+            relative = RelativePositions(self.num_positions, size.width // size.num_heads)
         dropout, depth_rate = self.options.dropout, self.options.depth_rate(index, size.depth)
         return Block(size.width, size.mlp_dim, size.num_heads, dropout, relative, depth_rate)
 
@@ -160,7 +182,7 @@ class VisionTransformer(nn.Module):
         num_outputs: int | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Patch embeddings to normalised encoder outputs, the class token first.
+        """Patch embeddings to normalised encoder outputs: class token, registers, patches.
 
         Args:
             patches_BND: from `embed`.
@@ -174,6 +196,7 @@ class VisionTransformer(nn.Module):
             x_BND = self._add_positions(x_BND, index)
             if index == 0:
                 x_BND = self.dropout(x_BND, _keys_of(keys, len(self.blocks)))
+                x_BND = x_BND if self.registers is None else self.registers(x_BND)
             recomputes = is_recomputed(index, self._recompute_every) and weights_to is None
             wanted = num_outputs if index == last else None
             x_BND = run_block(block, x_BND, recomputes, weights_to, wanted, _keys_of(keys, index))
@@ -190,7 +213,12 @@ class VisionTransformer(nn.Module):
 
     def pool(self, encoded_BND: Tensor) -> Tensor:
         """(B, N, D) to the (B, D) that the head sees."""
-        pooled = encoded_BND[:, 0] if self.options.pool == "cls" else encoded_BND.mean(dim=1)
+        if self.attention_pool is not None:
+            pooled: Tensor = self.attention_pool(encoded_BND)
+        elif self.class_token is not None:
+            pooled = encoded_BND[:, 0]
+        else:
+            pooled = encoded_BND[:, self.options.registers :].mean(dim=1)
         if self.representation is not None:
             pooled = torch.tanh(self.representation(pooled))
         return pooled

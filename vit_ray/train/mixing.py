@@ -66,7 +66,7 @@ def mix_images(images: Tensor, weight: Tensor) -> Tensor:
 
 def partners(items: Tensor) -> Tensor:
     """Of each of (2 P, ...) the other one of its pair."""
-    return items.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+    return items.view(-1, 2, *items.shape[1:]).flip(1).flatten(0, 1)
 
 
 def symmetric_beta(alpha: Tensor, radius: Tensor, angle: Tensor, side: Tensor) -> Tensor:

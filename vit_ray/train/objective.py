@@ -62,7 +62,7 @@ def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        keys = ()
+        keys: tuple[Tensor, ...] = ()
         if recipe.model.dropout or recipe.model.stochastic_depth:
             keys = (sample_keys(samples, recipe.seed, step),)
         if not train.mixes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -41,7 +43,8 @@ def _by_rate(
     """Parameters by the share of the rate that their layer has (arXiv:2106.08254, appendix)."""
     if layer_decay == 1.0:
         return {1.0: [p for _, p in named]} if named else {}
-    depth: int = getattr(model, "model", model).size.depth
+    transformer: Any = getattr(model, "model", model)
+    depth: int = transformer.size.depth
     by_rate: dict[float, list[nn.Parameter]] = {}
     for name, parameter in named:
         factor = layer_decay ** (depth + 1 - layer_of(name, depth))

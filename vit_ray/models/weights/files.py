@@ -30,8 +30,8 @@ FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 # In place of the weights where these are split over files: which file holds which tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
-_GRID_KEY, _HEADS_KEY, _POSITIONS_AT_KEY = (
-    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions_at")
+_GRID_KEY, _HEADS_KEY, _POSITIONS_KEY, _POSITIONS_AT_KEY = (
+    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions", "positions_at")
 )
 _JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
 # numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
@@ -45,19 +45,21 @@ class Origin:
     Attributes:
         grid: (rows, columns) of the positions.
         num_heads: of each block.
-        positions_at: as in `VitOptions`.
+        positions_at, positions: as in `VitOptions`.
     """
 
     grid: Grid | None = None
     num_heads: int | None = None
     positions_at: str | None = None
+    positions: str | None = None
 
 
 def origin_of(model: nn.Module) -> Origin:
     """The origin to save with a model's weights."""
     if not isinstance(model, VisionTransformer):
         return Origin()
-    return Origin(model.grid, model.size.num_heads, model.options.positions_at)
+    options = model.options
+    return Origin(model.grid, model.size.num_heads, options.positions_at, options.positions)
 
 
 def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
@@ -147,6 +149,7 @@ def _read_safetensors(path: Path) -> tuple[Tensors, Origin]:
         (int(rows), int(columns)) if grid else None,
         int(heads) if heads else None,
         told.get(_POSITIONS_AT_KEY),
+        told.get(_POSITIONS_KEY),
     )
 
 
@@ -161,7 +164,11 @@ def _heads_beside(path: Path) -> int | None:
 
 def _told(origin: Origin) -> dict[str, str]:
     """The metadata that `_read_safetensors` reads."""
-    told = {_HEADS_KEY: origin.num_heads, _POSITIONS_AT_KEY: origin.positions_at}
+    told: dict[str, Any] = {
+        _HEADS_KEY: origin.num_heads,
+        _POSITIONS_KEY: origin.positions,
+        _POSITIONS_AT_KEY: origin.positions_at,
+    }
     if origin.grid is not None:
         told[_GRID_KEY] = f"{origin.grid[0]}x{origin.grid[1]}"
     return {key: str(value) for key, value in told.items() if value is not None}

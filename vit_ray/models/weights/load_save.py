@@ -159,7 +159,9 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     if layout == "vit_ray" or not isinstance(model, VisionTransformer):
         return
     options = model.options
-    if options.positions_at == "every_layer_shared":
+    if options.positions == "sincos_2d":
+        lost = "positions='sincos_2d'"
+    elif options.positions_at == "every_layer_shared":
         lost = "positions_at='every_layer_shared'"
     elif layout == "huggingface" and options.pool == "gap":
         lost = "pool='gap'"

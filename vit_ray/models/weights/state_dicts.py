@@ -119,7 +119,7 @@ def _check_origin(origin: Origin, model: nn.Module, source: str) -> None:
         ValueError: telling what to build the model with.
     """
     own = origin_of(model)
-    for name in ("num_heads", "positions_at"):
+    for name in ("num_heads", "positions_at", "positions"):
         there, here = getattr(origin, name), getattr(own, name)
         if there is not None and here is not None and there != here:
             raise ValueError(

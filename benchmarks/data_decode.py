@@ -20,13 +20,8 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vit_ray.data.images.crops import (
-    Augmentation,
-    CropBox,
-    _pixels_for_crop,
-    decode,
-    training_crop,
-)
+from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
+from vit_ray.data.images.crops import decode, training_crop
 
 SIZE = 224
 SHRINKS = [(0.0, 1.0), (1.0, 1.25), (1.25, 1.6), (1.6, 2.0), (2.0, 4.0), (4.0, 99.0)]
@@ -47,9 +42,8 @@ def reference(pixels: Any, box: CropBox) -> Any:
 
 def box_of(image: bytes, augmentation: Augmentation, key: tuple[int, int, int]) -> CropBox:
     """The crop in full-size pixels: what the stream would cut for this key."""
-    pixels, box = _pixels_for_crop(image, augmentation, key)
-    width = Image.open(io.BytesIO(image)).width
-    return box.rescaled(2.0 ** round(np.log2(width / pixels.shape[1])))
+    width, height = Image.open(io.BytesIO(image)).size
+    return draw_box((height, width), augmentation, key)
 
 
 def quality(

@@ -50,7 +50,7 @@ DATA_ROOMS = {
     "stream": {"format", "images", "order"},
     "order": {"format"},
     "format": set(),
-    "images": {"order"},
+    "images": {"format", "order"},
 }
 
 

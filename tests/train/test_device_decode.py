@@ -11,7 +11,11 @@ import torch
 from PIL import Image
 
 from tests.data.pictures import encoded, jpeg, picture
-from vit_ray.data.images.crops import Augmentation, crop_of_jpeg, training_crop
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.crop_boxes import draw_box
+from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.data.images.crops import decode as decode_image
+from vit_ray.data.images.restart_index import index_segments
 from vit_ray.data.stream.encoded import EncodedColumns, packed, packed_table
 from vit_ray.train import device_decode
 from vit_ray.train.device_decode import (
@@ -36,10 +40,17 @@ def decode(request: pytest.FixtureRequest) -> RegionDecoder:
 
 
 def block(files: list[bytes], augmentation: Augmentation, **more: Any) -> pa.Table:
-    """The packed block of some images, whose labels and samples are their places."""
+    """The packed block of some images, whose labels and samples are their places.
+
+    JPEG files with restart markers travel in part.
+    """
     columns = EncodedColumns(augmentation, len(files))
     for i, file in enumerate(files):
-        columns.set(i, file, (7, 0, i), f"image {i}")
+        size = decode_image(file).shape[:2]
+        box = draw_box(size, augmentation, (7, 0, i))
+        columns.set(
+            i, StoredImage(file, size, index_segments(file)), box, (7, 0, i), f"image {i}".__str__
+        )
     places = np.arange(len(files))
     return packed(
         columns.columns() | {"labels": places[:, None].astype(np.int32), "sample": places} | more
@@ -62,9 +73,8 @@ def test_the_crop_is_what_pillow_cuts_and_resizes(decode: RegionDecoder, kind: A
     files = [jpeg(i, 100 + i, 130 - i) for i in range(20)]
     (batch,) = decoded([block(files, augmentation)], 20, 24, decode=decode)
     for i, file in enumerate(files):
-        crop = crop_of_jpeg(file, augmentation, (7, 0, i))
-        assert crop is not None
-        top, left, bottom, right = crop.box
+        crop = draw_box((100 + i, 130 - i), augmentation, (7, 0, i))
+        top, left, bottom, right = crop.bounds((100 + i, 130 - i))
         with Image.open(io.BytesIO(file)) as opened:
             expected = opened.crop((left, top, right, bottom)).resize(
                 (24, 24), Image.Resampling.BILINEAR
@@ -75,15 +85,32 @@ def test_the_crop_is_what_pillow_cuts_and_resizes(decode: RegionDecoder, kind: A
         assert abs(difference).max() <= 1  # Pillow rounds between its two passes
 
 
+PLAIN = [jpeg(i, 100 + i, 130 - i) for i in range(20)]
+MARKED = [
+    encoded(picture(i, 100 + i, 128), quality=90, restart_marker_blocks=2, subsampling=i % 3)
+    for i in range(20)
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_crop_is_where_the_host_cuts_it(decode: RegionDecoder, kind: Any) -> None:
+@pytest.mark.parametrize("files", [PLAIN, MARKED], ids=["whole files", "segments"])
+def test_the_crop_is_where_the_host_cuts_it(
+    decode: RegionDecoder, kind: Any, files: list[bytes]
+) -> None:
     """The output is larger than the crop, so that the host decodes at full scale as well."""
     augmentation = Augmentation(kind, size=160, resize=180)
-    files = [jpeg(i, 100 + i, 130 - i) for i in range(20)]
     (batch,) = decoded([block(files, augmentation)], 20, 160, decode=decode)
     for i, file in enumerate(files):
         host = training_crop(file, augmentation, (7, 0, i))
         assert abs(batch["image"][i].numpy().astype(int) - host).max() <= 1
+
+
+def test_only_segments_that_the_crop_touches_travel() -> None:
+    augmentation = Augmentation(size=24, max_area=0.1)
+    (table,) = rebatched([block(MARKED, augmentation)], len(MARKED))
+    sizes = [len(file.as_py()) for file in table["encoded"]]
+    assert all(index_segments(file) is not None for file in MARKED)
+    assert sum(sizes) < 0.65 * sum(map(len, MARKED))
 
 
 def test_images_that_are_no_plain_jpeg_come_as_the_host_cuts_them(decode: RegionDecoder) -> None:
@@ -94,6 +121,14 @@ def test_images_that_are_no_plain_jpeg_come_as_the_host_cuts_them(decode: Region
     (batch,) = decoded([block(files, augmentation)], 3, 24, decode=decode)
     for i in (0, 2):
         host = training_crop(files[i], augmentation, (7, 0, i))
+        np.testing.assert_array_equal(batch["image"][i], host)
+
+
+def test_images_with_a_border_come_as_the_host_cuts_them(decode: RegionDecoder) -> None:
+    augmentation = Augmentation(size=24, border=2)
+    (batch,) = decoded([block(MARKED, augmentation)], 20, 24, decode=decode)
+    for i, file in enumerate(MARKED):
+        host = training_crop(file, augmentation, (7, 0, i))
         np.testing.assert_array_equal(batch["image"][i], host)
 
 

@@ -55,6 +55,7 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
         keep_damaged_archives=config.keep_damaged_archives,
         shrink_to=config.shrink_to,
         shrink_quality=config.shrink_quality,
+        index_jpeg=config.index_jpeg,
         max_rejected_fraction=config.max_rejected_fraction,
         num_cpus=config.cpus_per_task,
     )

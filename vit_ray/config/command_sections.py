@@ -39,9 +39,12 @@ class ConvertConfig(Section):
     keep_damaged_archives: bool = False
     """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
     shrink_to: Positive | None = None
-    """Re-encode images whose shorter side is longer than this; unset = keep every byte."""
+    """Re-encode images whose shorter side is longer than this; unset = keep every size."""
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
     """JPEG quality of re-encoded images."""
+    index_jpeg: bool = True
+    """Give JPEG files restart markers, losslessly, so that training decodes no more of an image
+    than its crop: half of the bytes and of the decoding; false = keep every byte as it came."""
     cpus_per_task: PositiveFloat = 1.0
     """CPUs that one conversion task reserves."""
 

@@ -81,7 +81,7 @@ def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
             except ChangedImageError:
                 is_refused = True
                 continue
-            rows[number] = (image, encoded.labels_of(row), encoded.key(row))
+            rows[number] = (image, encoded.labels_of(row).tolist(), encoded.key(row))
     return rows, is_refused
 
 

@@ -14,7 +14,6 @@ from tests.data.pictures import encoded, jpeg, picture
 from vit_ray.data.images.crops import (
     Augmentation,
     BadImageError,
-    crop_of_jpeg,
     crop_of_pixels,
     decode,
     training_crop,
@@ -300,6 +299,5 @@ def test_a_border_is_cut_off_before_anything_else(format: str) -> None:
     expected = training_crop(encoded(within, "PNG"), replace(augmentation, border=0), (0, 0, 0))
     assert np.array_equal(training_crop(image, augmentation, (0, 0, 0)), expected)
     assert np.array_equal(crop_of_pixels(decode(image), augmentation), expected)
-    assert crop_of_jpeg(image, augmentation, (0, 0, 0)) is None
     with pytest.raises(BadImageError, match="4x4 pixels are nothing but the border of 2"):
         training_crop(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))

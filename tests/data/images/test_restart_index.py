@@ -12,7 +12,14 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, picture
-from vit_ray.data.images.restart_index import crop_file, index_segments, read_units
+from vit_ray.data.images.jpeg_headers import read_frame
+from vit_ray.data.images.restart_index import (
+    Box,
+    CropFile,
+    crop_file,
+    index_segments,
+    interval_for,
+)
 
 CHINA, FLOWER = load_sample_images().images
 # Pixels, MCUs in a segment, options of the encoder.
@@ -32,24 +39,28 @@ FILES = {
 }
 
 
-def by_opencv(image: bytes) -> NDArray[np.uint8]:
+def by_opencv(image: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(image, np.uint8), flags)
 
 
-def by_pillow(image: bytes) -> NDArray[np.uint8]:
-    return np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+def by_pillow(image: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(bytes(image))).convert("RGB"))
 
 
 DECODED = {name: (by_opencv(image), by_pillow(image)) for name, image in FILES.items()}
-OFFSETS = {name: index_segments(image) for name, image in FILES.items()}
+INDICES = {name: index_segments(image) for name, image in FILES.items()}
 
 
-def assert_equal_crop(name: str, box: tuple[int, int, int, int]) -> None:
-    offsets = OFFSETS[name]
-    assert offsets is not None
-    crop = crop_file(FILES[name], offsets, box)
-    assert crop is not None
+def crop_of(name: str, box: Box) -> CropFile:
+    index = INDICES[name]
+    assert index is not None
+    height, width = DECODED[name][0].shape[:2]
+    return crop_file(np.frombuffer(FILES[name], np.uint8), index, (height, width), box)
+
+
+def assert_equal_crop(name: str, box: Box) -> None:
+    crop = crop_of(name, box)
     top, left, bottom, right = box
     rows = slice(top - crop.top, bottom - crop.top)
     columns = slice(left - crop.left, right - crop.left)
@@ -84,20 +95,16 @@ def test_every_small_crop_is_bit_equal(name: str) -> None:
 @pytest.mark.parametrize("name", list(FILES))
 def test_the_whole_image_is_the_whole_file_without_its_comments(name: str) -> None:
     height, width = DECODED[name][0].shape[:2]
-    offsets = OFFSETS[name]
-    assert offsets is not None
-    crop = crop_file(FILES[name], offsets, (0, 0, height, width))
-    assert crop is not None
+    crop = crop_of(name, (0, 0, height, width))
     assert (crop.top, crop.left) == (0, 0)
     np.testing.assert_array_equal(by_opencv(crop.image), DECODED[name][0])
-    assert b"ICC_PROFILE" not in crop.image
+    assert b"ICC_PROFILE" not in bytes(crop.image)
 
 
 @pytest.mark.parametrize("name", list(FILES))
 @pytest.mark.parametrize("scale", [2, 4, 8])
 def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name: str, scale: int) -> None:
-    image, offsets = FILES[name], OFFSETS[name]
-    assert offsets is not None
+    image = FILES[name]
     flags = getattr(cv2, f"IMREAD_REDUCED_COLOR_{scale}") | cv2.IMREAD_IGNORE_ORIENTATION
     whole = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     height, width = DECODED[name][0].shape[:2]
@@ -108,8 +115,7 @@ def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name: str, scale: int
             -(-width * (9 - share) // 9 // scale),
         )
         box = (top * scale, left * scale, min(height, bottom * scale), min(width, right * scale))
-        crop = crop_file(image, offsets, box)
-        assert crop is not None
+        crop = crop_of(name, box)
         part = cv2.imdecode(np.frombuffer(crop.image, np.uint8), flags)
         rows = slice(top - crop.top // scale, bottom - crop.top // scale)
         columns = slice(left - crop.left // scale, right - crop.left // scale)
@@ -117,12 +123,9 @@ def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name: str, scale: int
 
 
 def test_a_crop_takes_its_share_of_the_bytes() -> None:
-    image, offsets = FILES["4:2:0"], OFFSETS["4:2:0"]
-    assert offsets is not None
-    crop = crop_file(image, offsets, (194, 132, 334, 280))
-    assert crop is not None
+    crop = crop_of("4:2:0", (194, 132, 334, 280))
     assert by_opencv(crop.image).shape == (144, 256, 3)
-    assert len(crop.image) < 0.3 * len(image)
+    assert len(crop.image) < 0.3 * len(FILES["4:2:0"])
 
 
 UNFIT = {
@@ -150,17 +153,30 @@ def test_what_cannot_be_taken_apart_has_no_index(name: str) -> None:
     assert index_segments(cmyk() if name == "cmyk" else UNFIT[name]) is None
 
 
-def test_a_file_cut_anywhere_in_its_headers_has_no_units() -> None:
+def test_a_file_cut_anywhere_in_its_headers_has_no_frame() -> None:
     image = FILES["with a profile and a comment"]
-    units = read_units(image)
-    assert units is not None
-    for cut in range(units.scan_at):
-        assert read_units(image[:cut]) is None
+    frame = read_frame(image)
+    assert frame is not None
+    for cut in range(frame.scan_at):
+        assert read_frame(image[:cut]) is None
         assert index_segments(image[:cut] + b"\xff\xd9") is None
 
 
-def test_offsets_of_another_file_are_refused() -> None:
-    for name, offsets in OFFSETS.items():
-        assert offsets is not None
-        if name != "4:2:2":
-            assert crop_file(FILES["4:2:2"], offsets, (0, 0, 8, 8)) is None
+def test_a_colour_space_that_stands_late_has_no_index() -> None:
+    """A crop has the first marker alone."""
+    image = FILES["4:4:4"]
+    front = image[2:20]
+    assert front[4:9] == b"JFIF\0"
+    adobe = b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\0"
+    assert index_segments(image[:2] + adobe + image[20:]) is not None
+    assert index_segments(image[:2] + b"\xff\xfe\0\x03x" + adobe + image[20:]) is None
+
+
+def test_an_interval_divides_a_row_and_is_about_as_wide_as_asked() -> None:
+    found = {}
+    for width in (500, 375, 640, 496, 33, 8):
+        frame = read_frame(encoded(picture(0, 9, width), subsampling=2))
+        assert frame is not None
+        found[width] = interval_for(frame, 128)
+        assert frame.units_across % found[width] == 0
+    assert found == {500: 8, 375: 8, 640: 8, 496: 31, 33: 3, 8: 1}

@@ -39,7 +39,7 @@ def write_hub_file(
 
 def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:
     """Key to bytes and class names of every row."""
-    convert(str(source), str(target), rows_per_row_group=4, **options)
+    convert(str(source), str(target), rows_per_row_group=4, index_jpeg=False, **options)
     manifest = open_dataset(str(target))
     tables = [pq.read_table(target / file.path) for file in manifest.files]
     rows = [row for table in tables for row in table.to_pylist()]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
+from vit_ray.data.format.row_groups import RowGroupReader
+from vit_ray.data.images.crops import decode
 from vit_ray.data.prepare.convert import convert
 
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
@@ -17,7 +19,7 @@ IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
 
 def converted(source: Path, target: Path, **options: Any) -> dict[str, tuple[bytes, list[str]]]:
     """Key to bytes and class names of every row."""
-    convert(str(source), str(target), rows_per_row_group=4, **options)
+    convert(str(source), str(target), rows_per_row_group=4, index_jpeg=False, **options)
     manifest = open_dataset(str(target))
     tables = [pq.read_table(target / file.path) for file in manifest.files]
     rows = [row for table in tables for row in table.to_pylist()]
@@ -165,7 +167,7 @@ def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -
     folder.mkdir(parents=True)
     (folder / "large.jpg").write_bytes(jpeg(1, 120, 200))
     (folder / "small.jpg").write_bytes(jpeg(2, 50, 40))
-    convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=60)
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=60, index_jpeg=False)
     manifest = open_dataset(str(tmp_path / "set"))
     rows = pq.read_table(tmp_path / "set" / manifest.files[0].path).to_pylist()
     sizes = {row["key"]: (row["height"], row["width"]) for row in rows}
@@ -173,3 +175,15 @@ def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -
     images = {row["key"]: row["image"] for row in rows}
     assert images["cat/small.jpg"] == (folder / "small.jpg").read_bytes()
     assert len(images["cat/large.jpg"]) < (folder / "large.jpg").stat().st_size
+
+
+def test_a_shrunk_image_has_restart_markers_too(serial: None, tmp_path: Path) -> None:
+    folder = tmp_path / "source" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "large.jpg").write_bytes(jpeg(1, 300, 400))
+    convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=60)
+    manifest = open_dataset(str(tmp_path / "set"))
+    rows = RowGroupReader(manifest).read(0)
+    stored = rows.stored(0)
+    assert (stored.size, decode(bytes(stored.content)).shape) == ((60, 80), (60, 80, 3))
+    assert stored.index is not None

@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest, ShardFile
-from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, shard_schema
+from vit_ray.data.format.schema import SHARD_SCHEMA, checksum, has_index, is_shard_schema
+from vit_ray.data.format.stored_image import RestartIndex, StoredImage
 from vit_ray.retry import is_denied, is_transient, read_again, with_retries
 from vit_ray.storage import Location
 
 Result = TypeVar("Result")
 
-_COLUMNS: Final = ["image", "labels", "key", "crc32"]
+_COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
+_INDEX: Final = "restart_index"
 _OPEN_FILES: Final = 16
 _MAGIC: Final = b"PAR1"
 _TAIL_BYTES: Final = 1 << 16
@@ -38,18 +40,28 @@ class ChangedImageError(ValueError):
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """The rows of one stored row group; `is_whole` where all of its bytes were compared."""
+    """The rows of one stored row group.
+
+    Attributes:
+        sizes: int32 (rows, 2), height and width of each image.
+        is_whole: all of the row group's bytes were compared.
+        index: of the restart markers of each image, null where it has none; None where no image
+            of the data set has.
+    """
 
     images: pa.Array
     labels: pa.Array
     keys: pa.Array
     crc32: NDArray[np.uint32]
+    sizes: NDArray[np.int32]
     is_whole: bool = False
+    index: pa.StructArray | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory that the rows take."""
-        return int(self.images.nbytes + self.labels.nbytes + self.keys.nbytes + self.crc32.nbytes)
+        columns = (self.images, self.labels, self.keys, self.crc32, self.sizes, self.index)
+        return sum(int(column.nbytes) for column in columns if column is not None)
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row, checked against its checksum.
@@ -57,15 +69,57 @@ class EncodedRows:
         Raises:
             ChangedImageError: if they are not the bytes that were converted.
         """
-        image: bytes = self.images[row].as_py()
+        return bytes(self._content(row))
+
+    def stored(self, row: int) -> StoredImage:
+        """The image of one row as a view, with what is known of it; checked as in `image`."""
+        height, width = self.sizes[row].tolist()
+        return StoredImage(self._content(row), (height, width), self._restart_index(row))
+
+    def labels_of(self, row: int) -> NDArray[np.int32]:
+        """Labels of one row."""
+        values, offsets = self._labels
+        return values[offsets[row] : offsets[row + 1]]
+
+    def _content(self, row: int) -> memoryview:
+        content, offsets = self._contents
+        image = content[offsets[row] : offsets[row + 1]]
         if not self.is_whole and checksum(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
-    def labels_of(self, row: int) -> list[int]:
-        """Labels of one row."""
-        labels: list[int] = self.labels[row].as_py()
-        return labels
+    @cached_property
+    def _contents(self) -> tuple[memoryview, list[int]]:
+        """Bytes of all images, and where each begins and the last ends."""
+        _, offsets, content = self.images.buffers()
+        found = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
+        return memoryview(content or b"").cast("B"), found.tolist()
+
+    @cached_property
+    def _labels(self) -> tuple[NDArray[np.int32], list[int]]:
+        return self.labels.values.to_numpy(), self.labels.offsets.to_pylist()
+
+    def _restart_index(self, row: int) -> RestartIndex | None:
+        if self._indices is None:
+            return None
+        is_indexed, numbers, offsets, values = self._indices
+        if not is_indexed[row]:
+            return None
+        front, tables_at, size_at, unit_height, unit_width, columns = numbers[row]
+        segments = values[offsets[row] : offsets[row + 1]]
+        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, segments)
+
+    @cached_property
+    def _indices(
+        self,
+    ) -> tuple[list[bool], list[list[int]], list[int], NDArray[np.uint32]] | None:
+        """Whether each image has an index, its numbers, and where its offsets are."""
+        if self.index is None:
+            return None
+        *fields, offsets = (self.index.field(i) for i in range(self.index.type.num_fields))
+        numbers = np.stack([field.fill_null(0).to_numpy() for field in fields], axis=1).tolist()
+        is_indexed = self.index.is_valid().to_pylist()
+        return is_indexed, numbers, offsets.offsets.to_pylist(), offsets.values.to_numpy()
 
     def key(self, row: int) -> str:
         """Key of one row."""
@@ -122,7 +176,8 @@ class ShardReader:
         self.metadata = pq.read_metadata(pa.BufferReader(_MAGIC + self.footer))
         self._footer_start = self._bytes - len(self.footer)
         columns = self.metadata.schema.to_arrow_schema()
-        if not columns.equals(shard_schema(columns.names[len(SHARD_SCHEMA) :])):
+        self.names = [*_COLUMNS, *([_INDEX] if has_index(columns) else [])]
+        if not is_shard_schema(columns):
             raise ValueError(
                 f"shard {location.path!r} has a foreign schema ({self.metadata.schema.names}); "
                 f"expected the columns {SHARD_SCHEMA.names} as jobs/convert.py writes them."
@@ -299,7 +354,7 @@ class RowGroupReader:
                 if checksum(content) != expected:
                     return self._read_damaged(group, shard, content)
             self._keep(name, content, expected)
-        columns = shard.columns(number, _COLUMNS, content)
+        columns = shard.columns(number, shard.names, content)
         self._check_count(group, len(columns["key"]))
         return _rows_of(columns, is_whole=expected is not None)
 
@@ -318,7 +373,7 @@ class RowGroupReader:
     def _read_damaged(self, group: int, shard: ShardReader, content: pa.Buffer) -> EncodedRows:
         """The rows, where nothing but images changed."""
         number = int(self._manifest.row_group[group])
-        known = shard.columns(number, _COLUMNS[1:], content)
+        known = shard.columns(number, shard.names[1:], content)
         self._check_count(group, len(known["key"]))
         rows = _rows_of({**known, **shard.columns(number, ["image"], content)}, is_whole=False)
         found = [checksum(image.as_buffer()) for image in rows.images]
@@ -420,7 +475,11 @@ def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
 
 def _rows_of(columns: dict[str, pa.Array], *, is_whole: bool) -> EncodedRows:
     crc32 = columns["crc32"].to_numpy()
-    return EncodedRows(columns["image"], columns["labels"], columns["key"], crc32, is_whole)
+    sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
+    return EncodedRows(
+        columns["image"], columns["labels"], columns["key"], crc32, sizes, is_whole,
+        columns.get(_INDEX),
+    )  # fmt: skip
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

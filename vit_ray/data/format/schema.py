@@ -2,8 +2,11 @@
 
 A shard holds one row per image: the encoded bytes as they came, the labels, a key that names the
 image in its source, its size in pixels, and a checksum, by which one damaged image is told from its
-neighbours; that of its row group is in the manifest. Columns of text that a source has beside its
-images (`convert.columns`) stand behind these; training does not decode them.
+neighbours; that of its row group is in the manifest. Where JPEG files were given restart markers
+(`convert.index_jpeg`), two columns follow: the checksum of the file as it came, and where the parts
+lie that a crop is made of (`images.restart_index`), null for what was left as it came. Columns of
+text that a source has beside its images (`convert.columns`) stand behind these; training does not
+decode them.
 """
 
 import zlib
@@ -12,8 +15,9 @@ from typing import Final
 
 import pyarrow as pa
 
-FORMAT_VERSION: Final = 2
-"""Written to every manifest; a reader refuses a higher one. 2 has checksums of every byte."""
+FORMAT_VERSION: Final = 3
+"""Written to every manifest; a reader refuses a higher one. 2 has checksums of every byte, 3 may
+have indexed JPEG files."""
 
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
@@ -39,9 +43,48 @@ SHARD_SCHEMA: Final = pa.schema(
 )
 
 
-def shard_schema(columns: Sequence[str]) -> pa.Schema:
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        pa.field("original_crc32", pa.uint32(), nullable=False),
+        pa.field(
+            "restart_index",
+            pa.struct(
+                [
+                    pa.field("front", pa.uint32(), nullable=False),
+                    pa.field("tables_at", pa.uint32(), nullable=False),
+                    pa.field("size_at", pa.uint32(), nullable=False),
+                    pa.field("unit_height", pa.uint32(), nullable=False),
+                    pa.field("unit_width", pa.uint32(), nullable=False),
+                    pa.field("columns", pa.uint32(), nullable=False),
+                    pa.field("offsets", pa.list_(pa.uint32()), nullable=False),
+                ]
+            ),
+        ),
+    ]
+)
+RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
+"""What no column of text may be called."""
+
+
+def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
     """That of shards with columns of text behind those that all have."""
-    return pa.schema([*SHARD_SCHEMA, *((name, pa.string()) for name in columns)])
+    index = INDEX_SCHEMA if is_indexed else ()
+    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
+
+
+def is_shard_schema(schema: pa.Schema) -> bool:
+    """Whether a shard may have it, with any columns of text."""
+    names, fixed = schema.names, len(SHARD_SCHEMA)
+    is_indexed = has_index(schema)
+    text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]
+    return bool(schema.equals(shard_schema(text_columns, is_indexed=is_indexed)))
+
+
+def has_index(schema: pa.Schema) -> bool:
+    """Whether its images may have a restart index."""
+    fixed = len(SHARD_SCHEMA)
+    names = schema.names[fixed : fixed + len(INDEX_SCHEMA)]
+    return bool(names == INDEX_SCHEMA.names)
 
 
 ROW_GROUP_SCHEMA: Final = pa.schema(

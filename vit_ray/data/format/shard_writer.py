@@ -2,19 +2,26 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import checksum, shard_schema
+from vit_ray.data.format.stored_image import RestartIndex
 from vit_ray.storage import Location, closed_after
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One row of a shard before it is written; `extra` has the values of its text columns."""
+    """One row of a shard before it is written.
+
+    Attributes:
+        extra: the values of its text columns.
+        original_crc32: checksum of the file as it came, if it is another.
+        index: of the restart markers that it was given.
+    """
 
     image: bytes
     labels: tuple[int, ...]
@@ -22,6 +29,8 @@ class EncodedImage:
     width: int
     height: int
     extra: tuple[str | None, ...] = ()
+    original_crc32: int | None = None
+    index: RestartIndex | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,17 @@ class ShardWriter:
     """
 
     def __init__(
-        self, destination: Location, rows_per_row_group: int, text_columns: Sequence[str] = ()
+        self,
+        destination: Location,
+        rows_per_row_group: int,
+        text_columns: Sequence[str] = (),
+        *,
+        is_indexed: bool = False,
     ) -> None:
         self._destination = destination
         self._rows_per_row_group = rows_per_row_group
-        self._schema = shard_schema(text_columns)
+        self._is_indexed = is_indexed
+        self._schema = shard_schema(text_columns, is_indexed=is_indexed)
         self._pending: list[EncodedImage] = []
         self._rows: list[int] = []
         self._crc32: list[int] = []
@@ -126,13 +141,15 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
+        crc32 = [checksum(row.image) for row in self._pending]
         columns = [
             [row.image for row in self._pending],
             [list(row.labels) for row in self._pending],
             [row.key for row in self._pending],
             [row.width for row in self._pending],
             [row.height for row in self._pending],
-            [checksum(row.image) for row in self._pending],
+            crc32,
+            *(_index_columns(self._pending, crc32) if self._is_indexed else ()),
             *map(list, zip(*(row.extra for row in self._pending), strict=True)),
         ]
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
@@ -140,6 +157,14 @@ class ShardWriter:
         self._rows.append(len(self._pending))
         self._crc32.append(self._stream.end_part())
         self._pending = []
+
+
+def _index_columns(rows: list[EncodedImage], crc32: list[int]) -> tuple[list[Any], list[Any]]:
+    originals = [
+        own if row.original_crc32 is None else row.original_crc32
+        for row, own in zip(rows, crc32, strict=True)
+    ]
+    return originals, [None if row.index is None else asdict(row.index) for row in rows]
 
 
 def _stored_bytes(row_group: Any) -> int:

@@ -1,33 +1,36 @@
 """Encoded images to training and evaluation crops: uint8, at the lowest scale that suffices.
 
 A plain JPEG is decoded by OpenCV at 1/1, 1/2, 1/4 or 1/8 scale, the coarsest that still has at
-least the pixels that the crop needs. Everything else (CMYK, palette, 16 bits, alpha, other formats)
-goes through Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and in the
-TensorFlow pipeline of the ViT paper.
+least the pixels that the crop needs; where it has a restart index, no more of it than the segments
+that the crop touches. Everything else (CMYK, palette, 16 bits, alpha, other formats) goes through
+Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and in the TensorFlow
+pipeline of the ViT paper.
 """
 
 import io
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vit_ray.data.images.jpeg import decode_jpeg, read_header
-from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
+from vit_ray.data.images.jpeg import decode_jpeg, size_of_jpeg
+from vit_ray.data.images.restart_index import Box, crop_file
 from vit_ray.data.order.keyed_random import KeyedUniform
+
+__all__ = ["Augmentation", "UInt8Array"]
 
 UInt8Array = NDArray[np.uint8]
 
-_CROP_ATTEMPTS: Final = 10
+_RANDAUGMENT: Final = 4
+"""Tells its random numbers from those of the crop."""
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
-_CROP, _RANDAUGMENT = 3, 4
-"""Tell the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
@@ -43,104 +46,15 @@ class BadImageError(ValueError):
     """The bytes are not an image that can be decoded; the message says why."""
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """How an encoded image becomes an array of `size`.
+@dataclass(frozen=True, eq=False)
+class JpegRegion:
+    """A JPEG file, or a part of one that is a file itself, and the pixels of it that are wanted."""
 
-    Attributes:
-        kind: `inception_crop` (random area and aspect), `resize_crop` (resize both sides to
-            `resize`, random crop of `size`), `center_crop` (shorter side to `resize`, central
-            `size`), `resize` (both sides to `size`, aspect ignored).
-        size: output side in pixels, or (height, width).
-        flip: mirror left to right with probability 1/2.
-        resize: see `kind`; in pixels.
-        min_area, max_area: range of the crop's share of the image.
-        min_aspect, max_aspect: range of the crop's width over height.
-        border: pixels cut off all four sides before anything else.
-        randaugment: what is done to the finished crop; None for nothing.
-    """
-
-    kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
-    size: int | tuple[int, int] = 224
-    flip: bool = True
-    resize: int = 256
-    min_area: float = 0.05
-    max_area: float = 1.0
-    min_aspect: float = 3 / 4
-    max_aspect: float = 4 / 3
-    border: int = 0
-    randaugment: RandAugment | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in _BOXES:
-            raise ValueError(f"augmentation.kind={self.kind!r}; allowed are {sorted(_BOXES)}.")
-        if min(self.height, self.width) < 1:
-            raise ValueError(f"augmentation.size={self.size}; give at least 1 pixel a side.")
-        if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):
-            raise ValueError(
-                f"augmentation.resize={self.resize} is below augmentation.size={self.size}, so the "
-                f"crop would not fit; use at least {max(self.shape[:2])}."
-            )
-        if not 0 < self.min_area <= self.max_area <= 1:
-            raise ValueError(
-                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; "
-                f"keep 0 < min_area <= max_area <= 1."
-            )
-        if not 0 < self.min_aspect <= self.max_aspect:
-            raise ValueError(
-                f"augmentation.min_aspect={self.min_aspect}, max_aspect={self.max_aspect}; "
-                f"keep 0 < min_aspect <= max_aspect."
-            )
-
-    @property
-    def height(self) -> int:
-        """Output height in pixels."""
-        return self.size if isinstance(self.size, int) else self.size[0]
-
-    @property
-    def width(self) -> int:
-        """Output width in pixels."""
-        return self.size if isinstance(self.size, int) else self.size[1]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape of the output array."""
-        return (self.height, self.width, 3)
+    content: bytes | memoryview | UInt8Array
+    box: Box
 
 
-@dataclass(frozen=True)
-class CropBox:
-    """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
-
-    top: float
-    left: float
-    height: float
-    width: float
-    is_flipped: bool
-
-    def rescaled(self, factor: float) -> "CropBox":
-        """The same rectangle in an image whose sides are `factor` times the source's."""
-        return CropBox(
-            self.top * factor,
-            self.left * factor,
-            self.height * factor,
-            self.width * factor,
-            self.is_flipped,
-        )
-
-    def bounds(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Whole pixels that hold the rectangle: top, left, bottom, right, the last two exclusive.
-
-        Args:
-            height, width: of the image, which the rectangle never leaves.
-        """
-        top, left = math.floor(self.top), math.floor(self.left)
-        bottom = min(height, max(top + 1, math.ceil(self.top + self.height)))
-        right = min(width, max(left + 1, math.ceil(self.left + self.width)))
-        return top, left, bottom, right
-
-
-def decode(image: bytes) -> UInt8Array:
+def decode(image: bytes | memoryview) -> UInt8Array:
     """All pixels of an encoded image as RGB: uint8 (height, width, 3).
 
     Equals Pillow's `convert("RGB")`, but 16-bit grey is scaled to 8 bits where Pillow clips,
@@ -149,8 +63,7 @@ def decode(image: bytes) -> UInt8Array:
     Raises:
         BadImageError: if the bytes cannot be decoded whole.
     """
-    header = read_header(image)
-    pixels = None if header is None else decode_jpeg(image, header)
+    pixels = None if size_of_jpeg(image) is None else decode_jpeg(image)
     return _decode_other(image) if pixels is None else pixels
 
 
@@ -174,11 +87,73 @@ def training_crop(
     """
     if out is None:
         out = np.empty(augmentation.shape, np.uint8)
-    pixels, box = _pixels_for_crop(image, augmentation, rng_key)
-    _cut(pixels, box, out)
+    size = size_of_jpeg(image)
+    if size is None:
+        pixels = _decode_other(image)
+        box = draw_box(pixels.shape[:2], augmentation, rng_key)
+        _resized_box(_within_border(pixels, augmentation.border), box, out)
+    else:
+        box = draw_box(size, augmentation, rng_key)
+        cut_crop(StoredImage(image, size), box, augmentation, out)
+    return augmented(out, augmentation, rng_key)
+
+
+def cut_crop(
+    image: StoredImage, box: CropBox, augmentation: Augmentation, out: UInt8Array
+) -> UInt8Array:
+    """Decode what a crop needs, and write it resized to `out`, uint8 of `augmentation.shape`.
+
+    Raises:
+        BadImageError: if the bytes cannot be decoded, or are of an image of another size.
+    """
+    if augmentation.border:
+        pixels = decode(image.content)
+        _check_size(image, pixels.shape[:2])
+        return _resized_box(_within_border(pixels, augmentation.border), box, out)
+    scale = _coarsest_scale(box, augmentation)
+    region = jpeg_region(image, box, scale)
+    part = None if region is None else decode_jpeg(region.content, scale)
+    if region is None or part is None:
+        pixels = _decode_other(image.content)
+        _check_size(image, pixels.shape[:2])
+        return _resized_box(pixels, box, out)
+    top, left, bottom, right = region.box
+    return _resized_crop(part[top:bottom, left:right], box.is_flipped, out)
+
+
+def augmented(
+    crop: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int]
+) -> UInt8Array:
+    """The crop, changed in place where more is to be done to it."""
     if augmentation.randaugment is not None:
-        out[:] = augmentation.randaugment(out, KeyedUniform(*rng_key, _RANDAUGMENT))
-    return out
+        crop[:] = augmentation.randaugment(crop, KeyedUniform(*rng_key, _RANDAUGMENT))
+    return crop
+
+
+def jpeg_region(image: StoredImage, box: CropBox, scale: int = 1) -> JpegRegion | None:
+    """What is to be decoded at 1/`scale` for a crop; None for what is no plain JPEG.
+
+    Raises:
+        BadImageError: if it is an image of another size.
+    """
+    bounds = box.bounds(image.size, scale)
+    if image.index is None:
+        size = size_of_jpeg(image.content)
+        if size is None:
+            return None
+        _check_size(image, size)
+        return JpegRegion(image.content, bounds)
+    height, width = image.size
+    top, left, bottom, right = (side * scale for side in bounds)
+    part = crop_file(
+        np.frombuffer(image.content, np.uint8),
+        image.index,
+        image.size,
+        (top, left, min(bottom, height), min(right, width)),
+    )
+    above, beside = part.top // scale, part.left // scale
+    top, left, bottom, right = bounds
+    return JpegRegion(part.image, (top - above, left - beside, bottom - above, right - beside))
 
 
 def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
@@ -186,53 +161,9 @@ def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array
 
     Where the augmentation is random, it takes the same numbers for every image.
     """
+    box = draw_box(pixels.shape[:2], augmentation, (0, 0, 0))
     pixels = _within_border(pixels, augmentation.border)
-    height, width = pixels.shape[:2]
-    box = _BOXES[augmentation.kind](height, width, augmentation, KeyedUniform(0, 0, 0, _CROP))
-    return _cut(pixels, box, np.empty(augmentation.shape, np.uint8))
-
-
-@dataclass(frozen=True)
-class DeviceCrop:
-    """A plain JPEG that has yet to be decoded, and which pixels of it make the crop.
-
-    `box` is top, left, bottom, right; the last two exclusive.
-    """
-
-    box: tuple[int, int, int, int]
-    is_flipped: bool
-
-
-def crop_of_jpeg(
-    image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
-) -> DeviceCrop | None:
-    """The crop that `training_crop` takes; None for what is no plain JPEG, or has a border."""
-    assert augmentation.randaugment is None, "a device only cuts"
-    header = None if augmentation.border else read_header(image)
-    if header is None:
-        return None
-    random = KeyedUniform(*rng_key, _CROP)
-    box = _BOXES[augmentation.kind](header.height, header.width, augmentation, random)
-    return DeviceCrop(box.bounds(header.height, header.width), box.is_flipped)
-
-
-def _pixels_for_crop(
-    image: bytes, augmentation: Augmentation, rng_key: tuple[int, int, int]
-) -> tuple[UInt8Array, CropBox]:
-    """Pixels that hold the crop, as few and as coarse as will do, and its place in them."""
-    choose_box = _BOXES[augmentation.kind]
-    header = None if augmentation.border else read_header(image)
-    if header is not None:
-        random = KeyedUniform(*rng_key, _CROP)
-        box = choose_box(header.height, header.width, augmentation, random)
-        scale = _coarsest_scale(box, augmentation)
-        pixels = decode_jpeg(image, header, scale, math.ceil(box.top + box.height) + scale)
-        if pixels is not None:
-            return pixels, box.rescaled(1 / scale)
-    border = augmentation.border
-    pixels = _within_border(decode(image), border) if border else _decode_other(image)
-    height, width = pixels.shape[:2]
-    return pixels, choose_box(height, width, augmentation, KeyedUniform(*rng_key, _CROP))
+    return _resized_box(pixels, box, np.empty(augmentation.shape, np.uint8))
 
 
 def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
@@ -243,7 +174,15 @@ def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
     return pixels[border : height - border, border : width - border]
 
 
-def _decode_other(image: bytes) -> UInt8Array:
+def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
+    if size != image.size:
+        raise BadImageError(
+            f"it has {size[0]} x {size[1]} pixels, and the data set says "
+            f"{image.size[0]} x {image.size[1]}"
+        )
+
+
+def _decode_other(image: bytes | memoryview) -> UInt8Array:
     try:
         with Image.open(io.BytesIO(image)) as opened:
             if opened.mode.startswith("I;16") or opened.mode == "I":
@@ -265,72 +204,19 @@ def _from_16_bits(grey: NDArray[np.integer]) -> UInt8Array:
     return np.repeat(eight[:, :, None], 3, axis=2)
 
 
-def _inception_crop(
-    height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropBox:
-    for _ in range(_CROP_ATTEMPTS):
-        area = height * width * random.between(augmentation.min_area, augmentation.max_area)
-        low, high = math.log(augmentation.min_aspect), math.log(augmentation.max_aspect)
-        aspect = math.exp(random.between(low, high))
-        crop_width = round(math.sqrt(area * aspect))
-        crop_height = round(math.sqrt(area / aspect))
-        if 0 < crop_width <= width and 0 < crop_height <= height:
-            top = random.below(height - crop_height + 1)
-            left = random.below(width - crop_width + 1)
-            return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
-    return _largest_central(height, width, augmentation, random)
-
-
-def _largest_central(
-    height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropBox:
-    aspect = min(max(width / height, augmentation.min_aspect), augmentation.max_aspect)
-    crop_width = min(width, max(1, round(height * aspect)))
-    crop_height = min(height, max(1, round(width / aspect)))
-    top, left = (height - crop_height) // 2, (width - crop_width) // 2
-    return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
-
-
-def _resize_crop(
-    height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropBox:
-    per_row, per_column = height / augmentation.resize, width / augmentation.resize
-    top = random.below(augmentation.resize - augmentation.height + 1) * per_row
-    left = random.below(augmentation.resize - augmentation.width + 1) * per_column
-    is_flipped = _is_flipped(augmentation, random)
-    return CropBox(
-        top, left, augmentation.height * per_row, augmentation.width * per_column, is_flipped
-    )
-
-
-def _center_crop(
-    height: int, width: int, augmentation: Augmentation, random: KeyedUniform
-) -> CropBox:
-    per_pixel = min(height, width) / augmentation.resize
-    crop_height = augmentation.height * per_pixel
-    crop_width = augmentation.width * per_pixel
-    top, left = (height - crop_height) / 2, (width - crop_width) / 2
-    return CropBox(top, left, crop_height, crop_width, _is_flipped(augmentation, random))
-
-
-def _resize(height: int, width: int, augmentation: Augmentation, random: KeyedUniform) -> CropBox:
-    return CropBox(0, 0, height, width, _is_flipped(augmentation, random))
-
-
-def _is_flipped(augmentation: Augmentation, random: KeyedUniform) -> bool:
-    return augmentation.flip and random.draw() < 0.5
-
-
 def _coarsest_scale(box: CropBox, augmentation: Augmentation) -> int:
     """The largest of 8, 4, 2, 1 at which the crop still has all the pixels of the output."""
     shrink = min(box.height / augmentation.height, box.width / augmentation.width)
     return next(scale for scale in (8, 4, 2, 1) if scale <= max(shrink, 1))
 
 
-def _cut(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
-    top, left, bottom, right = box.bounds(*pixels.shape[:2])
-    crop = pixels[top:bottom, left:right]
-    if box.is_flipped:
+def _resized_box(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
+    top, left, bottom, right = box.bounds(pixels.shape[:2])
+    return _resized_crop(pixels[top:bottom, left:right], box.is_flipped, out)
+
+
+def _resized_crop(crop: UInt8Array, is_flipped: bool, out: UInt8Array) -> UInt8Array:
+    if is_flipped:
         cv2.flip(_resized(crop, np.empty_like(out)), 1, dst=out)
     else:
         _resized(crop, out)
@@ -353,12 +239,3 @@ def _resized(crop: UInt8Array, out: UInt8Array) -> UInt8Array:
 def _blur_for(shrink: float) -> float:
     """Standard deviation in source pixels; chosen by PSNR against Pillow over factors of 1 to 4."""
     return max(0.1, 0.45 * math.sqrt(max(0.0, shrink * shrink - 1)))
-
-
-_BoxChooser = Callable[[int, int, Augmentation, KeyedUniform], CropBox]
-_BOXES: Final[dict[str, _BoxChooser]] = {
-    "inception_crop": _inception_crop,
-    "resize_crop": _resize_crop,
-    "center_crop": _center_crop,
-    "resize": _resize,
-}

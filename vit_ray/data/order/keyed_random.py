@@ -14,6 +14,8 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
 
+_ALL: Final = slice(None)
+
 UInt64Array = NDArray[np.uint64]
 
 
@@ -66,3 +68,23 @@ class KeyedUniform:
     def below(self, bound: int) -> int:
         """The next number as an integer in [0, bound)."""
         return int(self.draw() * bound)
+
+
+class KeyedUniforms:
+    """The sequences of `KeyedUniform` of many keys, element by element the same numbers.
+
+    Args:
+        first: the leading parts of all keys.
+        parts: those behind them, each an array with an entry per key or a number for all.
+    """
+
+    def __init__(self, first: int, *parts: NDArray[np.integer] | int) -> None:
+        keys = np.array([key_of(first)], np.uint64)
+        for part in parts:
+            keys = mix_array(keys ^ np.asarray(part).astype(np.uint64))
+        self._keys = keys
+
+    def draw(self, number: int, which: NDArray[np.intp] | slice = _ALL) -> NDArray[np.float64]:
+        """Number `number` of each sequence, from 1 on, or of some sequences."""
+        mixed = mix_array(self._keys[which] ^ np.uint64(number))
+        return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

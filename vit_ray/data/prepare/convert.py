@@ -38,6 +38,7 @@ from vit_ray.data.format.schema import (
 from vit_ray.data.format.shard_writer import ShardWriter
 from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.label_map import LabelsAre, check_unique
+from vit_ray.data.prepare.restart_markers import restart_writer
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
 from vit_ray.data.prepare.shard_lists import (
@@ -101,6 +102,7 @@ def convert(
     columns: Sequence[str] = (),
     shrink_to: int | None = None,
     shrink_quality: int = 95,
+    index_jpeg: bool = True,
     keep_damaged_archives: bool = False,
     max_rejected_fraction: float = 0.1,
     num_cpus: float = 1.0,
@@ -122,7 +124,9 @@ def convert(
         columns: fields of the source that are passed through as text, such as captions: columns of
             parquet and CSV, keys of JSON, suffixes of a tar's text files.
         shrink_to: re-encode images whose shorter side is longer than this many pixels, as JPEG of
-            `shrink_quality`; None keeps every byte as it came.
+            `shrink_quality`; None keeps every size.
+        index_jpeg: give JPEG files restart markers, losslessly, so that training decodes no more of
+            them than its crops; the checksum of each file as it came is kept.
         keep_damaged_archives: take what stands before the damage of a tar that is cut or broken.
         max_rejected_fraction: refuse to commit when more of the source is rejected.
 
@@ -137,7 +141,7 @@ def convert(
     _check_free(folder)
     settings = _Settings(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
-        list(columns), shrink_to, shrink_quality,
+        list(columns), shrink_to, shrink_quality, index_jpeg,
     )  # fmt: skip
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
@@ -233,7 +237,7 @@ _OUTPUT: Final = re.compile(
     + "|".join(map(re.escape, (MANIFEST_FILE, REJECTED_FILE, REPORT_FILE, CHECKSUMS_FILE)))
 )
 """Names that a conversion gives to files; others are somebody else's."""
-_STAGING_VERSION: Final = 3
+_STAGING_VERSION: Final = 4
 """Of what the staging folder holds; raised when a restart could not read it."""
 
 
@@ -252,6 +256,7 @@ class _Settings:
     columns: list[str]
     shrink_to: int | None
     shrink_quality: int
+    index_jpeg: bool
 
     @property
     def shrinking(self) -> Shrinking | None:
@@ -434,11 +439,19 @@ class _ShardMaker:
         counts: dict[str, int] = {}
         max_labels = 0
         destination = folder.child(shard_name(shard, self.conversion.num_shards))
-        with ShardWriter(destination, settings.rows_per_row_group, settings.columns) as writer:
+        with (
+            ShardWriter(
+                destination,
+                settings.rows_per_row_group,
+                settings.columns,
+                is_indexed=settings.index_jpeg,
+            ) as writer,
+            restart_writer(is_wanted=settings.index_jpeg) as restarts,
+        ):
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
                 try:
-                    row = checked(image, entry.key, labels, settings.shrinking)
+                    row = checked(image, entry.key, labels, settings.shrinking, restarts)
                 except ValueError as error:
                     rejected.append((entry.key, printable(str(error))))
                     continue

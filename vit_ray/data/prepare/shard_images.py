@@ -10,8 +10,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode
+from vit_ray.data.images.jpeg import size_of_jpeg
+from vit_ray.data.prepare.restart_markers import RewrittenJpeg, Writer, with_restart_markers
 from vit_ray.data.prepare.sources.entries import IndexEntry
 
 _READERS: Final = 8
@@ -50,9 +53,13 @@ def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
 
 
 def checked(
-    image: bytes | ValueError, key: str, labels: tuple[int, ...], shrinking: Shrinking | None
+    image: bytes | ValueError,
+    key: str,
+    labels: tuple[int, ...],
+    shrinking: Shrinking | None,
+    writer: Writer | None = None,
 ) -> EncodedImage:
-    """A row of the data set.
+    """A row of the data set; `writer` gives JPEG files their restart markers.
 
     Raises:
         ValueError: if the image could not be read, is empty, not an image, cut short, or cannot
@@ -62,10 +69,31 @@ def checked(
         raise image
     if not image:
         raise ValueError("the file is empty")
-    pixels = decode(image)
-    if shrinking is not None and min(pixels.shape[:2]) > shrinking.shorter_side:
-        image, pixels = _shrunk(pixels, shrinking)
-    return EncodedImage(image, labels, key, pixels.shape[1], pixels.shape[0])
+    original_crc32 = checksum(image)
+    is_kept = not _is_too_large(size_of_jpeg(image), shrinking)
+    # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
+    found = _rewritten(image, writer) if is_kept else None
+    if found is None:
+        pixels = decode(image)
+        size = pixels.shape[:2]
+        if shrinking is not None and _is_too_large(size, shrinking):
+            image, pixels = _shrunk(pixels, shrinking)
+            found, size = _rewritten(image, writer), pixels.shape[:2]
+    index = None
+    if found is not None:
+        image, size, index = found.image, found.size, found.index
+    height, width = size
+    return EncodedImage(
+        image, labels, key, width, height, original_crc32=original_crc32, index=index
+    )
+
+
+def _rewritten(image: bytes, writer: Writer | None) -> RewrittenJpeg | None:
+    return None if writer is None else with_restart_markers(image, writer)
+
+
+def _is_too_large(size: tuple[int, ...] | None, shrinking: Shrinking | None) -> bool:
+    return shrinking is not None and size is not None and min(size) > shrinking.shorter_side
 
 
 def written_bytes(entries: list[IndexEntry], shrinking: Shrinking | None) -> int:

@@ -7,8 +7,9 @@ Where the device decodes, training batches have the columns of `encoded` in the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -18,7 +19,9 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
 from vit_ray.data.format.schema import NO_LABEL
-from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
+from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
@@ -155,14 +158,33 @@ class _PixelColumns:
         self._augmentation = augmentation
         self._images = np.empty((size, *augmentation.shape), np.uint8)
 
-    def set(self, i: int, image: bytes, rng_key: tuple[int, int, int], where: str) -> None:
-        training_crop(image, self._augmentation, rng_key, self._images[i])
+    def set(
+        self,
+        i: int,
+        image: StoredImage,
+        box: CropBox,
+        rng_key: tuple[int, int, int],
+        where: Callable[[], str],
+    ) -> None:
+        crop = cut_crop(image, box, self._augmentation, self._images[i])
+        augmented(crop, self._augmentation, rng_key)
 
     def blank(self, i: int) -> None:
         self._images[i] = 0
 
     def columns(self) -> Batch:
         return {"image": self._images}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a batch: where it is stored, and the crop that it is to give."""
+
+    epoch: int
+    group: int
+    stored: int
+    sample: int
+    box: CropBox
 
 
 class _BatchMaker:
@@ -183,17 +205,10 @@ class _BatchMaker:
 
     def make(self, rows: Rows) -> tuple[Batch, dict[int, str]]:
         """The batch: a bad row is replaced in training, and padding in evaluation."""
-        for i in range(self._size):
-            if i >= len(rows.samples):
-                self._images.blank(i)
-                continue
-            place = int(rows.epochs[i]), int(rows.groups[i]), int(rows.rows[i])
-            if self._try_row(i, *place):
-                continue
-            if self._job.is_training:
-                self._fill_with_neighbour(i, *place)
-            else:
-                self._images.blank(i)
+        for places in self._by_cache(rows):
+            self._write(rows, places)
+        for i in range(len(rows.samples), self._size):
+            self._images.blank(i)
         batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
@@ -201,34 +216,65 @@ class _BatchMaker:
                 batch["key"] = _padded_bytes(self._keys)
         return batch, self._bad
 
-    def _fill_with_neighbour(self, i: int, epoch: int, group: int, row: int) -> None:
+    def _by_cache(self, rows: Rows) -> Iterator[NDArray[np.intp]]:
+        """Places in the batch, so many at a time that their row groups are kept together."""
+        groups = np.unique(rows.groups)
+        ends = np.cumsum(self._spec.manifest.bytes[groups])
+        turns = ends // max(1, self._spec.cache_mib << 20)
+        turn_of_place = turns[np.searchsorted(groups, rows.groups)]
+        return (np.flatnonzero(turn_of_place == turn) for turn in np.unique(turns))
+
+    def _write(self, rows: Rows, places: NDArray[np.intp]) -> None:
+        """Rows at some places of the batch, whose crops are drawn at once."""
+        spec, manifest = self._spec, self._spec.manifest
+        epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
+        stored = [
+            manifest.stored_row(group, row)
+            for group, row in zip(groups.tolist(), rows.rows[places].tolist(), strict=True)
+        ]
+        sizes = np.array([self._read(int(g)).sizes[r] for g, r in zip(groups, stored, strict=True)])
+        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
+        columns = (epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
+        for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
+            if self._try_row(i, _Row(*row)):
+                continue
+            if self._job.is_training:
+                self._fill_with_neighbour(i, _Row(*row), int(rows.rows[i]))
+            else:
+                self._images.blank(i)
+
+    def _fill_with_neighbour(self, i: int, bad: _Row, row: int) -> None:
         """Write the next row of the row group that can be decoded."""
+        spec, manifest, group = self._spec, self._spec.manifest, bad.group
         others = self._plan.rows_of_group(group)
         after = int(np.searchsorted(others, row)) + 1
-        if not any(
-            self._try_row(i, epoch, group, int(other)) for other in np.roll(others, -after)[:-1]
-        ):
-            manifest = self._spec.manifest
-            raise ValueError(
-                f"shard {manifest.shard_location(group).path!r}: no image of its row group "
-                f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
-            )
+        for other in np.roll(others, -after)[:-1].tolist():
+            stored = manifest.stored_row(group, other)
+            sample = int(manifest.first_samples[group]) + other
+            height, width = self._read(group).sizes[stored].tolist()
+            rng_key = (spec.seed, bad.epoch, sample)
+            box = draw_box((height, width), spec.augmentation, rng_key)
+            if self._try_row(i, _Row(bad.epoch, group, stored, sample, box)):
+                return
+        raise ValueError(
+            f"shard {manifest.shard_location(group).path!r}: no image of its row group "
+            f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
+        )
 
-    def _try_row(self, i: int, epoch: int, group: int, row: int) -> bool:
-        spec, manifest = self._spec, self._spec.manifest
-        encoded = self._read(group)
-        stored = manifest.stored_row(group, row)
-        sample = int(manifest.first_samples[group]) + row
-        where = self._where(encoded, group, stored)
+    def _try_row(self, i: int, row: _Row) -> bool:
+        encoded, stored = self._read(row.group), row.stored
+        where = partial(self._where, encoded, row.group, stored)
+        rng_key = (self._spec.seed, row.epoch, row.sample)
         try:
-            self._images.set(i, encoded.image(stored), (spec.seed, epoch, sample), where)
+            self._images.set(i, encoded.stored(stored), row.box, rng_key, where)
         except ValueError as error:
-            self._bad[sample] = f"{where}: {error}"
+            self._bad[row.sample] = f"{where()}: {error}"
             return False
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels
-        self._samples[i] = sample
-        self._keys[i] = encoded.key(stored).encode() if spec.gives_keys else b""
+        self._samples[i] = row.sample
+        if self._spec.gives_keys:
+            self._keys[i] = encoded.key(stored).encode()
         return True
 
     def _where(self, encoded: EncodedRows, group: int, stored: int) -> str:

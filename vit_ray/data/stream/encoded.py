@@ -3,21 +3,25 @@
 A block is then one row, so that Ray Data neither joins nor cuts it, however its bytes vary: column
 `packed` is an Arrow IPC stream of a table with a row per image:
 
-* `encoded`: a JPEG file, or, for images of any other kind, the pixels of the finished crop.
-* `box`: int32 (4,), the crop in pixels of the file: top, left, bottom, right; zeros where
+* `encoded`: a JPEG file, of no more than what the crop touches where the stored file has restart
+  markers; or, for images of any other kind, the pixels of the finished crop.
+* `box`: int32 (4,), the crop in pixels of that file: top, left, bottom, right; zeros where
   `encoded` is pixels.
 * `is_flipped`: whether the crop is to be mirrored.
 * `where`: names the image in errors.
 * `labels`: int32 (max_labels,), and `sample`: int64, as in a batch of pixels.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from vit_ray.data.images.crops import Augmentation, crop_of_jpeg, training_crop
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.crop_boxes import Augmentation, CropBox
+from vit_ray.data.images.crops import cut_crop, jpeg_region
 
 
 class EncodedColumns:
@@ -30,18 +34,28 @@ class EncodedColumns:
         self._boxes = np.zeros((size, 4), np.int32)
         self._is_flipped = np.zeros(size, np.bool_)
 
-    def set(self, i: int, image: bytes, rng_key: tuple[int, int, int], where: str) -> None:
-        """Write one image.
+    def set(
+        self,
+        i: int,
+        image: StoredImage,
+        box: CropBox,
+        rng_key: tuple[int, int, int],
+        where: Callable[[], str],
+    ) -> None:
+        """Write one image; `where` tells its name.
 
         Raises:
             BadImageError: if it is not a plain JPEG and cannot be decoded.
         """
-        crop = crop_of_jpeg(image, self._augmentation, rng_key)
-        if crop is None:
-            image = training_crop(image, self._augmentation, rng_key).tobytes()
+        assert self._augmentation.randaugment is None, "a device only cuts"
+        region = None if self._augmentation.border else jpeg_region(image, box)
+        if region is None:
+            pixels = np.empty(self._augmentation.shape, np.uint8)
+            self._encoded[i] = cut_crop(image, box, self._augmentation, pixels).tobytes()
         else:
-            self._boxes[i], self._is_flipped[i] = crop.box, crop.is_flipped
-        self._encoded[i], self._where[i] = image, where
+            self._encoded[i] = bytes(region.content)
+            self._boxes[i], self._is_flipped[i] = region.box, box.is_flipped
+        self._where[i] = where()
 
     def blank(self, i: int) -> None:
         """Rows are blank to begin with."""

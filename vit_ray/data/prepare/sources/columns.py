@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vit_ray.data.format.schema import SHARD_SCHEMA
+from vit_ray.data.format.schema import RESERVED_NAMES
 
 
 def extra_of(fields: Mapping[str, Any], columns: Sequence[str]) -> tuple[str | None, ...]:
@@ -19,10 +19,10 @@ def check_columns(columns: Sequence[str]) -> None:
         ValueError: one is named twice, or is a column of every data set.
     """
     for place, name in enumerate(columns):
-        if name in SHARD_SCHEMA.names or name in columns[:place]:
+        if name in RESERVED_NAMES or name in columns[:place]:
             raise ValueError(
                 f"convert.columns={list(columns)}: {name!r} stands there twice, or is one of "
-                f"{SHARD_SCHEMA.names}, which every data set has; name other fields."
+                f"{list(RESERVED_NAMES)}, which data sets have; name other fields."
             )
 
 

@@ -1,0 +1,176 @@
+"""Rewriting changes no coefficient, loses nothing beside the pixels, leaves alone what is odd."""
+
+import io
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from tests.data.pictures import encoded, picture
+from vit_ray.data.prepare import restart_markers
+from vit_ray.data.prepare.restart_markers import (
+    Jpegtran,
+    Libjpeg,
+    Writer,
+    restart_writer,
+    with_restart_markers,
+)
+
+CHINA, FLOWER = load_sample_images().images
+
+
+def adobe_rgb() -> bytes:
+    """Three components that are red, green and blue, as an Adobe marker says."""
+    return encoded(CHINA[:100, :160], keep_rgb=True)
+
+
+FILES = {
+    "4:2:0": encoded(CHINA, subsampling=2),
+    "4:2:2 of odd size": encoded(FLOWER[:203, :173], subsampling=1),
+    "4:4:4": encoded(FLOWER[:111, :320], subsampling=0),
+    "grey": encoded(FLOWER[:150, :160, 0]),
+    "of optimised tables": encoded(CHINA[:200, :320], optimize=True),
+    "of few grey levels": encoded(np.full((64, 200), 128, np.uint8), optimize=True),
+    "of rough DC": encoded(picture(1, 8, 6).repeat(40, 0).repeat(40, 1), optimize=True, quality=99),
+    "progressive": encoded(CHINA[:200], progressive=True),
+    "with other markers": encoded(CHINA[:160, :200], restart_marker_blocks=3),
+    "RGB": adobe_rgb(),
+    "of one pixel": encoded(picture(0, 1, 1)),
+}
+
+
+@pytest.fixture(scope="module", params=["libjpeg", "jpegtran"])
+def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
+    kinds = [w for w in restart_markers._writers() if type(w).__name__.lower() == request.param]
+    if not kinds:
+        pytest.skip(f"no {request.param} here")
+    yield kinds[0]
+    kinds[0].close()
+
+
+def pixels_of(image: bytes) -> NDArray[Any]:
+    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+    return cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Writer) -> None:
+    image = FILES[name]
+    found = with_restart_markers(image, writer)
+    assert found is not None
+    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(image))
+    np.testing.assert_array_equal(
+        *(np.asarray(Image.open(io.BytesIO(i))) for i in (found.image, image))
+    )
+    assert found.size == pixels_of(image).shape[:2]
+    assert "progressive" not in Image.open(io.BytesIO(found.image)).info
+
+
+@pytest.mark.parametrize("name", ["4:2:0", "of optimised tables"])
+def test_markers_cost_few_bytes(name: str, writer: Writer) -> None:
+    found = with_restart_markers(FILES[name], writer)
+    assert found is not None
+    assert len(found.image) < 1.015 * len(FILES[name])
+    assert found.index.columns >= 2
+
+
+def with_metadata() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "a caption"
+    profile = bytes(range(256)) * 300  # longer than one segment
+    return encoded(CHINA[:100, :160], exif=exif, icc_profile=profile, comment=b"\xff\xd9 mine")
+
+
+def test_profile_exif_and_comment_stay(writer: Writer) -> None:
+    image = with_metadata()
+    found = with_restart_markers(image, writer)
+    assert found is not None
+    before, after = (Image.open(io.BytesIO(i)) for i in (image, found.image))
+    for name in ("icc_profile", "exif", "comment", "dpi", "jfif"):
+        assert after.info.get(name) == before.info.get(name), name
+    assert after.getexif()[0x010E] == "a caption"
+
+
+def several_pictures() -> bytes:
+    sink = io.BytesIO()
+    first, second = Image.fromarray(CHINA[:80, :90]), Image.fromarray(FLOWER[:80, :90])
+    first.save(sink, "MPO", save_all=True, append_images=[second])
+    return sink.getvalue()
+
+
+def cmyk() -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(CHINA[:64, :64]).convert("CMYK").save(sink, "JPEG")
+    return sink.getvalue()
+
+
+def damaged() -> bytes:
+    image = bytearray(FILES["4:2:0"])
+    image[len(image) // 2 : len(image) // 2 + 40] = bytes(40)
+    return bytes(image)
+
+
+def with_a_frame_marker(marker: int) -> bytes:
+    image = FILES["4:2:0"]
+    at = image.index(b"\xff\xc0")
+    return image[: at + 1] + bytes([marker]) + image[at + 2 :]
+
+
+ODD = {
+    "several pictures": several_pictures,
+    "cmyk": cmyk,
+    "damaged": damaged,
+    "cut, with an end": lambda: FILES["4:2:0"][:20000] + b"\xff\xd9",
+    "cut": lambda: FILES["4:2:0"][:-2],
+    "followed by padding": lambda: FILES["4:2:0"] + bytes(10) + b"\xff\xd9",
+    "arithmetic": lambda: with_a_frame_marker(0xC9),
+    "lossless": lambda: with_a_frame_marker(0xC3),
+    "png": lambda: encoded(CHINA[:64, :64], "PNG"),
+    "empty": lambda: b"",
+    "of impossible sampling": lambda: FILES["4:2:0"].replace(b"\x01\x22\0\x02", b"\x01\x2f\0\x02"),
+}
+
+
+@pytest.mark.parametrize("name", list(ODD))
+def test_what_is_odd_stays_as_it_came(name: str, writer: Writer) -> None:
+    assert with_restart_markers(ODD[name](), writer) is None
+    assert with_restart_markers(FILES["grey"], writer) is not None
+
+
+def test_a_file_of_several_scans_stays_as_it_came(writer: Writer, tmp_path: Path) -> None:
+    if (jpegtran := shutil.which("jpegtran")) is None:
+        pytest.skip("jpegtran writes them")
+    (tmp_path / "scans").write_text("0; 1; 2;")
+    command = [jpegtran, "-scans", str(tmp_path / "scans")]
+    image = subprocess.run(command, input=FILES["4:2:0"], capture_output=True, check=True).stdout
+    np.testing.assert_array_equal(pixels_of(image), pixels_of(FILES["4:2:0"]))
+    assert with_restart_markers(image, writer) is None
+
+
+def test_a_library_with_other_structures_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "libjpeg.so").write_bytes(b"no library")
+    foreign, other = Libjpeg(str(tmp_path / "libjpeg.so")), Jpegtran(str(tmp_path / "jpegtran"))
+    monkeypatch.setattr(restart_markers, "_writers", lambda: iter([foreign, other]))
+    with caplog.at_level(logging.WARNING), restart_writer() as found:
+        assert found is None
+    assert "install libjpeg-turbo-progs" in caplog.text
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "deaf.py").write_text("import sys\nsys.stdin.buffer.read()\n")
+    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "deaf.py")
+    monkeypatch.setattr(restart_markers, "_ANSWER_WITHIN_S", 0.1)
+    assert with_restart_markers(FILES["grey"], Libjpeg("")) is None

@@ -1,0 +1,42 @@
+"""An image as a data set has it, and what is kept of a JPEG file with restart markers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class RestartIndex:
+    """Where the parts of a JPEG lie that a crop of it is made of.
+
+    Attributes:
+        front: bytes at its start that tell the colour space: start of image, JFIF or Adobe marker.
+        tables_at: where the tables and the frame header begin, which the first segment follows.
+        size_at: where height and width are, two bytes each.
+        unit_height, unit_width: pixels of an MCU.
+        columns: segments in a row of MCUs.
+        offsets: of the segments, row by row, and the length of the file.
+    """
+
+    front: int
+    tables_at: int
+    size_at: int
+    unit_height: int
+    unit_width: int
+    columns: int
+    offsets: NDArray[np.uint32]
+
+    @property
+    def rows(self) -> int:
+        """Rows of MCUs, and so of segments."""
+        return (len(self.offsets) - 1) // self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class StoredImage:
+    """An image as a data set has it: file, height and width, index of its restart markers."""
+
+    content: bytes | memoryview
+    size: tuple[int, int]
+    index: RestartIndex | None = None

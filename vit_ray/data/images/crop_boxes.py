@@ -1,0 +1,264 @@
+"""Which part of an image makes its crop: a pure function of its size and its random numbers.
+
+The boxes of many images are drawn at once; each depends on its own numbers alone, so that it is the
+same in whatever company.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.images.restart_index import Box
+from vit_ray.data.order.keyed_random import KeyedUniforms
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+_ATTEMPTS: Final = 10
+_CROP: Final = 3
+"""Tells the random numbers of the crop from others of the same (seed, epoch, sample)."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How an encoded image becomes an array of `size`.
+
+    Attributes:
+        kind: `inception_crop` (random area and aspect), `resize_crop` (resize both sides to
+            `resize`, random crop of `size`), `center_crop` (shorter side to `resize`, central
+            `size`), `resize` (both sides to `size`, aspect ignored).
+        size: output side in pixels, or (height, width).
+        flip: mirror left to right with probability 1/2.
+        resize: see `kind`; in pixels.
+        min_area, max_area: range of the crop's share of the image.
+        min_aspect, max_aspect: range of the crop's width over height.
+        border: pixels cut off all four sides before anything else.
+        randaugment: what is done to the finished crop; None for nothing.
+    """
+
+    kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
+    size: int | tuple[int, int] = 224
+    flip: bool = True
+    resize: int = 256
+    min_area: float = 0.05
+    max_area: float = 1.0
+    min_aspect: float = 3 / 4
+    max_aspect: float = 4 / 3
+    border: int = 0
+    randaugment: RandAugment | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _BOXES:
+            raise ValueError(f"augmentation.kind={self.kind!r}; allowed are {sorted(_BOXES)}.")
+        if min(self.height, self.width) < 1:
+            raise ValueError(f"augmentation.size={self.size}; give at least 1 pixel a side.")
+        if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):
+            raise ValueError(
+                f"augmentation.resize={self.resize} is below augmentation.size={self.size}, so the "
+                f"crop would not fit; use at least {max(self.shape[:2])}."
+            )
+        if not 0 < self.min_area <= self.max_area <= 1:
+            raise ValueError(
+                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; "
+                f"keep 0 < min_area <= max_area <= 1."
+            )
+        if not 0 < self.min_aspect <= self.max_aspect:
+            raise ValueError(
+                f"augmentation.min_aspect={self.min_aspect}, max_aspect={self.max_aspect}; "
+                f"keep 0 < min_aspect <= max_aspect."
+            )
+
+    @property
+    def height(self) -> int:
+        """Output height in pixels."""
+        return self.size if isinstance(self.size, int) else self.size[0]
+
+    @property
+    def width(self) -> int:
+        """Output width in pixels."""
+        return self.size if isinstance(self.size, int) else self.size[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the output array."""
+        return (self.height, self.width, 3)
+
+
+@dataclass(frozen=True)
+class CropBox:
+    """A rectangle of the source in pixels (fractions allowed), to be resized to the output."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+    is_flipped: bool
+
+    def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
+        """Whole pixels that hold the rectangle, of the image at 1/`scale`.
+
+        Args:
+            size: height and width of the image, which the rectangle never leaves.
+        """
+        factor = 1 / scale
+        top, left = self.top * factor, self.left * factor
+        bottom, right = top + self.height * factor, left + self.width * factor
+        first_row, first = math.floor(top), math.floor(left)
+        height, width = -(-size[0] // scale), -(-size[1] // scale)
+        last_row = min(height, max(first_row + 1, math.ceil(bottom)))
+        return first_row, first, last_row, min(width, max(first + 1, math.ceil(right)))
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """A `CropBox` for each of many images; each an array with an entry per image."""
+
+    top: NDArray[Any]
+    left: NDArray[Any]
+    height: NDArray[Any]
+    width: NDArray[Any]
+    is_flipped: NDArray[np.bool_]
+
+    def one_by_one(self) -> list[CropBox]:
+        columns = [column.tolist() for column in vars(self).values()]
+        return [CropBox(*row) for row in zip(*columns, strict=True)]
+
+
+def draw_boxes(
+    sizes: NDArray[np.integer],
+    augmentation: Augmentation,
+    seed: int,
+    epochs: NDArray[np.integer],
+    samples: NDArray[np.integer],
+) -> list[CropBox]:
+    """The boxes of many images, inside of the border if one is to be cut off.
+
+    Args:
+        sizes: (n, 2), height and width of each image.
+        epochs, samples: (n,); with the seed the only source of randomness.
+    """
+    # An image that is nothing but border is refused when it is cut.
+    height, width = np.maximum(np.asarray(sizes, np.int64) - 2 * augmentation.border, 1).T
+    random = KeyedUniforms(seed, epochs, samples, _CROP)
+    return _BOXES[augmentation.kind](height, width, augmentation, random).one_by_one()
+
+
+def draw_box(
+    size: tuple[int, int], augmentation: Augmentation, rng_key: tuple[int, int, int]
+) -> CropBox:
+    """The box of one image; `rng_key` is (seed, epoch, sample)."""
+    seed, epoch, sample = rng_key
+    (box,) = draw_boxes(np.array([size]), augmentation, seed, np.array([epoch]), np.array([sample]))
+    return box
+
+
+def _inception_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    boxes = _largest_central(height, width, augmentation, random)
+    left_over = np.arange(len(height))
+    for attempt in range(_ATTEMPTS):
+        first = 2 * attempt + 1  # an attempt draws two numbers, and three more if it fits
+        h, w = height[left_over], width[left_over]
+        crop_height, crop_width = _drawn_sides(h, w, augmentation, random, first, left_over)
+        fits = (crop_width > 0) & (crop_width <= w) & (crop_height > 0) & (crop_height <= h)
+        fitting = left_over[fits]
+        boxes.height[fitting], boxes.width[fitting] = crop_height[fits], crop_width[fits]
+        room = (h - crop_height + 1)[fits], (w - crop_width + 1)[fits]
+        boxes.top[fitting] = _below(room[0], random.draw(first + 2, fitting))
+        boxes.left[fitting] = _below(room[1], random.draw(first + 3, fitting))
+        boxes.is_flipped[fitting] = _flips(augmentation, random, first + 4, fitting)
+        left_over = left_over[~fits]
+        if not len(left_over):
+            break
+    return boxes
+
+
+def _drawn_sides(
+    height: IntArray,
+    width: IntArray,
+    augmentation: Augmentation,
+    random: KeyedUniforms,
+    first: int,
+    which: NDArray[np.intp],
+) -> tuple[IntArray, IntArray]:
+    """Height and width of a random area and aspect."""
+    areas = augmentation.max_area - augmentation.min_area
+    area = height * width * (augmentation.min_area + areas * random.draw(first, which))
+    low, high = math.log(augmentation.min_aspect), math.log(augmentation.max_aspect)
+    drawn = low + (high - low) * random.draw(first + 1, which)
+    # Not numpy's exp, whose last bit depends on the processor.
+    aspect = np.array([math.exp(value) for value in drawn.tolist()])
+    return _rounded(np.sqrt(area / aspect)), _rounded(np.sqrt(area * aspect))
+
+
+def _largest_central(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    aspect = np.minimum(
+        np.maximum(width / height, augmentation.min_aspect), augmentation.max_aspect
+    )
+    crop_width = np.minimum(width, np.maximum(1, _rounded(height * aspect)))
+    crop_height = np.minimum(height, np.maximum(1, _rounded(width / aspect)))
+    top, left = (height - crop_height) // 2, (width - crop_width) // 2
+    flips = _flips(augmentation, random, 2 * _ATTEMPTS + 1)
+    return _Boxes(top, left, crop_height, crop_width, flips)
+
+
+def _resize_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    per_row, per_column = height / augmentation.resize, width / augmentation.resize
+    top = _below(augmentation.resize - augmentation.height + 1, random.draw(1)) * per_row
+    left = _below(augmentation.resize - augmentation.width + 1, random.draw(2)) * per_column
+    flips = _flips(augmentation, random, 3)
+    return _Boxes(top, left, augmentation.height * per_row, augmentation.width * per_column, flips)
+
+
+def _center_crop(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    per_pixel = np.minimum(height, width) / augmentation.resize
+    crop_height, crop_width = augmentation.height * per_pixel, augmentation.width * per_pixel
+    top, left = (height - crop_height) / 2, (width - crop_width) / 2
+    return _Boxes(top, left, crop_height, crop_width, _flips(augmentation, random, 1))
+
+
+def _resize(
+    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
+) -> _Boxes:
+    corner = np.zeros_like(height)
+    return _Boxes(corner, corner, height, width, _flips(augmentation, random, 1))
+
+
+def _flips(
+    augmentation: Augmentation,
+    random: KeyedUniforms,
+    number: int,
+    which: NDArray[np.intp] | slice = slice(None),
+) -> NDArray[np.bool_]:
+    return augmentation.flip & (random.draw(number, which) < 0.5)
+
+
+def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
+    """Numbers in [0, 1) as whole ones in [0, bound)."""
+    return (drawn * bound).astype(np.int64)
+
+
+def _rounded(values: NDArray[Any]) -> IntArray:
+    """Halves to even, as Python's `round`."""
+    return np.rint(values).astype(np.int64)
+
+
+_BoxChooser = Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]
+_BOXES: Final[dict[str, _BoxChooser]] = {
+    "inception_crop": _inception_crop,
+    "resize_crop": _resize_crop,
+    "center_crop": _center_crop,
+    "resize": _resize,
+}

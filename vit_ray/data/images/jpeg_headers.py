@@ -1,0 +1,164 @@
+"""What the header of a JPEG file says, up to its first scan, where the file is of the usual kind.
+
+That is: grey or of three components, of 8 bits, Huffman coded, baseline in one scan or progressive.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+START: Final = b"\xff\xd8"
+END: Final = b"\xff\xd9"
+BLOCK: Final = 8
+"""Side of a block of coefficients in pixels."""
+
+_BASELINE: Final = frozenset({0xC0, 0xC1})
+_PROGRESSIVE: Final = 0xC2
+FRAMES: Final = _BASELINE | {_PROGRESSIVE}
+"""Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
+_OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Lossless, hierarchical, arithmetic."""
+_RESTART_INTERVAL: Final = 0xDD
+SCAN: Final = 0xDA
+_JFIF: Final = (0xE0, b"JFIF\0")
+_ADOBE: Final = (0xEE, b"Adobe")
+_COMMENT: Final = 0xFE
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
+"""Markers that no length follows."""
+
+
+@dataclass(frozen=True)
+class JpegFrame:
+    """How a JPEG is divided, and where in the file that is said.
+
+    Attributes:
+        unit_height, unit_width: pixels of an MCU.
+        interval: MCUs in a restart interval; 0 where there are none.
+        front: bytes at the start with the first marker, if that is JFIF's or Adobe's.
+        tables_at: offset of the first segment that is neither a comment nor an application's.
+        size_at: offset of height and width, two bytes each.
+        scan_at: offset of the coded data of the first scan.
+        is_usual_coding: whether each component has the coding tables that libjpeg would give it.
+    """
+
+    height: int
+    width: int
+    components: int
+    unit_height: int
+    unit_width: int
+    is_baseline: bool
+    interval: int
+    front: int
+    tables_at: int
+    size_at: int
+    scan_at: int
+    is_usual_coding: bool
+
+    @property
+    def has_front(self) -> bool:
+        """Whether the first marker tells the colour space."""
+        return self.front > len(START)
+
+    @property
+    def units_across(self) -> int:
+        """MCUs in a row."""
+        return -(-self.width // self.unit_width)
+
+    @property
+    def units_down(self) -> int:
+        """Rows of MCUs."""
+        return -(-self.height // self.unit_height)
+
+
+def read_frame(image: bytes) -> JpegFrame | None:
+    """The frame of a file; None for one of another kind, or one that ends inside its header."""
+    if image[:2] != START or image[-2:] != END:
+        return None
+    try:
+        return _read_frame(image)
+    except (struct.error, IndexError):
+        return None
+
+
+def metadata_of(image: bytes) -> list[bytes]:
+    """Comments and applications' segments before the first scan, JFIF's and Adobe's too."""
+    return [
+        image[at - 2 : at + length]
+        for marker, at, length in header_segments(image)
+        if _is_metadata(marker)
+    ]
+
+
+def is_front(segment: bytes) -> bool:
+    """Whether it is JFIF's or Adobe's segment, which tell the colour space."""
+    return any(segment[1] == m and segment[4:].startswith(name) for m, name in (_JFIF, _ADOBE))
+
+
+def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
+    """(marker, offset of its length field, length with that field) up to the first scan's."""
+    at = 2
+    while True:
+        if image[at] != 0xFF:
+            raise IndexError
+        marker = image[at + 1]
+        if marker == 0xFF:
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        else:
+            (length,) = struct.unpack_from(">H", image, at + 2)
+            if at + 2 + length > len(image):
+                raise IndexError
+            yield marker, at + 2, length
+            if marker == SCAN:
+                return
+            at += 2 + length
+
+
+def _is_metadata(marker: int) -> bool:
+    return 0xE0 <= marker <= 0xEF or marker == _COMMENT
+
+
+def _read_frame(image: bytes) -> JpegFrame | None:
+    frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
+    for marker, at, length in header_segments(image):
+        if marker in _OTHER_FRAMES:
+            return None
+        if at == 4 and is_front(image[2 : 4 + length]):
+            front = 4 + length
+        if not tables_at and not _is_metadata(marker):
+            tables_at = at - 2
+        if marker in FRAMES:
+            frame_at, is_baseline = at, marker in _BASELINE
+        elif marker == _RESTART_INTERVAL:
+            (interval,) = struct.unpack_from(">H", image, at + 2)
+        elif marker == SCAN and frame_at:
+            places = front, tables_at, at + length
+            return _frame(image, frame_at, at, is_baseline, interval, places)
+    return None
+
+
+def _frame(
+    image: bytes,
+    at: int,
+    scan: int,
+    is_baseline: bool,
+    interval: int,
+    places: tuple[int, int, int],
+) -> JpegFrame | None:
+    precision, height, width, components = struct.unpack_from(">BHHB", image, at + 2)
+    if components not in (1, 3) or precision != 8 or not height * width:
+        return None
+    if is_baseline and image[scan + 2] != components:
+        return None
+    samplings = [image[at + 9 + 3 * i] for i in range(components)]
+    across, down = max(s >> 4 for s in samplings), max(s & 15 for s in samplings)
+    if components == 1:  # a scan of one component has one block in an MCU, whatever it says
+        across = down = 1
+    coding = [image[scan + 4 + 2 * i] for i in range(components)]
+    front, tables_at, scan_at = places
+    return JpegFrame(
+        height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
+        front, tables_at, at + 3, scan_at, coding == [0, 0x11, 0x11][:components],
+    )  # fmt: skip

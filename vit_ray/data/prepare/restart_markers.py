@@ -1,0 +1,186 @@
+"""JPEG files rewritten losslessly with restart markers, so that crops of them can be read alone.
+
+The coefficients stay as they are, and so do all pixels; comments, profiles and EXIF stay too. What
+rewrites is libjpeg-turbo: the copy that Pillow brings or the system's, in a process of its own, or
+the command jpegtran. Progressive files become baseline. Everything else (arithmetic coding, CMYK,
+several scans, several pictures in a file, 12 bits, damage) stays as it came.
+"""
+
+import contextlib
+import ctypes.util
+import logging
+import select
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import PIL
+
+from vit_ray.data.format.stored_image import RestartIndex
+from vit_ray.data.images.jpeg_headers import (
+    END,
+    JpegFrame,
+    is_front,
+    metadata_of,
+    read_frame,
+)
+from vit_ray.data.images.restart_index import index_segments, interval_for
+
+_LOG: Final = logging.getLogger(__name__)
+
+_SEGMENT_WIDTH: Final = 128
+"""Pixels, about: 8 MCUs of a photograph; markers then add 0.5 % to its bytes."""
+_MOST_PIXELS: Final = 1 << 26
+"""Of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
+_ANSWER_WITHIN_S: Final = 60.0
+_HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
+_GREY_PIXEL: Final = bytes.fromhex(
+    "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
+    "0000000000ffc40014100100000000000000000000000000000000ffda0008010100003f0037ffd9"
+)
+
+_NOT_FOUND: Final = (
+    "convert.index_jpeg: no libjpeg 6.2 and no jpegtran is found here, so JPEG files stay as "
+    "they are and are read more slowly; install libjpeg-turbo-progs, or Pillow from PyPI"
+)
+
+
+class Writer(Protocol):
+    """What rewrites coefficients."""
+
+    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
+        """The file with restart markers and without metadata; None if it is damaged.
+
+        Args:
+            keeps_tables: keep the tables of AC coefficients, which is twice as fast.
+        """
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Libjpeg:
+    """libjpeg in a process of its own, which is started again where a file has ended it."""
+
+    def __init__(self, library: str) -> None:
+        self._command = [sys.executable, "-I", "-S", str(_HELPER), library]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
+        """As `Writer`."""
+        try:
+            return self._ask(image, interval, keeps_tables) or None
+        except (OSError, struct.error):
+            self.close()
+            return None
+
+    def _ask(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+            )
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert back is not None
+        to.write(struct.pack("<III", interval, keeps_tables, len(image)))
+        to.write(image)
+        to.flush()
+        if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
+            raise TimeoutError
+        (length,) = struct.unpack("<I", back.read(4))
+        return back.read(length)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
+                self._process.communicate()
+            self._process = None
+
+
+class Jpegtran:
+    """The command of that name, once for each file."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
+        """As `Writer`; tables are always made anew."""
+        command = [self._command, "-copy", "none", "-optimize", "-restart", f"{interval}B"]
+        try:
+            done = subprocess.run(
+                command, input=image, capture_output=True, timeout=_ANSWER_WITHIN_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    def close(self) -> None:
+        """Nothing stays behind."""
+
+
+@contextlib.contextmanager
+def restart_writer(*, is_wanted: bool = True) -> Iterator[Writer | None]:
+    """The best way to rewrite that works here; None, with a warning, if there is none."""
+    for writer in _writers() if is_wanted else ():
+        with contextlib.closing(writer):
+            if writer(_GREY_PIXEL, 1, False) is not None:
+                yield writer
+                return
+    if is_wanted:
+        _LOG.warning(_NOT_FOUND)
+    yield None
+
+
+def _writers() -> Iterator[Writer]:
+    packages = Path(PIL.__file__).parent
+    bundled = [*packages.glob("../pillow.libs/libjpeg*"), *packages.glob(".dylibs/libjpeg*")]
+    for library in [*map(str, bundled), ctypes.util.find_library("jpeg")]:
+        if library is not None:
+            yield Libjpeg(library)
+    if (jpegtran := shutil.which("jpegtran")) is not None:
+        yield Jpegtran(jpegtran)
+
+
+@dataclass(frozen=True, eq=False)
+class RewrittenJpeg:
+    """A JPEG with restart markers, its height and width, and where its parts lie."""
+
+    image: bytes
+    size: tuple[int, int]
+    index: RestartIndex
+
+
+def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
+    """A JPEG rewritten; None if it is to stay as it is."""
+    frame = read_frame(image)
+    if frame is None or frame.height * frame.width > _MOST_PIXELS:
+        return None
+    # In coded data 0xff 0xd9 is nothing but the end; behind it may be a second picture.
+    if image.find(END, frame.scan_at) != len(image) - len(END):
+        return None
+    keeps_tables = frame.is_baseline and frame.is_usual_coding
+    interval = interval_for(frame, _SEGMENT_WIDTH)
+    bare = writer(image, interval, keeps_tables)
+    if bare is None and keeps_tables:  # they may have no room for the codes that they lack
+        bare = writer(image, interval, False)
+    if bare is None or (written := read_frame(bare)) is None:
+        return None
+    rewritten = _with_metadata(bare, written, image)
+    index = index_segments(rewritten)
+    size = written.height, written.width
+    return None if index is None else RewrittenJpeg(rewritten, size, index)
+
+
+def _with_metadata(bare: bytes, frame: JpegFrame, original: bytes) -> bytes:
+    """The rewritten file with what the original has beside pixels, behind its own first marker."""
+    own = bare[2 : frame.front]
+    others = [s for s in metadata_of(original) if not (is_front(s) and s[1:2] == own[1:2])]
+    return b"".join([bare[: frame.front], *others, bare[frame.front :]])

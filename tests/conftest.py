@@ -1,6 +1,7 @@
 """One Ray cluster for the whole session, a process of its own, and small real data sets on it."""
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -49,6 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.split("::")[0]))
 
 
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
 @dataclass(frozen=True)
 class Head:
     """A running head node."""
@@ -78,6 +82,7 @@ def ray_head() -> Iterator[Head]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
             env={**os.environ, "RAY_JOB_STOP_WAIT_TIME_S": "120"},  # as the cluster files have it
         )
         try:
@@ -93,6 +98,12 @@ def ray_head() -> Iterator[Head]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    """A test session that is killed leaves no Ray behind that goes on working."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

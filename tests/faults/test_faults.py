@@ -23,6 +23,7 @@ from tests.end_to_end.runs import (
 )
 from tests.faults.runs import EVERY, STEPS, long_recipe, start
 from vit_ray.config import Recipe
+from vit_ray.experiments.study import study_cells
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
@@ -121,6 +122,37 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     assert "test top-1, trained on all data" in output
     ends = [run.data.tags.get("vit_ray.events.resumed") for run in runs_of(recipe)]
     assert any(ends), stopped_at
+
+
+def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
+    ray_cluster: Head, digits: Digits, folder: Path
+) -> None:
+    recipe = long_recipe("stopped-study", digits, folder)
+    shape = recipe.model.model_dump(mode="json")
+    recipe = recipe.with_changes(
+        workers={"num_workers": 1},
+        study={
+            "models": [{"label": "tiny", "model": shape}],
+            "data_fractions": [0.25, 1.0],
+            "epochs": [25],
+        },
+    )
+    first, second = (cell.recipe for cell in study_cells(recipe))
+    arguments = str(write_recipe(recipe, folder))
+    driver = Driver(ray_cluster, "scaling_study", arguments)
+    wait_until(lambda: bool(checkpoint_steps(second)), driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    stopped_at = checkpoint_steps(second)[-1]
+    before = weights_of(first)
+    code, output = Driver(ray_cluster, "scaling_study", arguments).wait()
+    assert code == 0, output
+    assert checkpoint_steps(second)[-1] > stopped_at
+    cells = {run.info.run_name: run.data.tags for run in runs_of(recipe)}
+    assert cells[second.name]["vit_ray.events.resumed"] == "1"
+    assert "vit_ray.events.resumed" not in cells[first.name]
+    assert same_weights(weights_of(first), before)
 
 
 def test_an_elastic_group_that_could_take_every_cpu_still_gets_its_data(

@@ -12,6 +12,7 @@ from typing import Any
 
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.mlflow_model import model_files
@@ -48,7 +49,7 @@ def write_sweep(folder: Path) -> Recipe:
     assert parent._tracker.flush(60)
     parent_id = parent.run_id()
     for rate, accuracy in ACCURACIES.items():
-        _record_trial(trial_recipe(recipe, rate), parent_id, accuracy)
+        _record_trial(trial_recipe(recipe, {RATE: rate}), parent_id, accuracy)
     parent.text("recipe.yaml", recipe_yaml(recipe))
     assert parent.finish("FINISHED")
     report(recipe)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from vit_ray.commands.tables import print_sweep
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult, SweepRow
 
 
 def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
-    rows = [SweepRow(0.01, 0.9, "a"), SweepRow(0.1, None, None, "a worker died")]
-    assert print_sweep(SweepResult(rows, 0.01, accuracies, "parent", "a link")) == 0
+    rows = [SweepRow({RATE: 0.01}, 0.9, "a"), SweepRow({RATE: 0.1}, None, None, "a worker died")]
+    assert print_sweep(SweepResult(rows, {RATE: 0.01}, accuracies, "parent", "a link")) == 0
     return capsys.readouterr().out
 
 

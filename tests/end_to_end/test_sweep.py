@@ -9,8 +9,11 @@ from mlflow import MlflowClient
 
 from tests.conftest import Digits
 from tests.end_to_end.runs import runs_of, small_recipe
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
 from vit_ray.launch.run import train
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import open_checkpoint
 
 
 def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
@@ -45,6 +48,11 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
     ]
     assert len(children) == 3
     parent = client.get_run(result.parent_run_id or "")
+    kept = client.list_artifacts(result.parent_run_id or "", "sweep")
+    assert {file.path for file in kept} == {"sweep/trials.csv", "sweep/dev_accuracy.svg"}
+    assert open_checkpoint(locate(parent.data.tags["vit_ray.best_trial_checkpoint"])) is not None
+    trial = next(run for run in children if run.data.tags["vit_ray.kind"] == "sweep_trial")
+    assert "dev/top1" in trial.data.metrics
     assert parent.data.metrics["eval/top1"] == pytest.approx(result.mean)
     _nothing_is_held()
     again = run_sweep(recipe)
@@ -63,7 +71,7 @@ def test_trials_hold_out_the_dev_split_and_the_final_run_does_not(
     digits: Digits, tmp_path: Path
 ) -> None:
     recipe = small_recipe("sweep", digits, tmp_path, init_from="x", sweep={"learning_rates": [0.1]})
-    trial, final = trial_recipe(recipe, 0.1), final_recipe(recipe, 0.1, seed=7)
+    trial, final = trial_recipe(recipe, {RATE: 0.1}), final_recipe(recipe, {RATE: 0.1}, seed=7)
     assert trial.data.held_out_fraction == 0.02
     assert trial.data.eval is None
     assert final.data.held_out_fraction == 0.0

@@ -1,13 +1,24 @@
 """What a sweep chooses and reports: the averaged weights' accuracy where weights are averaged."""
 
+import csv
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
 import pytest
 
 from vit_ray.commands.tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments.sweep import SweepResult, best_rate, sweep_metrics, sweep_row
+from vit_ray.experiments import sweep
+from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, sweep_row, trial_recipe
+from vit_ray.experiments.sweep_files import sweep_files
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.train.job import NOT_FINITE
 
 
 def recipe(averaging: float) -> Recipe:
@@ -21,9 +32,9 @@ def result(**metrics: float) -> RunResult:
 
 # The last weights prefer the first rate, the averaged ones the second.
 TRIALS = [
-    (0.1, result(top1=0.8, averaged_top1=0.5), ""),
-    (0.2, result(top1=0.6, averaged_top1=0.7), ""),
-    (0.3, None, "not finite"),
+    ({RATE: 0.1}, result(top1=0.8, averaged_top1=0.5), ""),
+    ({RATE: 0.2}, result(top1=0.6, averaged_top1=0.7), ""),
+    ({RATE: 0.3}, None, "not finite"),
 ]
 
 
@@ -32,14 +43,14 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     averaging: float, best: float
 ) -> None:
     rows = [sweep_row(recipe(averaging), *trial) for trial in TRIALS]
-    assert best_rate(rows) == best
+    assert best_row(rows).point == {RATE: best}
     assert [row.dev_top1 for row in rows] == ([0.5, 0.7, None] if averaging else [0.8, 0.6, None])
     assert [row.last_dev_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [sweep_row(recipe(0.9999), *trial) for trial in TRIALS]
-    outcome = SweepResult(rows, 0.2, [0.75, 0.77], "id", "hint", [0.65, 0.67])
+    outcome = SweepResult(rows, {RATE: 0.2}, [0.75, 0.77], "id", "hint", [0.65, 0.67])
     metrics = sweep_metrics(outcome)
     assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
     assert metrics["eval/top1"] == pytest.approx(0.66)
@@ -53,7 +64,7 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [sweep_row(recipe(0.0), *trial) for trial in TRIALS]
-    outcome = SweepResult(rows, 0.1, [0.85], "id", "hint")
+    outcome = SweepResult(rows, {RATE: 0.1}, [0.85], "id", "hint")
     assert sweep_metrics(outcome) == {
         "sweep/learning_rate": 0.1,
         "eval/top1": 0.85,
@@ -63,6 +74,97 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
     assert "averaged" not in capsys.readouterr().out
 
 
+def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
+    rows = [sweep_row(recipe(0.0), *trial) for trial in TRIALS[:2]]
+    error = f"loss or gradient of step 3 {NOT_FINITE}. Samples 1, 2."
+    rows.append(sweep_row(recipe(0.0), {RATE: 10.0}, None, error))
+    assert [row.state for row in rows] == ["finished", "finished", "diverged"]
+    files = sweep_files(rows, best_row(rows))
+    table = list(csv.DictReader(io.StringIO(files["sweep/trials.csv"])))
+    assert [row["state"] for row in table] == ["finished", "finished", "diverged"]
+    assert [row["chosen"] for row in table] == ["yes", "", ""]
+    assert table[0]["checkpoint"] == "folder"
+    assert table[1]["dev_top1"] == "0.6"
+    drawing = ElementTree.fromstring(files["sweep/dev_accuracy.svg"])
+    assert "learning rate" in "".join(drawing.itertext())
+
+
+class FakeRecorder:
+    """Takes every call, and keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> None:
+            if name == "event":
+                self.events.append(args[0])
+
+        return SimpleNamespace(remote=remote)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, list[str]]:
+    """What a trial comes to whose attempts end so, and the events of the sweep."""
+    recorder = FakeRecorder()
+
+    def train(*_: Any, **__: Any) -> RunResult:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(sweep, "train", train)
+    monkeypatch.setattr(sweep, "answer", lambda *_: None)
+
+    def run_here(count: int, train: Any, **_: Any) -> list[Any]:
+        return [train(index) for index in range(count)]
+
+    monkeypatch.setattr(sweep, "run_trials", run_here)
+    parent: Any = SimpleNamespace(recorder=recorder)
+    return parent, recorder.events
+
+
+def swept(folder: Path) -> Recipe:
+    tree = {
+        "name": "s", "output": str(folder), "init_from": "x", "data": {"eval": "y"},
+        "sweep": {"learning_rates": [0.1], "retries": 2, "max_concurrent": 1},
+    }  # fmt: skip
+    return recipe_from_dict(tree, "test")
+
+
+def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcomes: list[Any] = [RunFailedError("a worker died")] * 2 + [result(top1=0.5)]
+    parent, events = trained(monkeypatch, outcomes)
+    whole = swept(tmp_path)
+    trial = trial_recipe(whole, {RATE: 0.1})
+    found = sweep._run_all(whole, [trial], "sweep_trial", parent)
+    assert found is not None
+    assert found[0][1] == ""
+    assert events == ["trial retried"] * 2
+    parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
+    assert sweep._run_all(whole, [trial], "sweep_trial", parent) == [(None, "a worker died")]
+
+
+def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    error = f"loss or gradient of step 3 {NOT_FINITE}."
+    parent, events = trained(monkeypatch, [RunFailedError(error)])
+    whole = swept(tmp_path)
+    trial = trial_recipe(whole, {RATE: 0.1})
+    assert sweep._run_all(whole, [trial], "sweep_trial", parent) == [(None, error)]
+    assert events == ["trial diverged"]
+    parent, events = trained(monkeypatch, [])
+    assert sweep._run_all(whole, [trial], "sweep_trial", parent) == [(None, error)]
+    # Another recipe of the same name is tried.
+    parent, _ = trained(monkeypatch, [result(top1=0.5)])
+    found = sweep._run_all(whole, [trial.with_changes(seed=1)], "sweep_trial", parent)
+    assert found is not None
+    assert found[0][1] == ""
+
+
 def test_a_sweep_of_failed_trials_says_why() -> None:
     with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-        best_rate([sweep_row(recipe(0.0), *TRIALS[2])])
+        best_row([sweep_row(recipe(0.0), *TRIALS[2])])

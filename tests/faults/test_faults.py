@@ -23,6 +23,7 @@ from tests.end_to_end.runs import (
 )
 from tests.faults.runs import EVERY, STEPS, long_recipe, start
 from vit_ray.config import Recipe
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study import study_cells
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
@@ -107,7 +108,7 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
         workers={"num_workers": 1},
         sweep={"learning_rates": [0.001, 0.01], "dev_fraction": 0.1, "seeds": 1},
     )
-    trials = [trial_recipe(recipe, rate) for rate in (0.001, 0.01)]
+    trials = [trial_recipe(recipe, {RATE: rate}) for rate in (0.001, 0.01)]
     arguments = str(write_recipe(recipe, folder))
     driver = Driver(ray_cluster, "sweep", arguments)
     wait_until(lambda: any(checkpoint_steps(trial) for trial in trials), driver)

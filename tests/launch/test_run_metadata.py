@@ -9,6 +9,7 @@ import pytest
 from vit_ray.config import load_recipe
 from vit_ray.config.decisive import decisive_changes
 from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_metadata import (
@@ -35,10 +36,10 @@ def _plan() -> SimpleNamespace:
 
 def test_trials_of_a_sweep_differ_in_the_learning_rate_alone():
     recipe = load_recipe("digits_sweep", TRIALS)
-    trials = [trained_params(trial_recipe(recipe, rate)) for rate in (0.1, 0.2)]
+    trials = [trained_params(trial_recipe(recipe, {RATE: rate})) for rate in (0.1, 0.2)]
     assert {k for k in trials[0] if trials[0][k] != trials[1][k]} == {"optim.learning_rate"}
     assert trials[0].keys() == trials[1].keys()
-    finals = [trained_params(final_recipe(recipe, 0.1, seed)) for seed in (0, 1)]
+    finals = [trained_params(final_recipe(recipe, {RATE: 0.1}, seed)) for seed in (0, 1)]
     assert {k for k in finals[0] if finals[0][k] != finals[1][k]} == {"seed"}
     assert finals[0] == trials[0]
 

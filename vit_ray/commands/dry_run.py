@@ -11,6 +11,7 @@ from vit_ray.commands.plan import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
+from vit_ray.experiments.search_space import point_text, points_of
 from vit_ray.experiments.sweep import sweep_of, trial_recipe
 from vit_ray.launch.preflight import check_batch
 from vit_ray.measure.memory import MemoryEstimate
@@ -75,9 +76,10 @@ def _micro_batch(
 def describe_sweep(recipe: Recipe) -> str:
     """The trials of a sweep, and the plan of one of them."""
     config = sweep_of(recipe)
-    rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
-    trial = trial_recipe(recipe, config.learning_rates[0])
+    points = points_of(recipe, config)
+    tried = "; ".join(map(point_text, points))
+    trial = trial_recipe(recipe, points[0])
     return (
-        f"{len(config.learning_rates)} trials (learning rates {rates}), then {config.seeds} "
-        f"runs on the full training set\n\none trial:\n{describe_training(trial)}"
+        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n\n"
+        f"one trial:\n{describe_training(trial)}"
     )

@@ -49,8 +49,10 @@ def print_sweep(result: SweepResult | None) -> int:
     if result is None:
         print("stopped on request; the same command goes on from the checkpoints of its runs")
         return 3
-    table = Table(title="Learning rates, chosen on the dev split")
-    table.add_column("learning rate", justify="right")
+    table = Table(title="Trials, of which the dev split chose one")
+    keys = list(result.best)
+    for key in keys:
+        table.add_column(key.rpartition(".")[2].replace("_", " "), justify="right")
     averages = bool(result.last_test_top1)
     table.add_column(f"dev top-1{', averaged weights' if averages else ''}", justify="right")
     if averages:
@@ -59,9 +61,11 @@ def print_sweep(result: SweepResult | None) -> int:
     for row in result.rows:
         accuracies = [row.dev_top1, row.last_dev_top1] if averages else [row.dev_top1]
         shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
-        note = "chosen" if row.learning_rate == result.learning_rate else ""
-        note = f"failed: {row.error}" if row.dev_top1 is None else note
-        table.add_row(f"{row.learning_rate:g}", *shown, note)
+        note = "chosen" if row.point == result.best else ""
+        note = f"{row.state}: {row.error}" if row.dev_top1 is None else note
+        values = [row.point[key] for key in keys]
+        texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        table.add_row(*texts, *shown, note)
     _show(table)
     print(f"test top-1, trained on all data: {describe_spread(result)}")
     if averages:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from vit_ray.config.section import Fraction, Positive, PositiveFloat, Section
+from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section
 from vit_ray.config.training_sections import ModelConfig
+from vit_ray.config.validation import value_text
 
 
 class ConvertConfig(Section):
@@ -88,11 +89,25 @@ class SweepConfig(Section):
     """A grid of fine-tuning learning rates (Table 4), chosen on a dev split, then retrained."""
 
     learning_rates: tuple[PositiveFloat, ...] = (0.001, 0.003, 0.01, 0.03)
-    """The grid."""
+    """The grid where there is no `space`."""
+    space: dict[str, JsonValue] | None = None
+    """What is varied in its place: keys of the recipe with lists of values, such as
+    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; or, for `search=random`, with
+    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`."""
+    search: Literal["grid", "random"] = "grid"
+    """Every combination, or `num_trials` drawn at random, the same for the same `seed`."""
+    num_trials: Positive | None = None
+    """Points that a random search draws."""
+    seed: NotNegative = 0
+    """Of the dev split and of what is drawn."""
     dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
-    """Share of the training set that chooses the rate: ImageNet 0.01, CIFAR 0.02, Pets 0.1."""
+    """Share of the training set that chooses the rate: ImageNet 0.01, CIFAR 0.02, Pets 0.1; each
+    class has its share."""
     seeds: Positive = 3
     """Runs on the full training set with the chosen rate; mean and deviation are reported."""
+    retries: NotNegative = 1
+    """How often a trial that failed is started again from its checkpoint. One whose loss or
+    gradient was not finite has diverged, and is not."""
     max_concurrent: Positive | None = None
     """Trials at a time; unset = what the cluster holds."""
 
@@ -103,6 +118,52 @@ class SweepConfig(Section):
                 f"learning_rates={list(self.learning_rates)} must hold one or more different rates"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_space(self) -> SweepConfig:
+        for key, values in (self.space or {}).items():
+            if (
+                problem := _range_problem(values)
+                if isinstance(values, dict)
+                else _list_problem(values)
+            ):
+                raise ValueError(f"space: {key}={value_text(values)} {problem}")
+        if (self.search == "random") != (self.num_trials is not None):
+            raise ValueError(
+                f"search={self.search} and num_trials={self.num_trials}: a random search needs "
+                "num_trials, and a grid has its own number"
+            )
+        if self.space == {} or (self.search == "random" and self.space is None):
+            raise ValueError(
+                "space is empty; name what is varied, such as "
+                "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}"
+            )
+        return self
+
+
+def _list_problem(values: Any) -> str | None:
+    if not isinstance(values, list) or not values:
+        return "is no list of values, nor {log_uniform: [low, high]} or {uniform: [low, high]}"
+    if any(value in values[:index] for index, value in enumerate(values)):
+        return "has a value twice; list each once"
+    return None
+
+
+def _range_problem(values: dict[str, Any]) -> str | None:
+    kind = next(iter(values), "")
+    bounds = values.get(kind)
+    numbers = isinstance(bounds, list) and all(type(b) in (int, float) for b in bounds)
+    if (
+        len(values) != 1
+        or kind not in ("log_uniform", "uniform")
+        or not numbers
+        or len(bounds) != 2
+    ):  # type: ignore[arg-type]
+        return "is no {log_uniform: [low, high]} or {uniform: [low, high]}"
+    low, high = bounds  # type: ignore[misc]
+    if not low < high or (kind == "log_uniform" and low <= 0):
+        return "must go from a smaller to a larger number, above zero where it is logarithmic"
+    return None
 
 
 class StudyModel(Section):

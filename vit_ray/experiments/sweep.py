@@ -1,8 +1,9 @@
-"""A Ray Tune sweep of fine-tuning learning rates, as the paper's section 4.1 prescribes.
+"""A Ray Tune sweep of fine-tuning, as the paper's section 4.1 prescribes.
 
-Each rate is tried on the training set less a dev split; the best on the dev split is trained on
-all of the training set, with several seeds, and tested. Runs have stable names, so that a sweep
-started again does not repeat what is finished and continues what is not.
+Each point (a learning rate, or what `sweep.space` says) is tried on the training set less a dev
+split; the best on the dev split is trained on all of the training set, with several seeds, and
+tested. Runs have stable names, so that a sweep started again does not repeat what is finished and
+continues what is not.
 
 Where a recipe averages its weights, the accuracy of the averaged ones decides and is the result,
 as in the paper's Table 2; that of the last weights is reported beside it.
@@ -20,8 +21,19 @@ import ray
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
+from vit_ray.data.prepare.dev_split import split_by_class
+from vit_ray.experiments.diverged_trials import DivergedTrials
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.search_space import (
+    RATE,
+    Point,
+    point_name,
+    point_text,
+    points_of,
+    with_point,
+)
+from vit_ray.experiments.sweep_files import sweep_files
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import resolve_run
@@ -32,30 +44,39 @@ from vit_ray.launch.run import (
 )
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.train.job import NOT_FINITE
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One learning rate and what it reached on the dev split."""
+    """One point and what it reached on the dev split."""
 
-    learning_rate: float
+    point: Point
     dev_top1: float | None
     """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
     run_id: str | None
     error: str = ""
     last_dev_top1: float | None = None
     """Of the last weights, where `dev_top1` is of the averaged ones."""
+    checkpoint: str = ""
+    """Folder of its last checkpoint."""
+
+    @property
+    def state(self) -> str:
+        """`finished`, `diverged` or `failed`."""
+        if self.dev_top1 is not None:
+            return "finished"
+        return "diverged" if NOT_FINITE in self.error else "failed"
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The grid, the rate that was chosen, and the test accuracy of the retrained models."""
+    """What was tried, what was chosen, and the test accuracy of the retrained models."""
 
     rows: list[SweepRow]
-    learning_rate: float
+    best: Point
     test_top1: list[float]
     """One for each seed; of the averaged weights where the recipe averages."""
     parent_run_id: str | None
@@ -64,6 +85,12 @@ class SweepResult:
     """Of the last weights, where `test_top1` is of the averaged ones."""
     page: Path | None = None
     """None while MLflow is away: `jobs/report.py` makes it later."""
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The chosen rate; None where it was not varied."""
+        rate = self.best.get(RATE)
+        return None if rate is None else float(rate)
 
     @property
     def mean(self) -> float:
@@ -89,28 +116,28 @@ def sweep_of(recipe: Recipe) -> SweepConfig:
     return sweep
 
 
-def trial_recipe(recipe: Recipe, learning_rate: float) -> Recipe:
-    """Fine-tune with one rate on the training set less the dev split, measured on that split."""
-    return recipe.with_changes(
-        name=f"{recipe.name}-lr{learning_rate:g}",
-        optim={"learning_rate": learning_rate},
-        data={"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction},
-        sweep=None,
-    )
+def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = None) -> Recipe:
+    """Fine-tune at one point on the training set less the dev split, measured on that split.
+
+    Args:
+        split: addresses of the training set without the dev split, and of the split; None for row
+            groups of `data.train` without regard to classes.
+    """
+    data: dict[str, Any] = {"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction}
+    if split is not None:
+        data = {"train": split[0], "eval": split[1], "held_out_fraction": 0.0}
+    name = f"{recipe.name}-{point_name(point)}"
+    return with_point(recipe, point, name=name, data=data, sweep=None)
 
 
-def final_recipe(recipe: Recipe, learning_rate: float, seed: int) -> Recipe:
-    """Fine-tune with the chosen rate on all of the training set, measured on the test set."""
-    return recipe.with_changes(
-        name=f"{recipe.name}-final-lr{learning_rate:g}-seed{seed}",
-        seed=seed,
-        optim={"learning_rate": learning_rate},
-        sweep=None,
-    )
+def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
+    """Fine-tune at the chosen point on all of the training set, measured on the test set."""
+    name = f"{recipe.name}-final-{point_name(point)}-seed{seed}"
+    return with_point(recipe, point, name=name, seed=seed, sweep=None)
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
-    """Try every rate, choose on the dev split, retrain, test; None if it was asked to stop.
+    """Try every point, choose on the dev split, retrain, test; None if it was asked to stop.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -118,41 +145,58 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     """
     recipe = recipe.with_absolute_paths()
     config = sweep_of(recipe)
-    trials = [trial_recipe(recipe, rate) for rate in config.learning_rates]
+    points = points_of(recipe, config)
     resolved = resolve_run(recipe)
+    split = _dev_split(recipe, points)
+    trials = [trial_recipe(recipe, point, split) for point in points]
     steps = [resolve_run(trial).total_steps for trial in trials]
     total_steps = sum(steps) + config.seeds * resolved.total_steps
-    is_new = newest_checkpoint(locate(trials[0].run_folder)) is None
-    first = trials[0] if is_new else None
-    with open_parent(recipe, "sweep", resolved, total_steps, first=first) as parent:
-        outcome = _run_stages(recipe, trials, parent)
+    with open_parent(recipe, "sweep", resolved, total_steps) as parent:
+        outcome = _run_stages(recipe, points, trials, parent)
         parent.record.is_complete = outcome is not None
         return outcome
 
 
-def _run_stages(recipe: Recipe, trials: list[Recipe], parent: OpenParent) -> SweepResult | None:
+def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:
+    """By class where one data set is trained on; None for several, and for a sweep that began so.
+
+    Raises:
+        ValueError: a class would have no image in one of the parts.
+    """
+    config, train_set = sweep_of(recipe), recipe.data.train
+    folder = locate(recipe.run_folder).child("dev-split")
+    began = [locate(trial_recipe(recipe, point).run_folder).list_folders() for point in points]
+    if not isinstance(train_set, str) or (any(began) and not folder.list_folders()):
+        return None
+    return split_by_class(train_set, folder.uri, fraction=config.dev_fraction, seed=config.seed)
+
+
+def _run_stages(
+    recipe: Recipe, points: list[Point], trials: list[Recipe], parent: OpenParent
+) -> SweepResult | None:
     config, parent_id, children = sweep_of(recipe), parent.run_id, parent.for_children
-    tried = _run_all([_under(trial, parent_id) for trial in trials], "sweep_trial", children)
+    tried = _run_all(recipe, [_under(t, parent_id) for t in trials], "sweep_trial", children)
     if tried is None:
         return None
-    rows = [
-        sweep_row(recipe, rate, *found)
-        for rate, found in zip(config.learning_rates, tried, strict=True)
-    ]
-    best = best_rate(rows)
+    rows = [sweep_row(recipe, point, *found) for point, found in zip(points, tried, strict=True)]
+    chosen = best_row(rows)
+    for name, text in sweep_files(rows, chosen).items():
+        parent.record.ask("text", name, text)
+    parent.record.ask("tag", "vit_ray.best_trial_checkpoint", chosen.checkpoint)
     finals = [
-        _under(final_recipe(recipe, best, recipe.seed + k), parent_id) for k in range(config.seeds)
+        _under(final_recipe(recipe, chosen.point, recipe.seed + k), parent_id)
+        for k in range(config.seeds)
     ]
-    results = _run_all(finals, "finetune", children)
+    results = _run_all(recipe, finals, "finetune", children)
     if results is None:
         return None
     errors = [error for _, error in results if error]
     if errors:
-        raise RunFailedError(f"retraining with learning rate {best:g} failed: {errors[0]}")
+        raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {errors[0]}")
     measured = [result.metrics for result, _ in results if result]
     outcome = SweepResult(
         rows,
-        best,
+        chosen.point,
         [metrics[deciding_metric(recipe)] for metrics in measured],
         parent_id,
         parent.record.ask("hint"),
@@ -164,9 +208,6 @@ def _run_stages(recipe: Recipe, trials: list[Recipe], parent: OpenParent) -> Swe
 
 def max_concurrent(recipe: Recipe) -> int:
     """Trials that the cluster holds at a time, each with its workers and one data task."""
-    limit = sweep_of(recipe).max_concurrent if recipe.sweep else None
-    if limit is not None:
-        return limit
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     workers = recipe.workers
     size = recipe.group_sizes[0]
@@ -180,23 +221,32 @@ def _under(recipe: Recipe, parent_id: str | None) -> Recipe:
 
 
 def _run_all(
-    recipes: list[Recipe], kind: Any, parent: ParentRun
+    sweep: Recipe, recipes: list[Recipe], kind: Any, parent: ParentRun
 ) -> list[tuple[RunResult | None, str]] | None:
     """Run all as Ray Tune trials; (result, "") or (None, error) in the order of the recipes.
 
     None if the sweep was told to stop: its trials have written checkpoints, and resume from them.
     """
+    diverged = DivergedTrials(locate(sweep.run_folder))
+    retries = sweep_of(sweep).retries
 
     def train_trial(index: int) -> Outcome:
         recipe = recipes[index]
-        label = f"learning rate {recipe.optim.learning_rate:g}"
+        label = recipe.name.removeprefix(f"{sweep.name}-")
         if reason := answer(parent.recorder.stop_reason.remote(), "the run's record"):
             return {"error": reason}  # it was scheduled after the sweep was asked to stop
+        if error := diverged.reason(recipe):
+            parent.recorder.child_ended.remote(label, None)
+            return {"error": error}
         try:
-            result = train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
+            result = _train_with_retries(recipe, kind, parent, retries)
         except Exception as error:  # one trial that fails must not end the sweep
             parent.recorder.child_ended.remote(label, None)
-            return {"error": str(error) or repr(error)}
+            text = str(error) or repr(error)
+            if kind == "sweep_trial" and NOT_FINITE in text:
+                parent.recorder.event.remote("trial diverged", f"{label}: {text}", 0)
+                diverged.note(recipe, text)
+            return {"error": text}
         parent.recorder.child_ended.remote(label, result.metrics.get(deciding_metric(recipe)))
         return {"result": vars(result), "error": ""}
 
@@ -204,13 +254,30 @@ def _run_all(
     outcomes = run_trials(
         len(recipes),
         train_trial,
-        max_concurrent=max_concurrent(recipes[0]),
+        max_concurrent=sweep_of(sweep).max_concurrent or max_concurrent(recipes[0]),
         name=f"{recipes[0].name}-tune",
         storage_path=f"{recipes[0].output.rstrip('/')}/tune",
     )
     if answer(parent.recorder.stop_reason.remote(), "the run's record"):
         return None
     return [_result_or_error(outcome) for outcome in outcomes]
+
+
+def _train_with_retries(recipe: Recipe, kind: Any, parent: ParentRun, retries: int) -> RunResult:
+    """Train; after a failure again from the newest checkpoint, unless the trial has diverged.
+
+    Raises:
+        RunFailedError: it has diverged, or failed once more than `retries`.
+    """
+    for left in range(retries, -1, -1):
+        try:
+            return train(recipe, kind=kind, parent=parent, tags={"vit_ray.sweep_stage": kind})
+        except RunFailedError as error:
+            if left == 0 or NOT_FINITE in str(error):
+                raise
+            text = f"{recipe.name}: {error}; it is started again from its newest checkpoint"
+            parent.recorder.event.remote("trial retried", text, 0)
+    raise AssertionError
 
 
 def _result_or_error(outcome: Outcome | None) -> tuple[RunResult | None, str]:
@@ -226,17 +293,17 @@ def deciding_metric(recipe: Recipe) -> str:
     return "eval/averaged_top1" if recipe.train.averaging else "eval/top1"
 
 
-def sweep_row(recipe: Recipe, rate: float, result: RunResult | None, error: str) -> SweepRow:
+def sweep_row(recipe: Recipe, point: Point, result: RunResult | None, error: str) -> SweepRow:
     """The outcome of a trial; `result` is None where it failed."""
     if result is None:
-        return SweepRow(rate, None, None, error)
+        return SweepRow(point, None, None, error)
     last = result.metrics.get("eval/top1") if recipe.train.averaging else None
     decides = result.metrics.get(deciding_metric(recipe))
-    return SweepRow(rate, decides, result.run_id, last_dev_top1=last)
+    return SweepRow(point, decides, result.run_id, last_dev_top1=last, checkpoint=result.checkpoint)
 
 
-def best_rate(rows: list[SweepRow]) -> float:
-    """The rate with the highest `dev_top1`.
+def best_row(rows: list[SweepRow]) -> SweepRow:
+    """The row with the highest `dev_top1`; of equal ones the first.
 
     Raises:
         RunFailedError: no trial was measured.
@@ -244,13 +311,18 @@ def best_rate(rows: list[SweepRow]) -> float:
     measured = [row for row in rows if row.dev_top1 is not None]
     if not measured:
         raise RunFailedError(f"every trial failed; the first: {rows[0].error}")
-    return max(measured, key=lambda row: row.dev_top1 or 0.0).learning_rate
+    return max(measured, key=lambda row: row.dev_top1 or 0.0)
 
 
 def sweep_metrics(outcome: SweepResult) -> dict[str, float]:
     """What the sweep's own run records, each accuracy under the name that it has in its runs."""
     mine = "eval/averaged_top1" if outcome.last_test_top1 else "eval/top1"
-    metrics = {"sweep/learning_rate": outcome.learning_rate, mine: outcome.mean}
+    chosen = {
+        f"sweep/{key.rpartition('.')[2]}": float(value)
+        for key, value in outcome.best.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    metrics = {**chosen, mine: outcome.mean}
     metrics[f"{mine}_std"] = outcome.deviation
     if outcome.last_test_top1:
         metrics["eval/top1"] = statistics.fmean(outcome.last_test_top1)

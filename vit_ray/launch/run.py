@@ -150,7 +150,7 @@ def run_prepared(
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
         parent=parent.recorder if parent else None,
-        measured_on="dev" if is_on_dev_split(recipe) else "eval",
+        measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
         awaited_metric="dev/top1" if kind == "sweep_trial" else None,
     ) as record:
         recorder = record.recorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,10 @@ class TrainJob:
     """Features to write in the place of an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
+
+
+NOT_FINITE: Final = "is not finite; the step was not applied"
+"""In the reason of a run that has diverged."""
 
 
 class UnrecoverableError(RuntimeError):

@@ -17,7 +17,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
-from vit_ray.train.job import UnrecoverableError
+from vit_ray.train.job import NOT_FINITE, UnrecoverableError
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.train.progress import Progress
@@ -70,10 +70,7 @@ class NonfinitePolicy:
             UnrecoverableError: the recipe says to stop, or there were too many in a row.
         """
         train, step = self._train, progress.step
-        text = (
-            f"loss or gradient of step {step - 1} is not finite; the step was not applied. "
-            f"{self._describe(batch)}"
-        )
+        text = f"loss or gradient of step {step - 1} {NOT_FINITE}. {self._describe(batch)}"
         self._link.note("not finite", text, step)
         if train.nonfinite == "stop" or progress.nonfinite_steps >= train.max_nonfinite_steps:
             raise UnrecoverableError(

@@ -1,0 +1,96 @@
+"""Points of a sweep: every combination, or random ones that are the same each time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.experiments.search_space import (
+    RATE,
+    Point,
+    point_name,
+    point_text,
+    points_of,
+    with_point,
+)
+
+
+def recipe_with(**sweep: Any) -> Recipe:
+    return recipe_from_dict({"name": "s", "optim": {"steps": 5}, "sweep": sweep}, "here")
+
+
+def points(**sweep: Any) -> list[Point]:
+    recipe = recipe_with(**sweep)
+    assert recipe.sweep is not None
+    return points_of(recipe, recipe.sweep)
+
+
+def test_without_a_space_the_learning_rates_are_the_grid() -> None:
+    found = points(learning_rates=[0.003, 0.01])
+    assert found == [{RATE: 0.003}, {RATE: 0.01}]
+    assert [point_name(point) for point in found] == ["lr0.003", "lr0.01"]
+
+
+def test_a_grid_is_every_combination_of_any_keys() -> None:
+    space = {RATE: [0.01, 0.1], "optim.steps": [500, 2000], "data.augment.kind": ["resize"]}
+    found = points(space=space)
+    assert len(found) == 4
+    assert found[1] == {RATE: 0.01, "optim.steps": 2000, "data.augment.kind": "resize"}
+    assert point_name(found[1]) == "lr0.01-steps2000-kindresize"
+    assert point_text(found[1]) == "learning_rate=0.01, steps=2000, kind=resize"
+    recipe = recipe_with(space=space).with_changes(data={"augment": {"flip": False}})
+    changed = with_point(recipe, found[1], name="t")
+    assert (changed.name, changed.optim.steps, changed.optim.learning_rate) == ("t", 2000, 0.01)
+    assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
+
+
+def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> None:
+    space = {
+        RATE: {"log_uniform": [1e-4, 1e-1]},
+        "optim.weight_decay": {"uniform": [0.0, 0.2]},
+        "optim.warmup_steps": [0, 1, 2],
+    }
+    found = points(space=space, search="random", num_trials=200)
+    assert found == points(space=space, search="random", num_trials=200)
+    assert found[:50] == points(space=space, search="random", num_trials=50)
+    assert found != points(space=space, search="random", num_trials=200, seed=1)
+    rates = np.log10([point[RATE] for point in found])
+    assert (rates >= -4).all()
+    assert (rates <= -1).all()
+    # A third of the decades each, within 4 standard deviations.
+    assert np.histogram(rates, bins=[-4, -3, -2, -1])[0] == pytest.approx([67] * 3, abs=27)
+    decays = [point["optim.weight_decay"] for point in found]
+    assert np.mean(decays) == pytest.approx(0.1, abs=0.02)
+    assert {point["optim.warmup_steps"] for point in found} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ({"space": {RATE: [0.1, 0.1]}}, r"\[0\.1, 0\.1\] has a value twice"),
+        ({"space": {"optim.steps": [5, 5.0]}}, "has a value twice"),
+        ({"space": {RATE: [0.1, -0.1]}}, r"optim\.learning_rate=-0\.1: Input should be greater"),
+        ({"space": {"optim.steps": [5, 0]}}, r"optim\.steps=0: Input should be greater"),
+        ({"space": {"optim.lr": [0.1]}}, r"unknown key optim\.lr; did you mean optim\.learning_"),
+        ({"space": {RATE: []}}, "is no list of values"),
+        ({"space": {RATE: 0.1}}, "is no list of values"),
+        ({"space": {}}, "space is empty"),
+        ({"space": {"name": ["a"]}}, "name cannot be varied"),
+        ({"space": {"tracking.uri": ["a"]}}, r"tracking\.uri cannot be varied"),
+        ({"space": {RATE: {"log_uniform": [0.1, 1.0]}}}, "is a range, of which a grid has no"),
+        ({"space": {RATE: {"log_uniform": [0, 1]}}}, "above zero where it is logarithmic"),
+        ({"space": {RATE: {"uniform": [1, 1]}}}, "from a smaller to a larger"),
+        ({"space": {RATE: {"normal": [0, 1]}}}, r"is no \{log_uniform"),
+        ({"search": "random", "space": {RATE: [0.1]}}, "a random search needs num_trials"),
+        ({"num_trials": 3}, "a grid has its own number"),
+        (
+            {"search": "random", "num_trials": 9, "space": {RATE: [0.1, 0.2]}},
+            r"the point lr0\.[12] stands there \d times",
+        ),
+    ],
+)
+def test_a_space_that_cannot_work_is_refused(sweep: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        points(**sweep)

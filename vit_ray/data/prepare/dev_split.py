@@ -1,0 +1,126 @@
+"""A dev split of a training set with every class in proportion, as two manifests over its shards.
+
+Rows were shuffled at conversion, so those of each class are taken from as few row groups as hold
+enough of them: reading a small dev split reads a small part of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.data.format.labels import first_labels
+from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
+from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.prepare.subset import derive
+from vit_ray.storage import locate
+
+_DEV_SPLIT = 11
+Int64Array = NDArray[np.int64]
+
+
+def split_by_class(source: str, destination: str, *, fraction: float, seed: int) -> tuple[str, str]:
+    """Write the manifests of a training set without its dev split, and of the dev split.
+
+    What is there already is taken: the same arguments give the same split.
+
+    Args:
+        destination: folder of the two; a folder of its own for each source, fraction and seed.
+        fraction: share of the images that are held out, rounded to whole images.
+
+    Returns:
+        Addresses of the rest and of the dev split.
+
+    Raises:
+        ValueError: a class would have no image in one of them; it is named.
+    """
+    whole = open_dataset(source)
+    name = f"{whole.fingerprint}-{fraction:g}-{seed}"
+    rest, dev = (locate(destination).child(name).child(part).uri for part in ("train", "dev"))
+    if not all(locate(path).child(MANIFEST_FILE).exists() for path in (rest, dev)):
+        is_dev = _dev_rows(whole, fraction, seed)
+        origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
+        for path, rows in ((rest, ~is_dev), (dev, is_dev)):
+            if not locate(path).child(MANIFEST_FILE).exists():
+                derive(whole, _columns(whole, rows), path, origin | {"is_dev": path == dev})
+    return rest, dev
+
+
+def _dev_rows(whole: Manifest, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Which rows are held out, in the order of the data set."""
+    labels = np.concatenate(list(first_labels(whole))).astype(np.int64)
+    counts = np.bincount(labels[labels >= 0], minlength=whole.num_classes)
+    quotas = class_quotas(counts, fraction, whole.classes)
+    keys = keys_of(key_of(_DEV_SPLIT, seed), np.arange(whole.num_row_groups))
+    order = np.argsort(np.repeat(keys, whole.rows), kind="stable")  # whole row groups in turn
+    order = order[labels[order] >= 0]
+    places = _place_in_class(labels[order], counts)
+    is_dev = np.zeros(len(labels), np.bool_)
+    is_dev[order[places < quotas[labels[order]]]] = True
+    return is_dev
+
+
+def _place_in_class(labels: Int64Array, counts: Int64Array) -> Int64Array:
+    """How many of its class come before each row."""
+    by_class = np.argsort(labels, kind="stable")
+    places = np.empty_like(labels)
+    places[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
+
+
+def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) -> Int64Array:
+    """Images of each class that are held out: in proportion, one at least, and never all.
+
+    Args:
+        counts: (K,), images of each class; one without any stays without.
+
+    Raises:
+        ValueError: there is a class for which that cannot be.
+    """
+    total = round(float(counts.sum()) * fraction)
+    has_any = counts > 0
+    if (counts == 1).any():
+        name = classes[int(np.argmax(counts == 1))]
+        raise ValueError(
+            f"sweep.dev_fraction={fraction:g}: class {name!r} has a single image, so the dev split "
+            "or the rest would have none of it; give it more images, or leave it out of the set"
+        )
+    if total < has_any.sum():
+        name = classes[int(np.argmin(np.where(has_any, counts, counts.max() + 1)))]
+        raise ValueError(
+            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}, fewer than the "
+            f"{has_any.sum()} classes: class {name!r} would be empty in the dev split; use at "
+            f"least {has_any.sum() / counts.sum():.3g}"
+        )
+    if total > np.maximum(counts - 1, 0).sum():
+        raise ValueError(
+            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}, which leaves "
+            f"some of {has_any.sum()} classes without an image to train on; use less"
+        )
+    exact = counts * (total / counts.sum())
+    quotas = np.clip(np.floor(exact), has_any, np.maximum(counts - 1, 0)).astype(np.int64)
+    while quotas.sum() != total:
+        gap = exact - quotas
+        if quotas.sum() < total:
+            quotas[np.argmax(np.where(quotas < counts - 1, gap, -np.inf))] += 1
+        else:
+            quotas[np.argmin(np.where(quotas > 1, gap, np.inf))] -= 1
+    return quotas
+
+
+def _columns(whole: Manifest, kept: NDArray[np.bool_]) -> RowGroupColumns:
+    groups, rows, dropped = [], [], {}
+    for group, its_rows in enumerate(np.split(kept, whole.first_samples[1:-1])):
+        if not its_rows.any():
+            continue
+        before = whole.dropped.get(group, np.empty(0, np.int32))
+        stored = np.delete(np.arange(len(its_rows) + len(before)), before)
+        gone = np.sort(np.concatenate([before, stored[~its_rows]])).astype(np.int32)
+        if len(gone):
+            dropped[len(groups)] = gone
+        groups.append(group)
+        rows.append(int(its_rows.sum()))
+    return RowGroupColumns.chosen(whole, np.array(groups), np.array(rows), dropped)

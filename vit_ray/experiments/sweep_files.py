@@ -1,0 +1,59 @@
+"""What a sweep's own run keeps of its trials: a table, and accuracy against the learning rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vit_ray.experiments.search_space import RATE, point_text
+from vit_ray.report.svg import Axis, Series, alone, chart
+from vit_ray.report.tables import Column, Table, Value
+
+if TYPE_CHECKING:
+    from vit_ray.experiments.sweep import SweepRow
+
+
+def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:
+    """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` where rates were varied."""
+    files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
+    points = [
+        (float(row.point[RATE]), row.dev_top1)
+        for row in rows
+        if RATE in row.point and row.dev_top1 is not None
+    ]
+    if points:
+        labels = [
+            point_text({k: v for k, v in row.point.items() if k != RATE})
+            for row in rows
+            if RATE in row.point and row.dev_top1 is not None
+        ]
+        drawing = chart(
+            "Dev accuracy against the learning rate",
+            Axis("learning rate (log scale)", is_log=True),
+            Axis("top-1 on the dev split", is_percent=True),
+            [Series("trials", points, labels, has_line=len(set(labels)) == 1)],
+        )
+        files["sweep/dev_accuracy.svg"] = alone(drawing)
+    return files
+
+
+def trials_table(rows: list[SweepRow], chosen: SweepRow) -> Table:
+    """Every trial with its point, its accuracy and how it ended."""
+    keys = list(dict.fromkeys(key for row in rows for key in row.point))
+    columns = [
+        *(Column(key) for key in keys),
+        *map(Column, ("dev_top1", "last_dev_top1", "state", "chosen", "checkpoint", "error")),
+    ]
+    return Table("Trials", columns, [_cells(row, keys, row is chosen) for row in rows])
+
+
+def _cells(row: SweepRow, keys: list[str], is_chosen: bool) -> list[Value]:
+    values = [row.point.get(key) for key in keys]
+    return [
+        *(value if isinstance(value, (int, float, str)) else str(value) for value in values),
+        row.dev_top1,
+        row.last_dev_top1,
+        row.state,
+        "yes" if is_chosen else "",
+        row.checkpoint,
+        row.error,
+    ]

@@ -70,7 +70,7 @@ class Planned(BaseException):
 def planned(*_):
     raise Planned
 
-run._run = planned
+run.run_prepared = planned
 job, *sys.argv[1:] = sys.argv[1:]
 try:
     runpy.run_path(job, run_name="__main__")

@@ -133,6 +133,13 @@ _ALL = (
         "vit_ray.commands.dry_run:describe_sweep",
     ),
     Command(
+        "vtab",
+        "Fine-tune on the tasks of VTAB-1k that have data: group means, and the paper's Table 9.",
+        "vit_ray.commands.experiments:vtab",
+        ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
+        "vtab_1k init_from=runs/vit vtab.data=data/vtab",
+    ),
+    Command(
         "scaling_study",
         "Pre-train and few-shot evaluate models by data sizes; finished cells are not repeated.",
         "vit_ray.commands.experiments:study",

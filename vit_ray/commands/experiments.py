@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from vit_ray.commands.study_tables import print_study
-from vit_ray.commands.tables import print_sweep
+from vit_ray.commands.tables import print_sweep, print_vtab
 from vit_ray.config import Recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.sweep import run_sweep
+from vit_ray.experiments.vtab import run_vtab
 
 
 def sweep(recipe: Recipe) -> int:
     """Fine-tune over the grid of learning rates and print every trial."""
     return print_sweep(run_sweep(recipe))
+
+
+def vtab(recipe: Recipe) -> int:
+    """Fine-tune on every task and print the table; 1 if a task has no accuracy, 3 if stopped."""
+    result = run_vtab(recipe)
+    if result is None:
+        print("stopped on request; the same command goes on with the task that was cut short")
+        return 3
+    print_vtab(result)
+    return 0 if result.is_complete else 1
 
 
 def study(recipe: Recipe) -> int:

@@ -151,19 +151,45 @@ def _list_problem(values: Any) -> str | None:
 
 def _range_problem(values: dict[str, Any]) -> str | None:
     kind = next(iter(values), "")
-    bounds = values.get(kind)
-    numbers = isinstance(bounds, list) and all(type(b) in (int, float) for b in bounds)
-    if (
-        len(values) != 1
-        or kind not in ("log_uniform", "uniform")
-        or not numbers
-        or len(bounds) != 2
-    ):  # type: ignore[arg-type]
+    bounds: Any = values.get(kind)
+    is_pair = isinstance(bounds, list) and [type(b) in (int, float) for b in bounds] == [True, True]
+    if len(values) != 1 or kind not in ("log_uniform", "uniform") or not is_pair:
         return "is no {log_uniform: [low, high]} or {uniform: [low, high]}"
-    low, high = bounds  # type: ignore[misc]
+    low, high = bounds
     if not low < high or (kind == "log_uniform" and low <= 0):
         return "must go from a smaller to a larger number, above zero where it is logarithmic"
     return None
+
+
+class VtabTask(Section):
+    """One task of VTAB-1k, with its exceptions from the common augmentation."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    """Of its folder, and in tables."""
+    group: Literal["natural", "specialized", "structured"]
+    """Group whose mean it belongs to."""
+    flip: bool = True
+    """Mirror half of the training images; not where the answer depends on it."""
+    crop: bool = True
+    """Random crops of training images; not where the answer lies outside of them."""
+
+
+class VtabConfig(Section):
+    """The tasks of VTAB-1k, each fine-tuned with the one recipe, under one parent run."""
+
+    data: str
+    """Folder or `s3://` prefix with the converted sets `TASK/train` (1,000 images) and
+    `TASK/test`; tasks without them are listed as absent."""
+    tasks: tuple[VtabTask, ...] = Field(min_length=1)
+    """The tasks."""
+
+    @model_validator(mode="after")
+    def _different_names(self) -> VtabConfig:
+        names = [task.name for task in self.tasks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"tasks: {twice[0]!r} is there twice; list each task once")
+        return self
 
 
 class StudyModel(Section):

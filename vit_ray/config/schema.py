@@ -24,6 +24,7 @@ from vit_ray.config.command_sections import (
     SubsetConfig,
     SweepConfig,
     VerifyConfig,
+    VtabConfig,
 )
 from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, Section
@@ -74,6 +75,7 @@ class Recipe(Section):
     deduplicate: DeduplicateConfig | None = None
     sweep: SweepConfig | None = None
     study: StudyConfig | None = None
+    vtab: VtabConfig | None = None
     plan: PlanConfig = PlanConfig()
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None

@@ -49,3 +49,27 @@ TABLE_6 = tuple(
         ("R50x1+ViT-L/16", 14, 87.12, 1668),
     )
 )
+
+
+SOURCE_9 = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2, Table 9"
+VTAB_TASKS = (
+    "caltech101", "cifar100", "dtd", "flowers102", "pets", "sun397", "svhn",
+    "camelyon", "eurosat", "resisc45", "retinopathy",
+    "clevr-count", "clevr-dist", "dmlab", "dspr-loc", "dspr-ori", "kitti-dist", "snorb-azim",
+    "snorb-elev",
+)  # fmt: skip
+# Top-1 in percent, in the order of the tasks: 7 natural, 4 specialized, 8 structured.
+TABLE_9 = {
+    "ViT-H/14 (JFT)": (
+        95.3, 85.5, 75.2, 99.7, 97.2, 65.0, 88.9, 83.3, 96.7, 91.4, 76.6,
+        91.7, 63.8, 53.1, 79.4, 63.3, 84.5, 33.2, 51.2,
+    ),
+    "ViT-L/16 (JFT)": (
+        95.4, 81.9, 74.3, 99.7, 96.7, 63.5, 87.4, 83.6, 96.5, 89.7, 77.1,
+        86.4, 63.1, 49.7, 74.5, 60.5, 82.2, 36.2, 51.1,
+    ),
+    "ViT-L/16 (I21k)": (
+        90.8, 84.1, 74.1, 99.3, 92.7, 61.0, 80.9, 82.5, 95.6, 85.2, 75.3,
+        70.3, 56.1, 41.9, 74.7, 64.9, 79.9, 30.5, 41.7,
+    ),
+}  # fmt: skip

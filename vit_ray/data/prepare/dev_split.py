@@ -112,7 +112,9 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
 
 
 def _columns(whole: Manifest, kept: NDArray[np.bool_]) -> RowGroupColumns:
-    groups, rows, dropped = [], [], {}
+    groups: list[int] = []
+    rows: list[int] = []
+    dropped: dict[int, NDArray[np.int32]] = {}
     for group, its_rows in enumerate(np.split(kept, whole.first_samples[1:-1])):
         if not its_rows.any():
             continue

@@ -1,0 +1,154 @@
+"""VTAB's tasks under one parent run: none is dropped, and means are of whole groups."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.data.small_sets import write_set
+from vit_ray.commands.tables import print_vtab
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.experiments import vtab
+from vit_ray.experiments.vtab import group_means, run_vtab, task_recipe, vtab_table
+from vit_ray.launch.run import RunResult
+from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.report.paper import TABLE_9, VTAB_TASKS
+
+# Appendix F of BiT, arXiv:1912.11370.
+NO_FLIPS = {"dspr-ori", "dspr-loc", "snorb-azim"}
+NO_CROPS = {"clevr-count", "clevr-dist", "dmlab", "kitti-dist", "dspr-loc"}
+
+
+def shipped() -> Recipe:
+    return load_recipe("vtab_1k")
+
+
+def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting() -> None:
+    recipe = shipped()
+    assert recipe.vtab is not None
+    tasks = recipe.vtab.tasks
+    assert tuple(task.name for task in tasks) == VTAB_TASKS
+    groups = [task.group for task in tasks]
+    assert groups == ["natural"] * 7 + ["specialized"] * 4 + ["structured"] * 8
+    assert (recipe.optim.learning_rate, recipe.optim.steps) == (0.01, 2500)
+    assert recipe.model.image_size == 384
+
+
+def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else() -> None:
+    recipe = shipped()
+    assert recipe.vtab is not None
+    for task in recipe.vtab.tasks:
+        augment = task_recipe(recipe, task).data.augment
+        assert augment.flip == (task.name not in NO_FLIPS), task.name
+        assert (augment.kind == "resize") == (task.name in NO_CROPS), task.name
+        assert augment.resize == recipe.data.augment.resize
+    first = task_recipe(recipe, recipe.vtab.tasks[0])
+    assert first.data.train == "s3://BUCKET/vtab/caltech101/train"
+    assert first.name == "vtab-1k-caltech101"
+
+
+# Means that the paper prints: Table 9's last column, and the last column of Table 2.
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [("ViT-H/14 (JFT)", 77.6), ("ViT-L/16 (JFT)", 76.3), ("ViT-L/16 (I21k)", 72.7)],
+)
+def test_the_papers_rows_have_the_papers_means(name: str, mean: float) -> None:
+    groups = ["natural"] * 7 + ["specialized"] * 4 + ["structured"] * 8
+    found = group_means(list(zip(groups, TABLE_9[name], strict=True)))
+    assert found["mean"] == pytest.approx(mean, abs=0.06)
+
+
+def small_vtab(folder: Path, present: tuple[str, ...]) -> Recipe:
+    for task in present:
+        for part in ("train", "test"):
+            rows = [(str(i), [i % 2]) for i in range(8)]
+            write_set(folder / "vtab" / task / part, rows, ["a", "b"])
+    tasks = [
+        {"name": "pets", "group": "natural"},
+        {"name": "svhn", "group": "natural"},
+        {"name": "eurosat", "group": "specialized"},
+        {"name": "dmlab", "group": "structured"},
+    ]
+    tree = {
+        "name": "v", "output": str(folder / "runs"), "init_from": "x",
+        "optim": {"steps": 2}, "train": {"global_batch_size": 4, "micro_batch_size": 4},
+        "vtab": {"data": str(folder / "vtab"), "tasks": tasks},
+    }  # fmt: skip
+    return recipe_from_dict(tree, "test")
+
+
+class Record:
+    """The parent's record, kept here."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {"stop_reason": None, "hint": "a link"}
+        self.is_complete = False
+        self.recorder = SimpleNamespace(event=SimpleNamespace(remote=lambda *_: None))
+
+    def ask(self, method: str, *args: Any) -> Any:
+        if args:
+            self.asked[method] = args
+        return self.asked.get(method)
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Trainings that reach 0.5, but for dmlab, which fails; nothing is started."""
+    kept = Record()
+
+    @contextmanager
+    def opened(*_: Any) -> Any:
+        yield SimpleNamespace(record=kept, run_id="parent", for_children=None)
+
+    def train(recipe: Recipe, **_: Any) -> RunResult:
+        if recipe.name == "v-dmlab":
+            raise RunFailedError("no memory\ntrace")
+        return RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": 0.5}, "folder")
+
+    monkeypatch.setattr(vtab, "open_parent", opened)
+    monkeypatch.setattr(vtab, "train", train)
+    return kept
+
+
+def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
+    tmp_path: Path, record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat", "dmlab")))
+    assert result is not None
+    errors = [row.error for row in result.rows]
+    assert errors == ["", "absent: no converted data", "", "failed: no memory"]
+    assert not result.is_complete
+    assert not record.is_complete
+    assert record.asked["metrics"][1] == {
+        "vtab/pets_top1": 0.5,
+        "vtab/eurosat_top1": 0.5,
+        "vtab/specialized_top1": 0.5,
+        "vtab/tasks": 2.0,
+    }
+    lines = record.asked["text"][1].splitlines()
+    assert len(lines) == 1 + 4 + 4
+    assert lines[1].startswith("pets,natural,8,0.5,0.972,")
+    print_vtab(result)
+    shown = capsys.readouterr().out
+    assert "svhn" in shown
+    assert "absent" in shown
+
+
+def test_means_are_of_all_tasks_of_a_group() -> None:
+    values = [("natural", 0.2), ("natural", 0.4), ("specialized", 0.9), ("structured", None)]
+    found = group_means(values)
+    assert found == {
+        "natural": pytest.approx(0.3), "specialized": 0.9, "structured": None, "mean": None,
+    }  # fmt: skip
+    assert group_means(values[:3])["mean"] == pytest.approx(0.5)
+
+
+def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record: Record) -> None:
+    with pytest.raises(ValueError, match=r"no task has its data.*vtab/pets/train"):
+        run_vtab(small_vtab(tmp_path, ()))
+    with pytest.raises(ValueError, match="vtab is not set"):
+        run_vtab(small_vtab(tmp_path, ()).with_changes(vtab=None))
+    assert vtab_table([]).rows

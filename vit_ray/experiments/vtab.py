@@ -1,0 +1,196 @@
+"""VTAB-1k: every task fine-tuned with one recipe, group means, and the paper's row beside ours.
+
+Section 4.1, Table 4 and Table 9 of the paper. Tasks run one after another under one parent run and
+have stable names, so that a command given again goes on. A task whose data are not there, or that
+failed, is a row like the others; a mean over a group is given only where all of its tasks are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vit_ray.config import Recipe, require
+from vit_ray.config.command_sections import VtabConfig, VtabTask
+from vit_ray.data.format.schema import MANIFEST_FILE
+from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.sweep import deciding_metric
+from vit_ray.launch.preflight import ResolvedRun, resolve_run
+from vit_ray.launch.run import train
+from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.report.paper import SOURCE_9, TABLE_9, VTAB_TASKS
+from vit_ray.report.tables import Column, Table, Value, percent
+from vit_ray.storage import locate
+
+GROUPS = ("natural", "specialized", "structured")
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One row."""
+
+    task: VtabTask
+    top1: float | None = None
+    """On the task's test set, of the averaged weights where the recipe averages."""
+    num_images: int | None = None
+    """Of its training set, 1,000 in VTAB-1k; None where there are no data."""
+    run_id: str | None = None
+    error: str = ""
+    """Why there is no accuracy; empty if there is one."""
+
+
+@dataclass(frozen=True)
+class VtabResult:
+    """Every task of the recipe, in its order."""
+
+    rows: list[TaskResult]
+    parent_run_id: str | None
+    hint: str
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every task has an accuracy."""
+        return all(row.top1 is not None for row in self.rows)
+
+
+def vtab_of(recipe: Recipe) -> VtabConfig:
+    """The recipe's section.
+
+    Raises:
+        ValueError: it has none, or nothing to fine-tune.
+    """
+    config = require(recipe.vtab, "vtab", "vtab.data and vtab.tasks, as the recipe `vtab` has them")
+    require(recipe.init_from, "init_from", "the run, checkpoint or file to fine-tune")
+    return config
+
+
+def task_recipe(recipe: Recipe, task: VtabTask) -> Recipe:
+    """Fine-tune on one task, measured on its test set."""
+    folder = f"{vtab_of(recipe).data.rstrip('/')}/{task.name}"
+    augment = {"flip": recipe.data.augment.flip and task.flip}
+    if not task.crop:
+        augment["kind"] = "resize"  # type: ignore[assignment]
+    whole = recipe.data.augment.model_dump(mode="json") | augment
+    return recipe.with_changes(
+        name=f"{recipe.name}-{task.name}",
+        data={"train": f"{folder}/train", "eval": f"{folder}/test", "augment": whole},
+        vtab=None,
+        sweep=None,
+    )
+
+
+def run_vtab(recipe: Recipe) -> VtabResult | None:
+    """Fine-tune on every task that has data; None if it was stopped on request.
+
+    Raises:
+        ValueError: no task has data, or the recipe cannot work; nothing was started.
+    """
+    recipe = recipe.with_absolute_paths()
+    tasks = vtab_of(recipe).tasks
+    recipes = {task.name: task_recipe(recipe, task) for task in tasks}
+    resolved = {name: resolve_run(one) for name, one in recipes.items() if _has_data(one)}
+    if not resolved:
+        first = next(iter(recipes.values())).data
+        raise ValueError(
+            f"vtab.data: no task has its data; the first would be {first.train} and {first.eval}, "
+            "converted sets both"
+        )
+    total = sum(run.total_steps for run in resolved.values())
+    with open_parent(recipe, "vtab", next(iter(resolved.values())), total) as parent:
+        rows = []
+        for task in tasks:
+            row = _run_task(task, recipes[task.name], resolved.get(task.name), parent)
+            if row is None:
+                return None
+            rows.append(row)
+        parent.record.ask("metrics", 0, vtab_metrics(rows))
+        parent.record.ask("text", "vtab/tasks.csv", vtab_table(rows).csv())
+        outcome = VtabResult(rows, parent.run_id, parent.record.ask("hint"))
+        parent.record.is_complete = outcome.is_complete
+        return outcome
+
+
+def _has_data(recipe: Recipe) -> bool:
+    sets = (recipe.data.train, recipe.data.eval)
+    return all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets)
+
+
+def _run_task(
+    task: VtabTask, recipe: Recipe, resolved: ResolvedRun | None, parent: OpenParent
+) -> TaskResult | None:
+    """None if it was stopped on request. A task that fails does not end the others."""
+    if parent.record.ask("stop_reason"):
+        return None
+    if resolved is None:
+        return TaskResult(task, error="absent: no converted data")
+    recipe = recipe.with_changes(tracking={"parent_run_id": parent.run_id})
+    tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
+    try:
+        result = train(recipe, kind="finetune", tags=tags, parent=parent.for_children)
+    except RunFailedError as error:
+        told = str(error).strip().splitlines()[0]
+        parent.record.recorder.event.remote("failed task", f"{task.name}: {told}", 0)
+        return TaskResult(task, num_images=resolved.num_images, error=f"failed: {told}")
+    if not result.is_complete:
+        return None
+    top1 = result.metrics.get(deciding_metric(recipe))
+    note = "" if top1 is not None else "failed: its evaluation has no accuracy"
+    return TaskResult(task, top1, resolved.num_images, result.run_id, note)
+
+
+def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
+    """Mean of each group and of all tasks; None where a task of it has no value.
+
+    Args:
+        values: group and accuracy of each task.
+    """
+    found = {}
+    for group in (*GROUPS, "mean"):
+        mine = [value for its, value in values if group in (its, "mean")]
+        whole = [value for value in mine if value is not None]
+        found[group] = statistics.fmean(whole) if mine and len(whole) == len(mine) else None
+    return found
+
+
+def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
+    """What the parent run records: accuracy of each task, and the means that are whole."""
+    metrics = {f"vtab/{row.task.name}_top1": row.top1 for row in rows}
+    means = group_means([(row.task.group, row.top1) for row in rows])
+    metrics |= {f"vtab/{group}_top1": value for group, value in means.items()}
+    known = {key: value for key, value in metrics.items() if value is not None}
+    return {**known, "vtab/tasks": float(sum(row.top1 is not None for row in rows))}
+
+
+def vtab_table(rows: Sequence[TaskResult]) -> Table:
+    """Tasks and means, ours and those of the paper's Table 9."""
+    columns = [
+        Column("task"), Column("group"), Column("images"), Column("ours, top-1 %", percent),
+        *(Column(f"paper: {name}", percent) for name in TABLE_9), Column("note"),
+    ]  # fmt: skip
+    lines: list[list[Value]] = [
+        [
+            row.task.name, row.task.group, None if row.num_images is None else str(row.num_images),
+            row.top1, *_of_paper(row.task.name), row.error,
+        ]
+        for row in rows
+    ]  # fmt: skip
+    ours = group_means([(row.task.group, row.top1) for row in rows])
+    theirs = [_paper_means(values) for values in TABLE_9.values()]
+    for group, mean in ours.items():
+        title = "mean" if group == "mean" else f"mean of {group}"
+        note = "" if mean is not None else "not all of its tasks have an accuracy"
+        lines.append([title, "", None, mean, *(means[group] for means in theirs), note])
+    return Table(f"VTAB-1k; the paper's columns are {SOURCE_9}", columns, lines)
+
+
+def _of_paper(name: str) -> list[float | None]:
+    if name not in VTAB_TASKS:
+        return [None] * len(TABLE_9)
+    return [values[VTAB_TASKS.index(name)] / 100 for values in TABLE_9.values()]
+
+
+def _paper_means(values: Sequence[float]) -> dict[str, float | None]:
+    """Of all of the paper's tasks, in the groups that its Table 9 has."""
+    groups = [GROUPS[0]] * 7 + [GROUPS[1]] * 4 + [GROUPS[2]] * 8
+    return group_means([(g, v / 100) for g, v in zip(groups, values, strict=True)])

@@ -9,7 +9,8 @@ import pytest
 
 from vit_ray.commands.tables import print_sweep
 from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import SweepResult, SweepRow
+from vit_ray.experiments.sweep import SweepResult
+from vit_ray.experiments.sweep_rows import SweepRow
 
 
 def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:

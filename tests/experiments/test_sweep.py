@@ -15,7 +15,7 @@ from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import sweep
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, sweep_row, trial_recipe
-from vit_ray.experiments.sweep_files import sweep_files
+from vit_ray.experiments.sweep_rows import sweep_files
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.train.job import NOT_FINITE

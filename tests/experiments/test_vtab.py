@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.data.small_sets import write_set
-from vit_ray.commands.tables import print_vtab
+from vit_ray.commands.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import vtab

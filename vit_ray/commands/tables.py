@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from vit_ray.experiments.vtab import vtab_table
 from vit_ray.launch.run import RunResult
 
 if TYPE_CHECKING:
     from vit_ray.experiments.sweep import SweepResult
-    from vit_ray.experiments.vtab import VtabResult
 
 _SHOWN = (
     ("eval/top1", "top-1 accuracy", "{:.2%}"),
@@ -85,18 +83,6 @@ def describe_spread(result: SweepResult) -> str:
     if runs == 1:
         return f"{result.mean:.2%} (1 run; sweep.seeds tells how many)"
     return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
-
-
-def print_vtab(result: VtabResult) -> None:
-    """Every task and every mean, ours and the paper's."""
-    shown = vtab_table(result.rows)
-    table = Table(title=shown.caption)
-    for column in shown.columns:
-        table.add_column(column.title, justify="right" if column.form else "left")
-    for row in shown.texts():
-        table.add_row(*(text for _, text in row))
-    _show(table)
-    print(f"MLflow page: {result.hint}")
 
 
 def print_metrics(metrics: dict[str, float]) -> int:

@@ -33,7 +33,7 @@ from vit_ray.experiments.search_space import (
     points_of,
     with_point,
 )
-from vit_ray.experiments.sweep_files import sweep_files
+from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import resolve_run
@@ -47,28 +47,6 @@ from vit_ray.storage import locate
 from vit_ray.train.job import NOT_FINITE
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """One point and what it reached on the dev split."""
-
-    point: Point
-    dev_top1: float | None
-    """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
-    run_id: str | None
-    error: str = ""
-    last_dev_top1: float | None = None
-    """Of the last weights, where `dev_top1` is of the averaged ones."""
-    checkpoint: str = ""
-    """Folder of its last checkpoint."""
-
-    @property
-    def state(self) -> str:
-        """`finished`, `diverged` or `failed`."""
-        if self.dev_top1 is not None:
-            return "finished"
-        return "diverged" if NOT_FINITE in self.error else "failed"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,35 @@
-"""What a sweep's own run keeps of its trials: a table, and accuracy against the learning rate."""
+"""A sweep's trials, and what its own run keeps of them: a table, and accuracy against the rate."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from vit_ray.experiments.search_space import RATE, point_text
+from vit_ray.experiments.search_space import RATE, Point, point_text
 from vit_ray.report.svg import Axis, Series, alone, chart
 from vit_ray.report.tables import Column, Table, Value
+from vit_ray.train.job import NOT_FINITE
 
-if TYPE_CHECKING:
-    from vit_ray.experiments.sweep import SweepRow
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One point and what it reached on the dev split."""
+
+    point: Point
+    dev_top1: float | None
+    """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
+    run_id: str | None
+    error: str = ""
+    last_dev_top1: float | None = None
+    """Of the last weights, where `dev_top1` is of the averaged ones."""
+    checkpoint: str = ""
+    """Folder of its last checkpoint."""
+
+    @property
+    def state(self) -> str:
+        """`finished`, `diverged` or `failed`."""
+        if self.dev_top1 is not None:
+            return "finished"
+        return "diverged" if NOT_FINITE in self.error else "failed"
 
 
 def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:

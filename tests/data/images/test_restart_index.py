@@ -56,7 +56,7 @@ def crop_of(name: str, box: Box) -> CropFile:
     index = INDICES[name]
     assert index is not None
     height, width = DECODED[name][0].shape[:2]
-    return crop_file(np.frombuffer(FILES[name], np.uint8), index, (height, width), box)
+    return crop_file(FILES[name], index, (height, width), box)
 
 
 def assert_equal_crop(name: str, box: Box) -> None:

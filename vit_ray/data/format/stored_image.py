@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 
@@ -26,6 +27,13 @@ class RestartIndex:
     unit_width: int
     columns: int
     offsets: NDArray[np.uint32]
+
+    @property
+    def segments(self) -> NDArray[np.uint32]:
+        """(rows, columns + 1): where each segment begins, and the last of a row ends."""
+        step = self.offsets.itemsize
+        shape = (self.rows, self.columns + 1)
+        return as_strided(self.offsets, shape, (self.columns * step, step), writeable=False)
 
     @property
     def rows(self) -> int:

@@ -146,7 +146,7 @@ def jpeg_region(image: StoredImage, box: CropBox, scale: int = 1) -> JpegRegion 
     height, width = image.size
     top, left, bottom, right = (side * scale for side in bounds)
     part = crop_file(
-        np.frombuffer(image.content, np.uint8),
+        image.content,
         image.index,
         image.size,
         (top, left, min(bottom, height), min(right, width)),

@@ -33,6 +33,9 @@ Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
 
 _FIRST_RESTART: Final = 0xD0
+_MOST_SEGMENTS: Final = 1 << 16
+_RESTARTS: Final = (_FIRST_RESTART + np.arange(_MOST_SEGMENTS) % 8).astype(np.uint8)
+"""The markers of segments, one after the other."""
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 
 
@@ -60,7 +63,7 @@ def index_segments(image: bytes) -> RestartIndex | None:
     found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
     codes = [image[at + 1] for at in found]
     inner = [_FIRST_RESTART + i % 8 for i in range(frame.units_down * columns - 1)]
-    if codes != [*inner, END[1]] or found[-1] != len(image) - 2:
+    if codes != [*inner, END[1]] or found[-1] != len(image) - 2 or len(codes) > _MOST_SEGMENTS:
         return None
     return RestartIndex(
         frame.front, frame.tables_at, frame.size_at, frame.unit_height, frame.unit_width, columns,
@@ -79,7 +82,9 @@ def interval_for(frame: JpegFrame, width: int) -> int:
     return min(whole, key=lambda k: abs(np.log(k * frame.unit_width / width)))
 
 
-def crop_file(image: UInt8Array, index: RestartIndex, size: tuple[int, int], box: Box) -> CropFile:
+def crop_file(
+    content: bytes | memoryview, index: RestartIndex, size: tuple[int, int], box: Box
+) -> CropFile:
     """The smallest JPEG file from whose pixels a rectangle of the image can be cut.
 
     Args:
@@ -92,13 +97,12 @@ def crop_file(image: UInt8Array, index: RestartIndex, size: tuple[int, int], box
     first, last = _touched(left - beside, right + beside, segment_width, index.columns)
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
-    table = index.offsets[:-1].reshape(index.rows, index.columns)
-    starts = table[first_row:last_row, first:last]
-    ends = index.offsets[1:].reshape(index.rows, index.columns)[first_row:last_row, first:last]
-    coded = _joined(image, index, starts, ends)
+    chosen = index.segments[first_row:last_row, first : last + 1]
+    coded = _joined(memoryview(content), index, chosen)
     size_at = index.front + index.size_at - index.tables_at
-    coded[size_at : size_at + 4] = (height >> 8, height & 255, width >> 8, width & 255)
-    return CropFile(coded, first_row * index.unit_height, first * segment_width)
+    coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
+    pixels = np.frombuffer(coded, np.uint8)
+    return CropFile(pixels, first_row * index.unit_height, first * segment_width)
 
 
 def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
@@ -106,26 +110,22 @@ def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
     return max(0, first // size), min(count, -(-last // size))
 
 
-def _joined(
-    image: UInt8Array,
-    index: RestartIndex,
-    starts: NDArray[np.uint32],
-    ends: NDArray[np.uint32],
-) -> UInt8Array:
-    """The header and some segments, (rows, columns), each with the marker behind it."""
+def _joined(image: memoryview, index: RestartIndex, chosen: NDArray[np.uint32]) -> bytearray:
+    """The header and some segments, each with the marker behind it.
+
+    Args:
+        chosen: (rows, columns + 1), where each segment begins and the last of a row ends.
+    """
     scan_at = int(index.offsets[0])
     # The segments of a row lie one behind the other, and whole rows do.
-    if starts.shape[1] == index.columns:
-        pieces = [(int(starts[0, 0]), int(ends[-1, -1]))]
+    if chosen.shape[1] == index.columns + 1:
+        pieces = [(int(chosen[0, 0]), int(chosen[-1, -1]))]
     else:
-        pieces = list(zip(starts[:, 0].tolist(), ends[:, -1].tolist(), strict=True))
-    parts = [image[: index.front], image[index.tables_at : scan_at]]
-    coded = np.concatenate([*parts, *(image[start:end] for start, end in pieces)])
-    behind = index.front + scan_at - index.tables_at + np.cumsum(ends - starts)
-    coded[behind - 1] = _restart_numbers(len(behind))
+        pieces = chosen[:, [0, -1]].tolist()
+    header = (image[: index.front], image[index.tables_at : scan_at])
+    coded = bytearray().join([*header, *(image[start:end] for start, end in pieces)])
+    lengths = chosen[:, 1:] - chosen[:, :-1]
+    behind = np.cumsum(lengths) + (index.front + scan_at - index.tables_at - 1)
+    np.frombuffer(coded, np.uint8)[behind] = _RESTARTS[: len(behind)]
     coded[-1] = END[1]
     return coded
-
-
-def _restart_numbers(count: int) -> UInt8Array:
-    return (_FIRST_RESTART + np.arange(count) % 8).astype(np.uint8)

@@ -439,15 +439,14 @@ class _ShardMaker:
         counts: dict[str, int] = {}
         max_labels = 0
         destination = folder.child(shard_name(shard, self.conversion.num_shards))
-        with (
-            ShardWriter(
-                destination,
-                settings.rows_per_row_group,
-                settings.columns,
-                is_indexed=settings.index_jpeg,
-            ) as writer,
-            restart_writer(is_wanted=settings.index_jpeg) as restarts,
-        ):
+        writer = ShardWriter(
+            destination,
+            settings.rows_per_row_group,
+            settings.columns,
+            is_indexed=settings.index_jpeg,
+        )
+        restarts = restart_writer() if settings.index_jpeg else None
+        with writer:
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
                 try:

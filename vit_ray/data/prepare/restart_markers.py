@@ -8,6 +8,7 @@ several scans, several pictures in a file, 12 bits, damage) stays as it came.
 
 import contextlib
 import ctypes.util
+import functools
 import logging
 import select
 import shutil
@@ -126,17 +127,18 @@ class Jpegtran:
         """Nothing stays behind."""
 
 
-@contextlib.contextmanager
-def restart_writer(*, is_wanted: bool = True) -> Iterator[Writer | None]:
-    """The best way to rewrite that works here; None, with a warning, if there is none."""
-    for writer in _writers() if is_wanted else ():
-        with contextlib.closing(writer):
-            if writer(_GREY_PIXEL, 1, False) is not None:
-                yield writer
-                return
-    if is_wanted:
-        _LOG.warning(_NOT_FOUND)
-    yield None
+@functools.cache
+def restart_writer() -> Writer | None:
+    """The best way to rewrite that works here; None, with a warning, if there is none.
+
+    A process keeps it: its helper ends with it, when nobody writes to the helper's input any more.
+    """
+    for writer in _writers():
+        if writer(_GREY_PIXEL, 1, False) is not None:
+            return writer
+        writer.close()
+    _LOG.warning(_NOT_FOUND)
+    return None
 
 
 def _writers() -> Iterator[Writer]:

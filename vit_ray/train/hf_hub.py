@@ -15,10 +15,17 @@ from huggingface_hub.errors import (
 )
 
 from vit_ray.models.weights.files import FOLDER_CONFIG, FOLDER_INDEX, FOLDER_WEIGHTS
+from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 
 SCHEME: Final = "hf://"
 # Nothing that could run code, and only the weights of the model itself.
-_WANTED: Final = [FOLDER_CONFIG, FOLDER_WEIGHTS, FOLDER_INDEX, "model-*.safetensors"]
+_WANTED: Final = [
+    FOLDER_CONFIG,
+    FOLDER_PREPROCESSOR,
+    FOLDER_WEIGHTS,
+    FOLDER_INDEX,
+    "model-*.safetensors",
+]
 
 
 def download(address: str) -> str:

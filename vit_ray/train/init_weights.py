@@ -23,6 +23,7 @@ from vit_ray.models.weights.files import (
     origin_of,
     parts_of,
 )
+from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import WeightFile, read_weights
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
 from vit_ray.storage import Location, locate
@@ -118,7 +119,7 @@ def _read_file(location: Location) -> WeightFile:
         return read_weights(location.path)
     place = PurePosixPath(location.path)
     with tempfile.TemporaryDirectory() as folder:
-        for name in {place.name, FOLDER_CONFIG}:
+        for name in {place.name, FOLDER_CONFIG, FOLDER_PREPROCESSOR}:
             _fetch_beside(location, name, Path(folder))
         if place.name == FOLDER_INDEX:
             for name in parts_of(Path(folder) / FOLDER_INDEX, location.uri):

@@ -14,6 +14,12 @@ from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weights.aliases import canonical_names, detect_layout, without_training_state
 from vit_ray.models.weights.files import Origin, read_tensors, write_tensors
+from vit_ray.models.weights.input_statistics import (
+    OURS,
+    InputStatistics,
+    statistics_beside,
+    with_our_inputs,
+)
 from vit_ray.models.weights.name_maps import (
     HEAD_BIASES,
     Tensors,
@@ -41,6 +47,8 @@ class WeightFile:
     origin: Origin
     beside: tuple[str, ...] = ()
     """What the file holds of the training that made it; it is ignored."""
+    inputs: InputStatistics = OURS
+    """What its inputs were normalised by."""
 
     @property
     def num_classes(self) -> int | None:
@@ -69,6 +77,9 @@ class WeightFile:
         problems.add("unexpected", left_over)
         problems.add("missing", missing)
         problems.raise_if_any()
+        own = with_our_inputs(own, model, self.inputs, source)
+        if not self.inputs.is_ours:
+            source += f"; its inputs' {self.inputs} are folded into the first layer"
         report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
         report.ignored += self.beside
         return report
@@ -90,7 +101,8 @@ def read_weights(path: str | Path, layout: str = "auto", source: str | None = No
     tensors, beside = without_training_state(tensors)
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     check_layout(layout)
-    return WeightFile(source, layout, tensors, origin, tuple(beside))
+    inputs = statistics_beside(Path(path)) or OURS
+    return WeightFile(source, layout, tensors, origin, tuple(beside), inputs)
 
 
 def load_weights(

@@ -1,0 +1,115 @@
+"""Weights whose inputs were normalised otherwise give the same logits for the same pixels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import ViTImageProcessor
+
+from tests.models.small import small_model
+from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR, statistics_beside
+from vit_ray.train.objective import normalize
+
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+def published(folder: Path, files: dict[str, Any]) -> nn.Module:
+    """A ViT in a folder as Hugging Face has it, with what is said of its inputs beside."""
+    torch.manual_seed(5)
+    model = small_model("ViT").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    save_weights(model, folder / "model.safetensors", "timm")
+    for name, told in files.items():
+        (folder / name).write_text(json.dumps(told))
+    return model
+
+
+def pixels(model: Any) -> torch.Tensor:
+    rows, columns = model.grid
+    side = model.embedding.patch_size
+    return torch.randint(0, 256, (3, rows * side, columns * side, 3), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": {"architecture": "vit", "pretrained_cfg": IMAGENET}},
+        {"config.json": IMAGENET},
+        {FOLDER_PREPROCESSOR: {f"image_{key}": value for key, value in IMAGENET.items()}},
+    ],
+)
+def test_logits_are_those_of_the_models_own_normalisation(
+    tmp_path: Path, files: dict[str, Any]
+) -> None:
+    original = published(tmp_path, files)
+    images = pixels(original)
+    # The normalisation of an image processor of transformers.
+    processor = ViTImageProcessor(
+        do_resize=False, image_mean=IMAGENET["mean"], image_std=IMAGENET["std"]
+    )
+    inputs = processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
+    loaded = small_model("ViT").eval()
+    report = load_weights(loaded, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(normalize(images, torch.float32)), original(inputs), rtol=1e-4, atol=1e-4
+        )
+    assert "mean [0.485, 0.456, 0.406]" in str(report)
+    assert "folded into the first layer" in str(report)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"config.json": {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}},
+        {FOLDER_PREPROCESSOR: {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}},
+    ],
+)
+def test_weights_of_inputs_as_ours_are_left_to_the_bit(
+    tmp_path: Path, files: dict[str, Any]
+) -> None:
+    original = published(tmp_path, files)
+    loaded = small_model("ViT")
+    report = load_weights(loaded, tmp_path)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert "folded" not in str(report)
+
+
+def test_pixels_that_are_only_scaled_are_a_normalisation_too(tmp_path: Path) -> None:
+    original = published(tmp_path, {FOLDER_PREPROCESSOR: {"do_normalize": False}})
+    loaded = small_model("ViT").eval()
+    load_weights(loaded, tmp_path)
+    images = pixels(original)
+    with torch.no_grad():
+        expected = original(images.permute(0, 3, 1, 2) / 255.0)
+        found = loaded(normalize(images, torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_first_layer_that_pads_is_refused(tmp_path: Path) -> None:
+    model = small_model("ResNet")
+    save_weights(model, tmp_path / "model.safetensors", "timm")
+    (tmp_path / "config.json").write_text(json.dumps(IMAGENET))
+    with pytest.raises(ValueError, match=r"takes inputs normalised by mean \[0\.485.*only a ViT"):
+        load_weights(model, tmp_path)
+
+
+def test_what_is_no_mean_and_deviation_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"mean": 0.5, "std": [0.5] * 3}))
+    with pytest.raises(ValueError, match=r"mean=0\.5 is not a number for each"):
+        statistics_beside(tmp_path)
+    config.write_text(json.dumps({"mean": [0.5] * 3, "std": [0.5, 0, 1]}))
+    with pytest.raises(ValueError, match="must be above zero"):
+        statistics_beside(tmp_path)
+    config.write_text(json.dumps({"num_attention_heads": 2}))
+    assert statistics_beside(tmp_path) is None
+    assert statistics_beside(tmp_path / "other.safetensors") is None

@@ -1,13 +1,17 @@
 """Batches that a thread reads ahead."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vit_ray.train.loop import Batch
-from vit_ray.train.prefetch import pin_batch, prefetch
+from vit_ray.train.prefetch import device_batches, prefetch
+from vit_ray.train.side_stream import SideStream
 
 
 def batch(number: int) -> Batch:
@@ -50,7 +54,81 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
 
 def test_without_a_gpu_nothing_is_copied() -> None:
     one = batch(3)
-    assert pin_batch(one)["image"] is one["image"]
+    (found,) = device_batches(iter([one]), torch.device("cpu"))
+    assert found["image"] is one["image"]
+
+
+class PretendedGpu:
+    """A stream that computes and one beside it, in the order in which they are used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.on_side = False
+        gpu = self
+
+        class Stream:
+            def __init__(self, *_: Any) -> None: ...
+
+            def record_event(self) -> str:
+                gpu.order.append("event")
+                return "event"
+
+            def wait_event(self, event: str) -> None:
+                gpu.order.append(f"computing waits for {event}")
+
+        @contextlib.contextmanager
+        def stream(_: Any) -> Iterator[None]:
+            self.on_side = True
+            yield
+            self.on_side = False
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda *_: self.order.append("memory is kept")
+        )
+
+    def copy(self) -> Batch:
+        self.order.append("copy beside" if self.on_side else "copy in the way")
+        return {"image": torch.zeros(1)}
+
+
+def test_the_image_is_copied_beside_the_computing_which_waits_for_it_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    side = SideStream(torch.device("cuda"))
+    made = side.make(gpu.copy)
+    assert gpu.order == ["copy beside", "event"]
+    side.hand_over(made)
+    assert gpu.order[2:] == ["computing waits for event", "memory is kept"]
+
+
+def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    PretendedGpu(monkeypatch)
+    pinned: list[str] = []
+    copies: list[tuple[str, Any]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(threading.current_thread().name)
+        return tensor
+
+    def copy(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((threading.current_thread().name, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    read = (batch(n) for n in range(4))
+    columns = ("image", "sample")
+    found = list(device_batches(read, torch.device("cuda"), 2, columns))
+    assert [int(one["sample"][0]) for one in found] == [0, 1, 2, 3]
+    assert pinned == ["prefetch"] * 8
+    assert copies == [("prefetch", True)] * 4
 
 
 def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> None:

@@ -15,6 +15,7 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,14 +23,14 @@ import pyarrow as pa
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack
+
+from vit_ray.train.batched_resize import resize_regions
+from vit_ray.train.loop import Batch
+from vit_ray.train.side_stream import SideStream
 
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels of the file; the last two exclusive."""
-
-DecodedBatch = dict[str, Any]
-"""A training batch whose `image` is a uint8 tensor (B, H, W, 3) on the device."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -147,11 +148,9 @@ class DeviceDecoder:
         self._batch_size = batch_size
         self._note_bad = note_bad
         self._decode = decode or region_decoder(device)
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = SideStream(device)
 
-    def batches(self, blocks: Iterable[pa.Table]) -> Iterator[DecodedBatch]:
+    def batches(self, blocks: Iterable[pa.Table]) -> Iterator[Batch]:
         """Batches of exactly `batch_size`, in order, each decoded while the one before is used.
 
         Args:
@@ -160,14 +159,14 @@ class DeviceDecoder:
         with ThreadPoolExecutor(1, thread_name_prefix="device-decode") as pool:
             waiting = None
             for table in rebatched(blocks, self._batch_size):
-                ahead = pool.submit(self._on_own_stream, table)
+                ahead = pool.submit(self._side.make, partial(self.decoded, table))
                 if waiting is not None:
-                    yield self._handed_over(waiting.result())
+                    yield self._side.hand_over(waiting.result())
                 waiting = ahead
             if waiting is not None:
-                yield self._handed_over(waiting.result())
+                yield self._side.hand_over(waiting.result())
 
-    def decoded(self, table: pa.Table) -> DecodedBatch:
+    def decoded(self, table: pa.Table) -> Batch:
         """One batch.
 
         Raises:
@@ -185,21 +184,6 @@ class DeviceDecoder:
         self._note_bad({int(samples[i]): table["where"][i].as_py() for i in bad})
         return self._with_neighbours(batch, bad, table)
 
-    def _on_own_stream(self, table: pa.Table) -> tuple[DecodedBatch, Any]:
-        if self._stream is None:
-            return self.decoded(table), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            batch = self.decoded(table)
-            return batch, self._stream.record_event()
-
-    def _handed_over(self, result: tuple[DecodedBatch, Any]) -> DecodedBatch:
-        batch, event = result
-        if event is not None:
-            user = torch.cuda.current_stream(self._device)
-            user.wait_event(event)
-            batch["image"].record_stream(user)
-        return batch
-
     def _images(self, table: pa.Table) -> tuple[Tensor, list[int]]:
         """Crops of all rows, uint8 (B, H, W, 3), and which of them could not be made."""
         files = [_bytes(value) for value in table["encoded"]]
@@ -208,21 +192,20 @@ class DeviceDecoder:
         images = torch.zeros((len(files), *self._size, 3), dtype=torch.uint8, device=self._device)
         are_jpeg = [i for i, box in enumerate(boxes) if any(box)]
         regions = self._decode([files[i] for i in are_jpeg], [boxes[i] for i in are_jpeg])
-        bad = []
-        for i, region in zip(are_jpeg, regions, strict=True):
-            pixels = _pillow_region(files[i], boxes[i]) if region is None else region
-            if pixels is None:
-                bad.append(i)
-            else:
-                images[i] = resized(pixels.to(self._device), self._size, flips[i])
+        pixels = {
+            i: _pillow_region(files[i], boxes[i]) if region is None else region
+            for i, region in zip(are_jpeg, regions, strict=True)
+        }
+        good = {i: found.to(self._device) for i, found in pixels.items() if found is not None}
+        if good:
+            made = resize_regions(list(good.values()), self._size, [flips[i] for i in good])
+            images[torch.tensor(list(good)).to(self._device, non_blocking=True)] = made
         for i in set(range(len(files))) - set(are_jpeg):
             finished = torch.from_numpy(files[i].copy()).view(*self._size, 3)
             images[i] = finished.to(self._device)
-        return images, bad
+        return images, [i for i, found in pixels.items() if found is None]
 
-    def _with_neighbours(
-        self, batch: DecodedBatch, bad: list[int], table: pa.Table
-    ) -> DecodedBatch:
+    def _with_neighbours(self, batch: Batch, bad: list[int], table: pa.Table) -> Batch:
         """The batch with its bad rows overwritten by the next good ones, labels and all."""
         count = len(batch["sample"])
         good = sorted(set(range(count)) - set(bad))
@@ -238,15 +221,6 @@ class DeviceDecoder:
             "labels": batch["labels"][rows],
             "sample": batch["sample"][rows],
         }
-
-
-def resized(region: Tensor, size: tuple[int, int], is_flipped: bool) -> Tensor:
-    """Pixels uint8 (h, w, 3) at a size, antialiased, and mirrored left to right or not."""
-    planes = region.permute(2, 0, 1)[None].float()
-    if tuple(region.shape[:2]) != size:
-        planes = F.interpolate(planes, size, mode="bilinear", antialias=True, align_corners=False)
-    pixels = planes[0].permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
-    return pixels.flip(1) if is_flipped else pixels
 
 
 def rebatched(blocks: Iterable[pa.Table], batch_size: int) -> Iterator[pa.Table]:

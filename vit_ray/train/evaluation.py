@@ -23,7 +23,7 @@ from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.extraction import begin_extraction, write_features
 from vit_ray.train.job import Extraction, TrainJob, UnrecoverableError
-from vit_ray.train.loop import Batch, EvaluationCutError
+from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.run_link import RunLink
@@ -245,7 +245,7 @@ def _predictions(
     engine: DeepSpeedEngine, batches: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
     for batch in batches:
-        images = torch.from_numpy(np.ascontiguousarray(batch["image"])).to(engine.device)
+        images = as_tensor(batch["image"]).to(engine.device)
         features, logits = engine.predict(normalize(images, engine.dtype))
         yield batch, features, logits
 

@@ -86,7 +86,7 @@ class NonfinitePolicy:
 
 def describe_batch(engine: MeasuresLayers, batch: Batch, micro_batch_size: int) -> str:
     """Samples of the global batch, and sizes by layer of activations and weights."""
-    samples = np.sort(all_rows(batch["sample"].astype(np.int64), engine.device))
+    samples = np.sort(all_rows(np.asarray(batch["sample"], np.int64), engine.device))
     return f"Samples {_abridged(samples.tolist())}. {_layers_of(engine, batch, micro_batch_size)}"
 
 

@@ -19,12 +19,13 @@ from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableErr
 from vit_ray.train.loop import Batch
 from vit_ray.train.memory_estimate import largest_micro_batch, step_macs
 from vit_ray.train.micro_batch import CPU_MOST, limit_key, lower_limit, micro_batch_size, read_limit
+from vit_ray.train.micro_batch_trial import try_micro_batches
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.prefetch import pin_batch, prefetch
+from vit_ray.train.prefetch import device_batches
 
 
 def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> int:
-    """Images per pass: as the recipe says, within what is estimated and what was found to fit."""
+    """Images per pass: as the recipe says, within what was found to fit, now or by an attempt."""
     recipe = job.recipe
     limit = read_limit(run_folder, limit_key(recipe, world_size, device_name()))
     if job.kind == "evaluate":
@@ -32,8 +33,11 @@ def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> 
     if recipe.train.micro_batch_size == "auto" and limit is None:
         limit = CPU_MOST
         if torch.cuda.is_available():
-            memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-            limit = largest_micro_batch(recipe, job.num_classes, world_size, memory_gib) or 1
+            device = torch.device("cuda", torch.cuda.current_device())
+            memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+            estimate = largest_micro_batch(recipe, job.num_classes, world_size, memory_gib)
+            limit = try_micro_batches(recipe, job.num_classes, world_size, device, estimate or 1)
+            limit = limit or 1  # whose first pass may say that one image is too much
     return micro_batch_size(recipe, world_size, limit)
 
 
@@ -105,7 +109,7 @@ def open_batches(
     """
     if job.recipe.data.decode == "device":
         return _decoded(job, read, batch_size_per_rank, device)  # it looks ahead by itself
-    return prefetch(read, pin_batch, job.recipe.data.prefetch_batches)
+    return device_batches(read, device, job.recipe.data.prefetch_batches)
 
 
 def _decoded(

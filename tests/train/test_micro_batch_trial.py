@@ -1,0 +1,71 @@
+"""The search for the largest micro-batch, and passes in a process that has little memory."""
+
+import multiprocessing
+import resource
+from typing import Any
+
+import pytest
+import torch
+
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.train.micro_batch_trial import largest_that_fits, pass_bytes
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
+
+
+@pytest.mark.parametrize("start", [1, 5, 8, 24, 100])
+@pytest.mark.parametrize(("most", "expected"), [(0, None), (1, 1), (7, 6), (24, 24), (99, 24)])
+def test_the_trial_goes_up_and_down_from_the_estimate(
+    start: int, most: int, expected: int | None
+) -> None:
+    assert largest_that_fits(SIZES, start, lambda size: size <= most) == expected
+
+
+def test_a_good_estimate_costs_two_trials() -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= 8
+
+    assert largest_that_fits(SIZES, 8, fits) == 8
+    assert tried == [8, 12]
+
+
+RECIPE = recipe_from_dict(
+    {
+        "name": "small",
+        "model": {
+            "name": "ViT",
+            "image_size": 64,
+            "patch_size": 4,
+            "depth": 2,
+            "width": 64,
+            "mlp_dim": 256,
+            "num_heads": 2,
+        },
+        "train": {"precision": "fp32"},
+    },
+    "test",
+)
+
+
+def capped(queue: Any) -> None:
+    """In a process that may take half a gigabyte more: a large pass, then a small one."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    pass_bytes(RECIPE, 10, 1, cpu)  # what is loaded and started once
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29),) * 2)
+    queue.put([pass_bytes(RECIPE, 10, size, cpu) for size in (4096, 2, 4096, 2)])
+
+
+def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=capped, args=(queue,))
+    process.start()
+    found = queue.get(timeout=300)
+    process.join()
+    assert found == [None, 0, None, 0]

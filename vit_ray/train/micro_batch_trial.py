@@ -1,0 +1,123 @@
+"""The largest micro-batch, found by passes on the worker's own device before the training begins.
+
+Each rank tries by itself, with the bare model and no collective operation, so that one which runs
+out of memory keeps no other waiting. What ZeRO will hold beside the pass is added by the plan's
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vit_ray.config import Recipe
+from vit_ray.measure.memory import Activations, state_memory
+from vit_ray.train.memory_estimate import RESERVED_FRACTION, state_shape
+from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.train.out_of_memory import is_out_of_memory
+
+GIB = 2**30
+
+
+def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
+
+    Args:
+        sizes: ascending; what fits is assumed to be a beginning of them.
+        start: the most that is thought to fit.
+    """
+    first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
+    if fits(sizes[first]):
+        best = first
+        while best + 1 < len(sizes) and fits(sizes[best + 1]):
+            best += 1
+        return sizes[best]
+    return next((size for size in reversed(sizes[:first]) if fits(size)), None)
+
+
+def try_micro_batches(
+    recipe: Recipe, num_classes: int, world_size: int, device: torch.device, start: int
+) -> int | None:
+    """The largest divisor of a worker's share of the batch whose training fits the GPU.
+
+    Args:
+        start: where to begin, an estimate.
+
+    Returns:
+        Images per pass, or None if not even one fits.
+    """
+    share = recipe.train.global_batch_size // world_size
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    shape = state_shape(recipe, num_classes, world_size)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    limit_gib = free_bytes / GIB * (1 - RESERVED_FRACTION)
+
+    def fits(size: int) -> bool:
+        peak = pass_bytes(recipe, num_classes, size, device)
+        if peak is None:
+            return False
+        return state_memory(shape, Activations(kept=peak, peak=peak)).total <= limit_gib
+
+    return largest_that_fits(sizes, start, fits)
+
+
+def pass_bytes(
+    recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
+) -> int | None:
+    """Most bytes that a forward and backward pass takes, weights and gradients not counted.
+
+    Eager: a compiled pass takes no more. On a CPU, which does not count, 0.
+
+    Returns:
+        None if it ran out of memory.
+    """
+    try:
+        return _pass_bytes(recipe, num_classes, batch_size, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        # Beyond this block nothing holds the error, whose frames hold the pass.
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def _pass_bytes(recipe: Recipe, num_classes: int, batch_size: int, device: torch.device) -> int:
+    with device:
+        model = build_objective(recipe, num_classes)
+    if recipe.train.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:  # a gradient goes as soon as it is whole: where it is kept, is planned
+        weight.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+    height, width = _sides(recipe.model.image_size)
+    images = torch.zeros((batch_size, height, width, 3), dtype=torch.uint8, device=device)
+    labels = torch.zeros((batch_size, 1), dtype=torch.int64, device=device)
+    before = _allocated(device)
+    loss = make_loss(recipe, num_images=batch_size)(model, images, labels, labels[:, 0], 0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _peak(device) - before
+
+
+def _drop(weight: torch.Tensor) -> None:
+    weight.grad = None
+
+
+def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -91,7 +91,7 @@ class OneRank:
 
 @dataclass
 class Stepped:
-    applied: bool = True
+    refused: float = 0.0
     grad_norm: float = 1.0
 
 
@@ -121,7 +121,7 @@ class FakeEngine:
 
     def step(self, learning_rate: float) -> Stepped:
         if self.step_index in self.refused:
-            return Stepped(applied=False)
+            return Stepped(refused=1.0)
         self.weight += 1
         return Stepped()
 

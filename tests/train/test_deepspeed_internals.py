@@ -18,21 +18,41 @@ VERSION = "0.19"
 # Module, class, and what is set on its instances.
 ATTRIBUTES = [
     ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "single_partition_of_fp32_groups"),
-    ("runtime.bf16_optimizer", "BF16_Optimizer", "fp32_groups_flat_partition"),
-    ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "fp16_groups"),
-    ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "fp32_groups"),
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "reduction_stream"),
     ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat"),
     ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "grad_position"),
     ("runtime.engine", "DeepSpeedEngine", "global_rank"),
     ("runtime.engine", "DeepSpeedEngine", "global_steps"),
-    ("runtime.engine", "DeepSpeedEngine", "skipped_steps"),
+    ("runtime.engine", "DeepSpeedEngine", "enable_backward_allreduce"),
 ]
 METHODS = [
     ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "get_param_id", ("self", "param")),
     ("runtime.engine", "DeepSpeedEngine", "empty_partition_cache", ("self",)),
     ("runtime.engine", "DeepSpeedEngine", "zero_optimization_stage", ("self",)),
-    ("runtime.engine", "DeepSpeedEngine", "was_step_applied", ("self",)),
-    ("runtime.engine", "DeepSpeedEngine", "get_global_grad_norm", ("self",)),
+    (
+        "runtime.engine",
+        "DeepSpeedEngine",
+        "_do_optimizer_sanity_check",
+        ("self", "basic_optimizer"),
+    ),
+    (
+        "runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer",
+        "scaled_global_norm",
+        ("self", "norm_type"),
+    ),
+    (
+        "runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer",
+        "independent_gradient_partition_epilogue",
+        ("self",),
+    ),
+    (
+        "runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "_get_norm_groups",
+        ("args", "kwargs"),  # decorated
+    ),
     ("runtime.engine", "DeepSpeedEngine", "is_gradient_accumulation_boundary", ("self",)),
     ("runtime.engine", "DeepSpeedEngine", "destroy", ("self",)),
 ]

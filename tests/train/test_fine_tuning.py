@@ -202,7 +202,7 @@ def test_layers_are_those_of_a_transformer() -> None:
 
 
 def test_no_layer_decay_leaves_two_groups_of_the_whole_rate() -> None:
-    groups = build_optimizer(small_model(), OptimConfig(), fused=False).param_groups
+    groups = build_optimizer(small_model(), OptimConfig()).param_groups
     assert [group["rate_factor"] for group in groups] == [1.0, 1.0]
 
 

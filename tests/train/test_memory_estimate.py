@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.measure import zero_settings
 from vit_ray.measure.activation_memory import kept_bytes
-from vit_ray.measure.memory import BUCKET_ELEMENTS, GIB, Activations, state_memory
+from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
 from vit_ray.train.engine import DeepSpeedEngine
@@ -158,54 +159,134 @@ def test_a_device_too_small_for_one_image_has_no_micro_batch() -> None:
     assert largest_micro_batch(recipe_of({"name": "ViT-Ti/16"}), 1000, 2, 0.01) is None
 
 
-CASES = [("bf16", stage) for stage in range(4)] + [("fp32", 0)]
+CASES = [(precision, stage) for precision in ("bf16", "fp32") for stage in range(4)]
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+RING = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
+PASSES = 2
 
 
-def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks() -> None:
-    results = run_ranks(2, measure_deepspeed, CASES)[0]
-    for precision, stage in CASES:
-        recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
-        shape = state_shape(recipe, 5, 2)
-        memory = state_memory(shape, Activations(0, 0))
-        state = (memory.weights + memory.gradients + memory.optimizer) * GIB
-        if stage == 3:
-            state += BUCKET_ELEMENTS * shape.weight_bytes
-        held, sent = results[precision, stage]
-        where = f"stage {stage} in {precision}"
-        assert held == pytest.approx(state, rel=0.01), where
-        assert sent == pytest.approx(traffic_per_step(shape, 2).total, rel=0.001), where
+class Call(NamedTuple):
+    """A collective operation on more than a few numbers."""
+
+    phase: int
+    """Index of the pass; that of the optimizer's step is `PASSES`."""
+    name: str
+    size: int
+    """Bytes of the larger tensor: the input of a scatter, the output of a gather."""
 
 
-def measure_deepspeed(rank: int, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
-    """For each case: most bytes held after a pass of a usual step, and bytes sent in a step."""
-    moved: list[tuple[str, int]] = []
+class Measured(NamedTuple):
+    held: float
+    calls: list[Call]
+    parameters: list[int]
+
+
+def small_buckets() -> None:
+    """Sizes for a small model as they would be for one that is 100 times as large."""
+    zero_settings.LEAST_BUCKET = 20_000  # type: ignore[misc]
+    zero_settings.START_S = 50e-9  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, int], Measured]:
+    return run_ranks(2, measure_deepspeed, CASES)[0]
+
+
+@pytest.fixture(autouse=True)
+def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "measured" in request.fixturenames:
+        for name in ("LEAST_BUCKET", "START_S"):
+            monkeypatch.setattr(zero_settings, name, getattr(zero_settings, name))
+        small_buckets()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
+    measured: dict[tuple[str, int], Measured], case: tuple[str, int]
+) -> None:
+    precision, stage = case
+    recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
+    shape = state_shape(recipe, 5, 2)
+    memory = state_memory(shape, Activations(0, 0))
+    state = (memory.weights + memory.gradients + memory.optimizer) * GIB
+    # What is in the buffers when a pass ends: sums on their way, and the last bucket.
+    if stage == 0:
+        state += shape.num_parameters * shape.weight_bytes
+    if stage in (1, 3):
+        state += shape.settings.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
+    assert measured[case].held == pytest.approx(state, rel=0.01)
+    sent = {"gradients": 0.0, "weights": 0.0}
+    for _, name, size in measured[case].calls:
+        sent["weights" if "gather" in name else "gradients"] += RING[name] * size
+    traffic = traffic_per_step(shape, PASSES)
+    assert sent["gradients"] == pytest.approx(traffic.gradients, rel=0.001)
+    assert sent["weights"] == pytest.approx(traffic.weights, rel=0.001)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
+    measured: dict[tuple[str, int], Measured], case: tuple[str, int]
+) -> None:
+    precision, stage = case
+    shape = state_shape(vit(2, 16, precision=precision, zero_stage=stage), 5, 2)
+    most = shape.settings.reduce_bucket * shape.weight_bytes
+    _, calls, parameters = measured[case]
+    larger = [n * shape.weight_bytes for n in parameters if n * shape.weight_bytes > most]
+    sums = [call for call in calls if "gather" not in call.name]
+    gathers = [call for call in calls if "gather" in call.name]
+    # Gradients: in buckets, in the passes, and only in the last where they are not sharded.
+    assert {call.phase for call in sums} == set(range(PASSES) if stage >= 2 else [PASSES - 1])
+    for phase in {call.phase for call in sums}:
+        sizes = [call.size for call in sums if call.phase == phase]
+        large = [size for size in sizes if size > most]
+        # One may lie in two ranks' parts, and goes in two calls.
+        assert len(larger) <= len(large) <= len(larger) + 1
+        assert max(sizes) == max(larger)
+        whole = sum(n * shape.weight_bytes for n in parameters) - sum(larger)
+        assert len(larger) < len(sizes) <= 2 * (len(larger) + 1 + whole / most)
+    # New weights: after the step, all at once; under stage 3 layer by layer in every pass.
+    if stage in (1, 2):
+        assert {call.phase for call in gathers} == {PASSES}
+        assert len(gathers) == 2  # of what decays, and of what does not
+    assert {call.phase for call in gathers} == {0: set(), 3: {0, 1}}.get(stage, {PASSES})
+
+
+def measure_deepspeed(rank: int, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Measured]:
+    """For each case: most bytes held after a pass of a usual step, and what a step sends."""
+    small_buckets()
+    calls: list[Call] = []
     for name in COUNTED:
-        _count_calls(name, moved)
-    return {case: _one_step(case, moved) for case in cases}
+        _count_calls(name, calls)
+    return {case: _one_step(case, calls) for case in cases}
 
 
-def _one_step(case: tuple[str, int], moved: list[tuple[str, int]]) -> tuple[float, float]:
+_phase = 0
+
+
+def _one_step(case: tuple[str, int], calls: list[Call]) -> Measured:
+    global _phase
     recipe = vit(2, 16, precision=case[0], zero_stage=case[1], global_batch_size=8)
     before = _storages()
     engine = _engine(recipe)
     images, labels = torch.zeros(2, 16, 16, 3, dtype=torch.uint8), torch.zeros(2, 1).long()
     peaks = []
     for _ in range(4):
-        moved.clear()
+        calls.clear()
         after_passes = []
-        for _ in range(2):
+        for _phase in range(PASSES):
             engine.backward(images, labels, torch.arange(2))
+            seen = [weight.grad for weight in engine._names]  # those of C++ alone are not found
             now = _storages()
+            del seen
             after_passes.append(sum(size for key, size in now.items() if key not in before))
+        _phase = PASSES
         engine.step(1e-3)
         peaks.append(max(after_passes))
+    parameters = [math.prod(shape) for shape in engine.shapes.values()]
     engine.close()
     # The first step builds what the later ones reuse; in one of these a thread of gloo may not yet
     # have let go of a collective's buffer, which a copy that is really held is in all of them.
-    held = statistics.median(peaks[1:])
-    ring = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
-    return held, sum(ring[name] * size for name, size in moved)
+    return Measured(statistics.median(peaks[1:]), list(calls), parameters)
 
 
 def _engine(recipe: Recipe) -> DeepSpeedEngine:
@@ -226,13 +307,14 @@ def _engine(recipe: Recipe) -> DeepSpeedEngine:
     )
 
 
-def _count_calls(name: str, moved: list[tuple[str, int]]) -> None:
-    """Record the larger tensor of every call: the input of a scatter, the output of a gather."""
+def _count_calls(name: str, calls: list[Call]) -> None:
     plain = getattr(torch.distributed, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        moved.append((name, max(t.numel() * t.element_size() for t in tensors)))
+        size = max(t.numel() * t.element_size() for t in tensors)
+        if size > 16:
+            calls.append(Call(_phase, name, size))
         return plain(*args, **kwargs)
 
     setattr(torch.distributed, name, counted)

@@ -10,7 +10,7 @@ from vit_ray.train.optim import build_optimizer, state_names
 def test_only_matrices_and_kernels_decay() -> None:
     model = small_model()
     config = OptimConfig(weight_decay=0.1)
-    decayed, rest = build_optimizer(model, config, fused=False).param_groups
+    decayed, rest = build_optimizer(model, config).param_groups
     assert decayed["weight_decay"] == 0.1
     assert rest["weight_decay"] == 0.0
     names = {id(p): name for name, p in model.named_parameters()}
@@ -21,7 +21,7 @@ def test_only_matrices_and_kernels_decay() -> None:
 
 def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing() -> None:
     model = small_model()
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), fused=False)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -35,7 +35,7 @@ def test_state_names_are_what_torch_keeps() -> None:
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         model = torch.nn.Module()
         model.weight = parameter
-        optimizer = build_optimizer(model, config, fused=False)
+        optimizer = build_optimizer(model, config)
         parameter.grad = torch.ones(2, 2)
         optimizer.step()
         kept = {k for k, v in optimizer.state[parameter].items() if getattr(v, "ndim", 0) > 0}

@@ -13,7 +13,7 @@ from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
 from vit_ray.launch.preflight import check_model, resolve_run
 from vit_ray.measure.devices import Device, device_names, find_device
-from vit_ray.measure.memory import MemoryEstimate, sum_precision
+from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import locate
@@ -234,10 +234,6 @@ def _stage_table(
         ("largest micro-batch", [str(s.largest_micro_batch or "none") for s in stages]),
         ("planned micro-batch", [str(s.micro_batch) for s in stages]),
         ("passes per step", [str(batch // s.micro_batch // cluster.num_gpus) for s in stages]),
-        (
-            "gradients are summed in",
-            [sum_precision(recipe.train.precision, s.stage) for s in stages],
-        ),
         ("GiB per GPU, total", [f"{s.memory.total:.2f}" for s in stages]),
     ]
     for part in vars(stages[0].memory):

@@ -1,9 +1,9 @@
 """Device memory of a training step by part, before any device is taken.
 
 Bytes per parameter follow the ZeRO paper (Rajbhandari et al., arXiv:1910.02054, section 3): bf16
-weights 2, bf16 gradients 2 (4 where they are summed in fp32: under ZeRO), fp32 master weights and
-the optimizer's moments 12 (Adam); stage 1 shards the optimizer's part over the workers, stage 2 the
-gradients too, stage 3 the weights too.
+weights 2, gradients 4 (the paper's 2 are of bf16; a step's passes are summed in fp32), fp32 master
+weights and the optimizer's moments 12 (Adam); stage 1 shards the optimizer's part over the workers,
+stage 2 the gradients too, stage 3 the weights too.
 What DeepSpeed 0.19.8 needs beside that is in `_backward_buffers` and `_step_buffers`.
 """
 
@@ -11,16 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
+
 GIB = 1024**3
-# `train/engine.py` sets it. DeepSpeed allocates a bucket whole, however small the model.
-BUCKET_ELEMENTS = 200_000_000
-# Elements that DeepSpeed's `engine.buffered_allreduce_fallback` copies at a time.
-FALLBACK_BUCKET_ELEMENTS = 500_000_000
-# Weights that stage 3 leaves gathered from the forward to the backward pass: those within its
-# reuse distance of 1e9 elements (`stage3_max_reuse_distance`), counted there and back.
-STAGE3_REUSED_ELEMENTS = 500_000_000
-# Weights that it gathers ahead (`stage3_prefetch_bucket_size`).
-STAGE3_PREFETCH_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -81,21 +74,13 @@ class StateShape:
         return 2 if self.precision == "bf16" else 4
 
     @property
-    def uses_bf16_optimizer(self) -> bool:
-        """DeepSpeed takes its BF16_Optimizer, with a whole fp32 gradient, for this case only."""
-        return self.precision == "bf16" and self.stage == 1 and not self.offload
+    def settings(self) -> ZeroSettings:
+        """Sizes of the collective operations, as the engine sets them."""
+        return zero_settings(self.num_parameters)
 
     def share(self, sharded_from: int) -> float:
         """Share that one worker holds of what is sharded from this stage on."""
         return 1 / self.world_size if self.stage >= sharded_from else 1.0
-
-
-def sum_precision(precision: str, stage: int) -> str:
-    """What a step's passes are summed in: fp32, but for bf16 without ZeRO.
-
-    DeepSpeed 0.19.8 refuses `grad_accum_dtype` there. After 256 passes a bf16 sum is 2.4 % off.
-    """
-    return "fp32" if stage > 0 else precision
 
 
 def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
@@ -122,12 +107,7 @@ def _weights(shape: StateShape) -> float:
 
 
 def _gradients(shape: StateShape) -> float:
-    count = shape.num_parameters
-    if shape.precision == "bf16" and shape.stage == 1:
-        return count * (2 + 4)  # fp32 sums beside the bf16 gradients of the backward pass
-    return (
-        count * (4 if sum_precision(shape.precision, shape.stage) == "fp32" else 2) * shape.share(2)
-    )
+    return shape.num_parameters * 4 * shape.share(2)
 
 
 def _optimizer(shape: StateShape) -> float:
@@ -143,25 +123,25 @@ def _averages(shape: StateShape) -> float:
 
 
 def _backward_buffers(shape: StateShape) -> float:
-    """Buckets that gradients are reduced in, and the weights that stage 3 has gathered."""
-    if shape.stage == 0 or shape.uses_bf16_optimizer:
-        return 0.0
-    bucket = BUCKET_ELEMENTS * shape.weight_bytes
-    reduced = min(shape.num_parameters, BUCKET_ELEMENTS) * shape.weight_bytes
+    """Buckets that gradients are summed in, and the weights that stage 3 has gathered."""
+    settings, sent = shape.settings, shape.weight_bytes
+    if shape.stage == 0:
+        return shape.num_parameters * sent if shape.world_size > 1 else 0.0
+    reduced = min(shape.num_parameters, settings.reduce_bucket)
     if shape.stage < 3:
-        return bucket * (2 if shape.overlaps else 1) + reduced
+        held = 4 if shape.stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
+        copied = held + (sent if held != sent else 0)
+        buckets = 2 if shape.overlaps else 1
+        return settings.reduce_bucket * held * buckets + reduced * copied
     everything = shape.num_parameters + shape.num_frozen
-    gathered = min(everything, STAGE3_REUSED_ELEMENTS + STAGE3_PREFETCH_ELEMENTS)
+    gathered = min(everything, settings.reused + settings.prefetch)
     # A single worker computes with its shard directly.
-    return bucket + reduced + (gathered * shape.weight_bytes if shape.world_size > 1 else 0)
+    whole = gathered if shape.world_size > 1 else 0
+    return (settings.reduce_bucket + reduced + whole) * sent
 
 
 def _step_buffers(shape: StateShape) -> float:
-    """Copies of gradients between backward pass and step: flattened to reduce, fp32 to apply."""
-    count, width = shape.num_parameters, shape.weight_bytes
-    flattened = min(count, FALLBACK_BUCKET_ELEMENTS)
-    if shape.uses_bf16_optimizer:
-        return flattened * (4 + 2)
-    if shape.stage == 0:
-        return max(flattened * width, count * 4 if shape.precision == "bf16" else 0)
-    return 0.0 if shape.offload else 4 * count / shape.world_size
+    """Copies of a worker's share of the gradients, in fp32 to apply."""
+    if shape.stage == 0 or shape.offload:
+        return 0.0
+    return 4 * shape.num_parameters / shape.world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vit_ray.measure.memory import STAGE3_REUSED_ELEMENTS, StateShape
+from vit_ray.measure.memory import StateShape
 
 DAY_S = 86_400.0
 
@@ -35,9 +35,10 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     Stages 0 and 1 all-reduce gradients once a step. Stage 2 does so in every pass: DeepSpeed
     0.19.8 reduces its buckets by all-reduce and keeps a part
     (`stage_1_and_2.py: allreduce_and_copy_with_multiple_ranks`), although a reduce-scatter, half
-    of that, is all it needs. Stages 1 and 2 then all-gather the new weights. Stage 3
-    reduce-scatters gradients and gathers weights in every pass; weights that do not stay gathered
-    from the forward to the backward pass are gathered again.
+    of that, is all it needs; its other way, a reduction to each rank, has the host wait in each.
+    Stages 1 and 2 then all-gather the new weights. Stage 3 reduce-scatters gradients and gathers
+    weights in every pass; weights that do not stay gathered from the forward to the backward pass
+    are gathered again.
 
     Args:
         accumulation_steps: passes per step.
@@ -46,7 +47,7 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     trained = ring * shape.num_parameters * shape.weight_bytes
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
-        gathered = count + max(0, count - STAGE3_REUSED_ELEMENTS)
+        gathered = count + max(0, count - shape.settings.reused)
         weights = ring * gathered * shape.weight_bytes
         return Traffic(trained * accumulation_steps, weights * accumulation_steps)
     passes = accumulation_steps if shape.stage == 2 else 1

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.measure.memory import sum_precision
 from vit_ray.measure.meters import DeviceTimes
+from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
 from vit_ray.optional_imports import hide_modules
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.fragments import (
@@ -41,21 +41,18 @@ from vit_ray.train.fragments import (
 from vit_ray.train.objective import LossFunction
 from vit_ray.train.optim import build_optimizer, set_rate, state_names
 from vit_ray.train.polyak import PolyakAverage
+from vit_ray.train.replicated import ReplicatedOptimizer
+from vit_ray.train.step_guard import StepGuard
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """What one optimizer step did: scalars on the device, which the host has not waited for."""
 
-    applied: bool
-    """False: loss or gradient was not finite, and the weights stayed as they were."""
-    norm: Any
-    """Of the gradient: a number, a scalar on the device, or None."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Global norm before clipping; not finite if the step was not applied."""
-        return float("nan") if self.norm is None else float(self.norm)
+    refused: Tensor
+    """1 if loss or gradient was not finite and the weights stayed as they were, else 0."""
+    grad_norm: Tensor
+    """Global norm before clipping; not finite if the step was refused."""
 
 
 class DeepSpeedEngine:
@@ -143,11 +140,9 @@ class DeepSpeedEngine:
         """Apply the accumulated gradients, unless they are not finite."""
         set_rate(innermost(self._engine.optimizer), learning_rate)
         self._engine.step()
-        applied = bool(self._engine.was_step_applied())
-        norm = self._engine.get_global_grad_norm()
-        if applied and self.average is not None:
-            self.average.update()
-        return StepResult(applied, norm)
+        if self.average is not None:
+            self.average.update(self._guard.refused)
+        return StepResult(self._guard.refused, self._guard.norm)
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +186,7 @@ class DeepSpeedEngine:
         """Steps that moved the weights."""
         state = optimizer_state(self._engine)
         counts = [int(entry["step"]) for entry in state.values() if "step" in entry]
-        return counts[0] if counts else int(self._engine.global_steps - self._engine.skipped_steps)
+        return counts[0] if counts else int(self._engine.global_steps - self._guard.refused_steps)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
@@ -212,7 +207,8 @@ class DeepSpeedEngine:
             if "step" in entry:
                 entry["step"].fill_(checkpoint.position.applied_steps)
         self._engine.global_steps = checkpoint.position.step
-        self._engine.skipped_steps = checkpoint.position.step - checkpoint.position.applied_steps
+        refused = checkpoint.position.step - checkpoint.position.applied_steps
+        self._guard.refused_steps.fill_(refused)
 
     def weight_norms(self) -> dict[str, float]:
         """Norm of every parameter's master weights; all ranks call it."""
@@ -265,18 +261,38 @@ class DeepSpeedEngine:
         self, model: nn.Module, optim: OptimConfig, micro_batch_size: int, accumulation_steps: int
     ) -> Any:
         deepspeed = import_deepspeed()
-        offloads = self._train.offload
-        optimizer = build_optimizer(model, optim, fused=torch.cuda.is_available() and not offloads)
-        if self.stage == 0 and self._train.precision == "fp32":
-            guard_steps(optimizer, optim.clip_norm)
-        config = deepspeed_config(self._train, optim, micro_batch_size, accumulation_steps)
+        optimizer = build_optimizer(model, optim)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        guard = self._guard = StepGuard(optimizer, device)
+        weights = list(self._names)
+        settings = zero_settings(sum(weight.numel() for weight in weights))
+
+        def replicated(_: Any) -> ReplicatedOptimizer:
+            return ReplicatedOptimizer(
+                weights,
+                optimizer,
+                guard,
+                clip_norm=optim.clip_norm,
+                bucket_elements=settings.reduce_bucket,
+                is_last_pass=lambda: self._engine.is_gradient_accumulation_boundary(),
+            )
+
+        config = deepspeed_config(
+            self._train, optim, settings, micro_batch_size, accumulation_steps
+        )
         # Some of its stages print memory reports past its logger.
         with contextlib.redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config, dist_init_required=False
+                model=model,
+                optimizer=optimizer if self.stage else replicated,
+                config=config,
+                dist_init_required=False,
             )
-        if self.stage == 0 and engine.world_size == 1:
-            engine.enable_backward_allreduce = False  # it would copy all gradients, for no reader
+        if self.stage:
+            guard.watch_zero(engine.optimizer)
+            _keep_host_ahead(engine.optimizer)
+        else:
+            engine.enable_backward_allreduce = False  # the optimizer sums gradients by itself
         if self._train.compile:
             engine.compile()
         return engine
@@ -305,6 +321,7 @@ def import_deepspeed() -> Any:
     # It would be compiled at the start, for 25 s, and only inference calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon_uncompiled()
+    _leave_steps_to_the_device()
     return deepspeed
 
 
@@ -324,8 +341,52 @@ def _import_muon_uncompiled() -> None:
         compiler.compile = compile_of_deepspeed
 
 
+def _leave_steps_to_the_device() -> None:
+    """Have ZeRO ask nothing of a norm, and bf16 take the optimizers that fp32 takes (0.19.8).
+
+    `StepGuard` refuses what is not finite. For bf16 at stage 1 DeepSpeed would choose an optimizer
+    that all-reduces after the backward pass, and at stage 0 one that steps tensor by tensor.
+    """
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    def choose(self: Any, _: Any) -> str | None:
+        return engine.ZERO_OPTIMIZATION if self.zero_optimization() else None
+
+    engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
+    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
+
+
+def _keep_host_ahead(zero: Any) -> None:
+    """Let the device's stream, not the host, wait for the sums that run beside a backward pass.
+
+    With overlap, stages 1 and 2 of DeepSpeed 0.19.8 synchronize the device after every pass, which
+    leaves it idle until the host has handed out the next.
+    """
+    if not hasattr(zero, "independent_gradient_partition_epilogue"):
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, plain = get_accelerator(), zero.independent_gradient_partition_epilogue
+
+    def epilogue() -> None:
+        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(
+            zero.reduction_stream
+        )
+        try:
+            plain()
+        finally:
+            del accelerator.synchronize
+
+    zero.independent_gradient_partition_epilogue = epilogue
+
+
 def deepspeed_config(
-    train: TrainConfig, optim: OptimConfig, micro_batch_size: int, accumulation_steps: int
+    train: TrainConfig,
+    optim: OptimConfig,
+    settings: ZeroSettings,
+    micro_batch_size: int,
+    accumulation_steps: int,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration for a recipe."""
     stage = train.zero_stage
@@ -335,53 +396,33 @@ def deepspeed_config(
             "overlap_comm": torch.cuda.is_available(),
             "contiguous_gradients": True,
             "reduce_scatter": True,
-            "reduce_bucket_size": 200_000_000,
-            "allgather_bucket_size": 200_000_000,
+            "reduce_bucket_size": settings.reduce_bucket,
+            "allgather_bucket_size": settings.gather_bucket,
         }
     if stage == 3:
-        # Small tensors stay whole on every rank by default, which hides them from the shards.
-        zero |= {"stage3_param_persistence_threshold": 0}
+        zero |= {
+            # Small tensors stay whole on every rank by default, which hides them from the shards.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": settings.prefetch,
+            "stage3_max_reuse_distance": settings.reuse_distance,
+        }
     if train.offload:
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
-        "gradient_clipping": optim.clip_norm,
+        "gradient_clipping": optim.clip_norm if stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device twice a pass
     }
     if train.precision == "bf16":
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        config["data_types"] = {"grad_accum_dtype": sum_precision(train.precision, stage)}
-    elif stage == 0:
-        config["gradient_clipping"] = 0.0  # guard_steps clips, and measures what it clips
+        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # a bf16 sum of 256 is 2.4 % off
     return config
-
-
-def guard_steps(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
-    """Make a plain optimizer measure, clip and refuse gradients as DeepSpeed's own ones do.
-
-    Without ZeRO and in fp32 DeepSpeed steps the torch optimizer as it is: it would apply
-    gradients that are not finite, and report no norm.
-    """
-    plain_step = optimizer.step
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def step(closure: Any = None) -> Any:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
-        optimizer.overflow = not bool(torch.isfinite(norm))  # type: ignore[attr-defined]
-        if optimizer.overflow:  # type: ignore[attr-defined]
-            return None
-        if clip_norm and norm > clip_norm:
-            torch._foreach_mul_(gradients, clip_norm / (norm + 1e-6))
-        return plain_step(closure)
-
-    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -117,30 +117,15 @@ def set_weights(fragments: list[Fragment], weights: dict[str, Tensor]) -> None:
 
 
 def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
-    # DeepSpeed 0.19.8: without ZeRO parameters have no `_hp_mapping`, so `safe_get_*` give None.
-    masters = _fp32_copies(engine.optimizer)
     for parameter, name in names.items():
-        owner = masters.get(parameter, parameter)
+        owner = engine.optimizer.masters[parameter]
         yield Fragment(name, 0, owner.data.view(-1), owner, 0)
-
-
-def _fp32_copies(optimizer: Any) -> dict[Tensor, Tensor]:
-    """bf16 without ZeRO keeps fp32 copies beside the module's parameters."""
-    pairs: dict[Tensor, Tensor] = {}
-    for low, high in zip(
-        getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", []), strict=True
-    ):
-        pairs.update(zip(low, high, strict=True))
-    return pairs
 
 
 def _stage12_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
     optimizer = engine.optimizer
-    # DeepSpeed 0.19.8: the optimizer state is kept under the flat group, which no function gives;
-    # the two optimizers (fp32 and bf16 sums) name it differently.
-    flat_groups = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if flat_groups is None:
-        flat_groups = optimizer.fp32_groups_flat_partition
+    # DeepSpeed 0.19.8: the optimizer state is kept under the flat group, which no function gives.
+    flat_groups = optimizer.single_partition_of_fp32_groups
     for parameter, name in names.items():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
@@ -187,9 +172,7 @@ def create_state(engine: Any, fragments: list[Fragment], keys: tuple[str, ...]) 
             if entry.get(key) is None:
                 entry[key] = torch.zeros_like(owner.data)
         if "exp_avg" in keys and "step" not in entry:
-            on_device = innermost(engine.optimizer).defaults.get("fused")
-            device = owner.device if on_device else torch.device("cpu")
-            entry["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            entry["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
 
 
 Parts = dict[str, list[tuple[int, Tensor]]]

@@ -30,13 +30,15 @@ Batch = Mapping[str, Any]
 
 
 class StepResultLike(Protocol):
-    """What `Engine.step` returns."""
+    """What `Engine.step` returns: numbers, or scalars on the device, the same on all ranks."""
 
     @property
-    def applied(self) -> bool: ...
+    def refused(self) -> float | Tensor:
+        """1 if the gradient was not finite and the weights stayed as they were, else 0."""
+
     @property
-    def grad_norm(self) -> float:
-        """Read only where it is logged: the host may wait for it."""
+    def grad_norm(self) -> float | Tensor:
+        """Before clipping."""
 
 
 class Engine(Protocol):
@@ -55,9 +57,6 @@ class Collectives(Protocol):
 
     def sum(self, values: Sequence[float | Tensor]) -> list[float]:
         """Element-wise sum over ranks; numbers, or scalars on the device."""
-
-    def max(self, values: list[float]) -> list[float]:
-        """Element-wise maximum over ranks."""
 
 
 class EvaluationCutError(Exception):
@@ -192,14 +191,17 @@ def run_training(
         # One clock decides for all: ranks would disagree on what minute it is.
         is_time = context.rank == 0 and saving.is_due_after(saves.elapsed_s())
         flags = [is_time, hooks.save_is_wanted(progress.step), hooks.stop_reason() is not None]
-        total_loss, *agreed = context.collectives.sum([loss, *flags])
+        # The only place of a step where the host waits for the device.
+        sums = context.collectives.sum([loss, result.refused, result.grad_norm, *flags])
+        mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
+        agreed = sums[3:]
         is_save_time, is_save_wanted, is_stopping = (count > 0 for count in agreed)
         step_s = clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
         hooks.note_step(progress.step)
         times.record(step_s, wait_s, engine.take_forward_s())
-        if result.applied and math.isfinite(total_loss):
+        if not refused and math.isfinite(mean_loss):
             progress.nonfinite_steps = 0
         else:
             progress.nonfinite_steps += 1
@@ -209,9 +211,9 @@ def run_training(
         is_first = progress.step == first_step + 1
         if is_first or logging.is_due_at(progress.step) or is_last:
             metrics = {
-                "train/loss": total_loss / context.world_size,
+                "train/loss": mean_loss,
                 "train/lr": rate,
-                "train/grad_norm": result.grad_norm,
+                "train/grad_norm": grad_norm,
             }
             metrics |= _window_metrics(times, recipe, context, compute)
             progress.metrics |= metrics
@@ -296,14 +298,17 @@ def as_tensor(column: np.ndarray | Tensor) -> Tensor:
 def _window_metrics(
     times: StepTimes, recipe: Recipe, context: RankContext, compute: Compute
 ) -> dict[str, float]:
-    mean_s, wait = (
-        v / context.world_size
-        for v in context.collectives.sum([times.total_s / len(times.steps), times.wait_fraction])
+    mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
+    mine.append(peak_memory_gib())
+    everyone = [0.0] * (len(mine) * context.world_size)
+    everyone[context.rank :: context.world_size] = mine
+    everyone = context.collectives.sum(everyone)
+    seconds, waits, own_s, memory_gib = (
+        everyone[first : first + context.world_size]
+        for first in range(0, len(everyone), context.world_size)
     )
     # Whole steps take equally long on all ranks, who wait for the slowest in each.
-    own_s = [0.0] * context.world_size
-    own_s[context.rank] = times.own_median_s
-    own_s = context.collectives.sum(own_s)
+    mean_s, wait = statistics.fmean(seconds), statistics.fmean(waits)
     images_per_s = recipe.train.global_batch_size / mean_s
     return {
         "train/images_per_s": images_per_s,
@@ -312,7 +317,7 @@ def _window_metrics(
         "perf/own_ms_median": statistics.median(own_s) * 1e3,
         "perf/own_ms_max": max(own_s) * 1e3,
         "perf/slowest_rank": float(own_s.index(max(own_s))),
-        "perf/memory_gib": context.collectives.max([peak_memory_gib()])[0],
+        "perf/memory_gib": max(memory_gib),
         **compute.rates(images_per_s / context.world_size),
     }
 

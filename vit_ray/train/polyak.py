@@ -30,10 +30,15 @@ class PolyakAverage:
             value.copy_(fragment.weight)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """After an applied optimizer step: average = factor x average + (1 - factor) x weight."""
+    def update(self, refused: Tensor) -> None:
+        """After an optimizer step: average = factor x average + (1 - factor) x weight.
+
+        Args:
+            refused: scalar; 1 if the step was not applied, which leaves the average too, else 0.
+        """
+        share = (1.0 - self.factor) * (1.0 - refused)
         for value, fragment in zip(self.values, self.fragments, strict=True):
-            value.lerp_(fragment.weight, 1.0 - self.factor)
+            value.lerp_(fragment.weight, share)
 
     def by_name(self) -> dict[str, list[tuple[int, Tensor]]]:
         """Parameter name -> list of (start, averaged values (n,)) on this rank."""

@@ -1,0 +1,51 @@
+"""Sizes that ZeRO's collective operations have: for the engine that sets them, and for the plan.
+
+Gradients are summed over workers in buckets beside the backward pass. What is left to wait for at
+its end is the last bucket, so that small ones are better, until starting each costs more: for N
+parameters of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+# Assumed, not measured: what a collective operation over nodes takes to start, and one 400 Gb/s
+# network adapter for each GPU. Within a node links are nine times as fast; the best bucket is three
+# times as large there, and this one costs a millisecond of a step at most.
+START_S: Final = 50e-6
+LINK_BYTES_PER_S: Final = 50e9
+# Of bf16, 10 MB: below, links do not reach their speed.
+LEAST_BUCKET: Final = 5_000_000
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Sizes in elements, as DeepSpeed's configuration has them."""
+
+    reduce_bucket: int
+    """Gradients that are summed over workers at a time. DeepSpeed allocates it whole."""
+    gather_bucket: int = 500_000_000
+    """Weights that stages 1 and 2 gather at a time, after the step and in place: no second copy is
+    made and nothing computes beside it, so the more the better."""
+    prefetch: int = 50_000_000
+    """Weights that stage 3 gathers ahead: about two blocks of ViT-H/14."""
+    reuse_distance: int = 1_000_000_000
+    """Stage 3 keeps weights gathered that are used again within so many, counted from the forward
+    pass to its end and back: half of it is kept. Gathering them again costs half of all traffic."""
+
+    @property
+    def reused(self) -> int:
+        """Weights that stage 3 leaves gathered from the forward to the backward pass."""
+        return self.reuse_distance // 2
+
+
+def zero_settings(num_parameters: int) -> ZeroSettings:
+    """The sizes for a model of so many trained parameters, on any number of workers.
+
+    B/16 has 12 buckets, H/14 has 32; no bucket is larger than needed to hold all there is.
+    """
+    bytes_sent = 2 * 2  # of each element: bf16, and an all-reduce sends it twice
+    best = math.sqrt(num_parameters * START_S * LINK_BYTES_PER_S / bytes_sent)
+    return ZeroSettings(reduce_bucket=max(LEAST_BUCKET, int(best)))

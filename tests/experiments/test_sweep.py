@@ -48,6 +48,28 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert [row.last_dev_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_workers_of_the_first_trial_start_with_the_sweep(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OpenedError(Exception):
+        pass
+
+    def opened(*_: Any, first: Recipe | None) -> None:
+        raise OpenedError(first and first.name)
+
+    tree = {
+        "name": "s", "init_from": "weights.npz", "sweep": {"learning_rates": [0.1, 0.2]},
+        "data": {"eval": "test"},
+    }  # fmt: skip
+    monkeypatch.setattr(sweep, "resolve_run", lambda recipe: SimpleNamespace(total_steps=1))
+    monkeypatch.setattr(sweep, "_dev_split", lambda *_: None)
+    monkeypatch.setattr(sweep, "newest_checkpoint", lambda folder: None if is_new else "step-9")
+    monkeypatch.setattr(sweep, "open_parent", opened)
+    with pytest.raises(OpenedError, match="^s-lr0.1$" if is_new else "^None$"):
+        sweep.run_sweep(recipe_from_dict(tree, "test"))
+
+
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [sweep_row(recipe(0.9999), *trial) for trial in TRIALS]
     outcome = SweepResult(rows, {RATE: 0.2}, [0.75, 0.77], "id", "hint", [0.65, 0.67])

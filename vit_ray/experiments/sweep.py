@@ -45,6 +45,7 @@ from vit_ray.launch.run import (
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
 from vit_ray.train.job import NOT_FINITE
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 _STAGES = {"sweep_trial": "trial", "finetune": "retraining"}
 
@@ -129,7 +130,9 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = [resolve_run(trial).total_steps for trial in trials]
     total_steps = sum(steps) + config.seeds * resolved.total_steps
-    with open_parent(recipe, "sweep", resolved, total_steps) as parent:
+    is_new = newest_checkpoint(locate(trials[0].run_folder)) is None
+    first = trials[0] if is_new else None
+    with open_parent(recipe, "sweep", resolved, total_steps, first=first) as parent:
         outcome = _run_stages(recipe, points, trials, parent)
         parent.record.is_complete = outcome is not None
         return outcome

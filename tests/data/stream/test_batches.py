@@ -1,6 +1,7 @@
 """What one reading task does, without Ray."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from tests.conftest import Digits
 from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import EncodedRows, RowGroupReader
-from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.images.crops import Augmentation, augmented
+from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.partition import Partition, read_tasks
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -52,3 +54,21 @@ def test_a_task_reads_the_row_groups_of_its_window_once(
     # Twice in two epochs, and once more where a window ends in a row group.
     assert min(others) == 2
     assert sum(others) < 2.4 * len(others)
+
+
+def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None:
+    manifest = open_dataset(digits.train)
+    plain = StreamSpec(manifest, Augmentation(size=16), seed=3, window=ShuffleWindow(64, 8))
+    changed = replace(plain.augmentation, randaugment=RandAugment("tensorflow"))
+    batches = []
+    for spec in (plain, replace(plain, augmentation=changed)):
+        job = StreamJob(spec, Partition(1, 64), 1497, is_training=True, counts=manifest.rows)
+        batches.append(BatchReader(job).batch(0, 0, 64)[0])
+    crops, found = (batch["image"] for batch in batches)
+    samples = batches[0]["sample"].tolist()
+    expected = [
+        augmented(crop.copy(), changed, (3, 1, sample))
+        for crop, sample in zip(crops, samples, strict=True)
+    ]
+    np.testing.assert_array_equal(found, np.stack(expected))
+    assert (found != crops).any(axis=(1, 2, 3)).sum() > 32

@@ -190,8 +190,10 @@ def _to_own_names(
     """Tensors under our names; published names without a use; published names not found.
 
     Head, representation layer and class token may be missing here: whether they are needed is
-    for `fit_state_dict` to say.
+    for `fit_state_dict` to say, as is all of a file that has our names.
     """
+    if layout == "vit_ray":
+        return dict(tensors), [], []
     own: Tensors = {}
     missing: list[str] = []
     used: set[str] = set()

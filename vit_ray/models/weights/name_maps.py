@@ -35,8 +35,6 @@ HEAD_BIASES = (
     "classifier.bias",
     "classifier.1.bias",
 )
-# Ours that a ViT may lack, and a file for it may hold all the same.
-_SOMETIMES = ("class_token.token", "representation.weight", "representation.bias")
 
 
 @dataclass(frozen=True)
@@ -104,15 +102,15 @@ def check_layout(layout: str) -> None:
 def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     """The rules of a layout for a model, head included.
 
-    A ViT's have the class token and the representation layer too, whether or not it has them.
+    A published layout's for a ViT have the class token and the representation layer too, whether or
+    not it has them.
 
     Raises:
         ValueError: if the layout is unknown or has no names for such a model.
     """
     check_layout(layout)
     if layout == "vit_ray":
-        names = [*model.state_dict(), *_SOMETIMES]
-        return [Rule(name, (name,)) for name in dict.fromkeys(names)]
+        return [Rule(name, (name,)) for name in model.state_dict()]
     if isinstance(model, VisionTransformer) and not isinstance(model, AxialViT):
         is_hybrid = isinstance(model.embedding, ResNetEmbedding)
         if not (is_hybrid and layout == "huggingface"):

@@ -18,8 +18,9 @@ NOT_TOLD = Origin()
 
 # Names that a fresh head replaces: fine-tuning drops both linear layers (paper 3.2).
 _HEAD_PREFIXES = ("head.", "representation.")
-# What a file may hold beyond the model: its head, and a class token where the model averages.
-SPARE_PREFIXES = (*_HEAD_PREFIXES, "class_token.")
+_POOL_PREFIX = "attention_pool."
+# What a file may hold beyond the model: its head, and what another way of pooling needs.
+SPARE_PREFIXES = (*_HEAD_PREFIXES, "class_token.", _POOL_PREFIX)
 # Parts of `MaskedPatchObjective` around the model that it trains.
 _OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 
@@ -65,8 +66,10 @@ def fit_state_dict(
         state_dict: names and tensors of a model of the same encoder.
         new_head: True keeps the model's fresh head, as fine-tuning does; False demands the state
             dict's, behind the same layers; "auto" loads it where it fits and stands behind the
-            same layers. The representation layer and the class token are loaded where both have
-            them: a model built without drops them, unless the head behind them is demanded.
+            same layers. The representation layer, the class token and the pooling by attention are
+            loaded where both have them: a model built without drops them, and the first and the
+            last stay fresh in a model that adds them, unless the head behind them is demanded.
+            Registers that are added stay fresh under True alone: the encoder has to learn them.
         resize: how positions are resampled to another grid.
         origin: what is known of the model that the state dict is of.
         source: what the report and errors call the state dict.
@@ -158,12 +161,16 @@ def _outer_names(state_dict: Tensors) -> set[str]:
 
 
 def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]:
-    """Names of the head and the representation layer that keep the model's fresh values."""
+    """Names of the head and what stands before it that keep the model's fresh values."""
     if new_head is False:
         return set()
-    layers = ("representation.weight", "class_token.token")
+    layers = ("representation.weight", "class_token.token", f"{_POOL_PREFIX}probe")
     has_same_layers = all((name in wanted) == (name in state) for name in layers)
     fresh = {n for n in wanted if n.startswith("representation.") and n not in state}
+    if not any(name.startswith(_POOL_PREFIX) for name in state):
+        fresh |= {name for name in wanted if name.startswith(_POOL_PREFIX)}
+    if new_head is True:
+        fresh |= {n for n in wanted if n.startswith("registers.") and n not in state}
     head = state.get("head.weight")
     fits = head is not None and head.shape == wanted["head.weight"].shape
     if new_head is True or not fits or not has_same_layers:

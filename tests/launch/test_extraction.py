@@ -1,11 +1,14 @@
 """Whether features are there already, and whether they are these."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.small_sets import write_set
+from vit_ray import lock
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.evaluate.features import read_facts, write_facts
@@ -15,7 +18,7 @@ from vit_ray.launch.preflight import PreparedRun
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 SIZES = {"patch_size": 4, "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 2}
 
@@ -75,6 +78,7 @@ def test_features_that_are_whole_are_not_computed_again(
         ({"train": {"precision": "fp32"}}, "precision: bf16 there, fp32 here"),
         ({"data": {"eval_augment": {"kind": "resize"}}}, "eval_augment: "),
         ({"model": {"image_size": 12}}, "model: "),
+        ({"init_resize": "bicubic"}, "init_resize: bilinear there, bicubic here"),
     ],
 )
 def test_features_of_something_else_are_left_alone(
@@ -85,6 +89,64 @@ def test_features_of_something_else_are_left_alone(
     with pytest.raises(ValueError, match=f"holds features of something else.*{message}"):
         extract_features(recipe.with_changes(**changes))
     assert len(started) == 1
+
+
+def test_what_only_training_uses_does_not_make_other_features(
+    recipe: Recipe, started: list[PreparedRun]
+) -> None:
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    with pytest.raises(RunFailedError):
+        extract_features(recipe.with_changes(model={"dropout": 0.1, "head_bias": -10.0}))
+    assert len(started) == 2
+
+
+def test_a_folder_that_was_begun_before_resizing_was_told_goes_on(
+    recipe: Recipe, started: list[PreparedRun]
+) -> None:
+    assert recipe.extract is not None
+    folder = locate(recipe.extract.path)
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    facts = read_facts(folder)
+    assert facts is not None
+    del facts["init_resize"]
+    write_facts(folder, {**facts, "model": recipe.model.model_dump(mode="json")})
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    with pytest.raises(ValueError, match="init_resize"):
+        extract_features(recipe.with_changes(init_resize="bicubic"))
+
+
+def test_a_second_extraction_into_a_folder_is_refused(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "RELEASE_S", 0.1)
+    refusals: list[str] = []
+
+    def run_meanwhile(prepared: PreparedRun) -> None:
+        with pytest.raises(ValueError, match=r"extract\.path: .*/features is being worked on") as e:
+            extract_features(recipe)
+        refusals.append(str(e.value))
+
+    monkeypatch.setattr(extraction, "run_prepared", run_meanwhile)
+    with pytest.raises(RunFailedError):
+        extract_features(recipe)
+    assert len(refusals) == 1
+
+
+def test_features_that_another_process_has_ended_meanwhile_are_taken(
+    recipe: Recipe, started: list[PreparedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def ended_by_another(folder: Location, what: str) -> Iterator[int]:
+        facts = extraction._facts(extraction._prepare(recipe, recipe.extract))
+        write_facts(folder, {**facts, "is_complete": True, "files": []})
+        yield 1
+
+    monkeypatch.setattr(extraction, "lock_run", ended_by_another)
+    extract_features(recipe)
+    assert started == []
 
 
 def test_files_that_nothing_tells_of_are_left_alone(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExtractConfig
 from vit_ray.evaluate.features import FACTS_FILE, read_facts, whole_parts, write_facts
 from vit_ray.launch.preflight import PreparedRun, check_weights, resolve_run
 from vit_ray.launch.run import run_prepared
+from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import Location, locate
 from vit_ray.train.job import Extraction
+
+_OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
+"""Keys of `model` that features do not depend on."""
 
 
 def extract_features(recipe: Recipe) -> Location:
@@ -23,8 +27,8 @@ def extract_features(recipe: Recipe) -> Location:
     not repeated.
 
     Raises:
-        ValueError: the recipe cannot work, or the folder holds features of something else; nothing
-            was started.
+        ValueError: the recipe cannot work, the folder holds features of something else, or another
+            process writes features there; nothing was started.
         RunStoppedError: it was stopped on request; the same command goes on.
     """
     recipe = recipe.with_absolute_paths()
@@ -37,9 +41,11 @@ def extract_features(recipe: Recipe) -> Location:
     facts = _facts(prepared)
     if _is_complete(folder, facts):
         return folder
-    write_facts(folder, facts)
-    run_prepared(prepared)
-    _end(folder, facts)
+    with lock_run(folder, what=f"extract.path: {folder.uri}"):
+        if not _is_complete(folder, facts):  # another process may have ended it before the lock
+            write_facts(folder, facts)
+            run_prepared(prepared)
+            _end(folder, facts)
     return folder
 
 
@@ -80,8 +86,9 @@ def _facts(prepared: PreparedRun) -> dict[str, Any]:
         "data_fingerprint": prepared.resolved.manifest.fingerprint,
         "num_images": prepared.resolved.manifest.num_images,
         "init_from": recipe.init_from,
+        "init_resize": recipe.init_resize,
         "weights": _weights_state(recipe),
-        "model": recipe.model.model_dump(mode="json"),
+        "model": recipe.model.model_dump(mode="json", exclude=_OF_TRAINING),
         "eval_augment": recipe.data.eval_augment.model_dump(mode="json"),
         "precision": recipe.train.precision,
         "with_logits": extraction.with_logits,
@@ -107,7 +114,7 @@ def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
     Raises:
         ValueError: those that are there are of something else.
     """
-    before = read_facts(folder)
+    before = _facts_there(folder)
     if before is None:
         if whole_parts(folder)[:2] != ([], []):
             raise ValueError(
@@ -123,6 +130,15 @@ def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
             "folder"
         )
     return bool(before.get("is_complete"))
+
+
+def _facts_there(folder: Location) -> dict[str, Any] | None:
+    """The folder's facts as `_facts` tells them, also where an earlier version has written them."""
+    facts = read_facts(folder)
+    if facts is None:
+        return None
+    model = {k: v for k, v in facts.get("model", {}).items() if k not in _OF_TRAINING}
+    return {"init_resize": "bilinear", **facts, "model": model}
 
 
 def _end(folder: Location, facts: dict[str, Any]) -> None:

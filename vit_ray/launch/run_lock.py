@@ -13,12 +13,15 @@ from vit_ray.storage import Location
 
 
 @contextmanager
-def lock_run(folder: Location, on_lost: Callable[[str], None] | None = None) -> Iterator[int]:
+def lock_run(
+    folder: Location, on_lost: Callable[[str], None] | None = None, what: str | None = None
+) -> Iterator[int]:
     """Hold the run in `folder` inside this block; yields the token for `check_lock`.
 
     Args:
         on_lost: called with the reason when another driver has taken the run all the same; by
             default the process ends.
+        what: what the error calls the folder; by default a run by its name.
 
     Raises:
         ValueError: another driver holds it.
@@ -30,8 +33,8 @@ def lock_run(folder: Location, on_lost: Callable[[str], None] | None = None) -> 
             number = held.enter_context(hold_lock(folder, on_lost or _end_process))
         except HeldError as error:
             raise ValueError(
-                f"run {name!r} in {runs} is being worked on by another driver: {error.owner}; "
-                "wait for it or stop it, or choose another name"
+                f"{what or f'run {name!r} in {runs}'} is being worked on by another driver: "
+                f"{error.owner}; wait for it or stop it, or choose another name"
             ) from None
         yield number
 

@@ -14,6 +14,7 @@ from vit_ray.data.format.labels import keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare.subset import subset
 from vit_ray.evaluate.answers import Answers
+from vit_ray.launch import benchmark
 from vit_ray.launch.benchmark import answers_of
 from vit_ray.launch.preflight import prepare_evaluation
 
@@ -46,6 +47,46 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(
     answers = answers_of(recipe, validation, validation)
     found = right(answers, [5, 0, 4, 1, 3, 2])
     assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
+
+
+def test_real_labels_are_those_of_a_model_with_classes_in_another_order(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    (tmp_path / "classes.txt").write_text("\n".join(reversed(CLASSES)))
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
+    recipe = recipe_with(
+        kind="imagenet_real",
+        label_file=str(tmp_path / "real.json"),
+        model_classes=str(tmp_path / "classes.txt"),
+    )
+    answers = answers_of(recipe, validation, validation)
+    assert answers.classes == tuple(reversed(CLASSES))
+    found = right(answers, [5, 0, 4, 1, 3, 2])
+    assert found == [[0, -1], [5, -1], [1, -1], [4, 0], [-1, -1], [3, -1]]
+
+
+def test_a_model_of_other_classes_cannot_be_measured_on_real(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1], [2], [3], [4], [5]]))
+    recipe = recipe_with(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    other = write_set(tmp_path / "other", [("a", [0])], [f"c{k}" for k in range(30)])
+    with pytest.raises(ValueError, match=r"6 classes of data\.eval are none of the model's 30"):
+        answers_of(recipe, validation, other)
+
+
+def test_labels_of_another_number_of_images_are_refused_before_the_set_is_read(
+    validation: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: Any) -> Any:
+        raise AssertionError("the set was read")
+
+    monkeypatch.setattr(benchmark, "keys", read)
+    monkeypatch.setattr(benchmark, "all_first_labels", read)
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1]]))
+    recipe = recipe_with(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    with pytest.raises(ValueError, match=r"has labels of 2 images and data\.eval has 6 images"):
+        answers_of(recipe, validation, validation)
 
 
 def test_keys_are_read_in_the_order_of_the_rows_without_those_left_out(

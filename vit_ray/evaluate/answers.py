@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +38,8 @@ _FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES = (
     "imagenet_to_label_2012_v2",
 )
 OBJECTNET_FILES: Final = (_FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES)
-_VALIDATION_KEY: Final = re.compile(r"ILSVRC2012_val_(\d{8})\b")
+_IMAGENET_CLASSES: Final = 1000
+_VALIDATION_KEY: Final = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 _WORDNET_ID: Final = re.compile(r"(n\d{8})\b")
 
 
@@ -71,38 +73,62 @@ class Answers:
         return np.concatenate([self.by_class, none])[labels].reshape(len(labels), -1)
 
 
+def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> list[list[int]]:
+    """ReaL's labels, entry i those of `ILSVRC2012_val_{i + 1:08d}`.
+
+    Args:
+        content: of `real.json`.
+        num_images: of the set.
+        num_classes: of the set.
+        where: what errors call the file.
+
+    Raises:
+        ValueError: it is no such file, or of another size than the set.
+    """
+    if not isinstance(content, list) or not all(_is_label_list(x, num_classes) for x in content):
+        raise ValueError(
+            f"{where} is not a list of lists of labels from 0 to {num_classes - 1}; "
+            f"give {REAL_FILE}"
+        )
+    if len(content) != num_images:
+        raise ValueError(
+            f"{where} has labels of {len(content)} images and data.eval has {num_images} images; "
+            "give the whole validation set that it is published for"
+        )
+    return content
+
+
 def real_answers(
-    lists: Any, keys: Sequence[str], own_labels: Int32Array, classes: Sequence[str], where: str
+    lists: Sequence[Sequence[int]],
+    keys: Sequence[str],
+    own_labels: Int32Array,
+    set_classes: Sequence[str],
+    classes: Sequence[str],
+    where: str,
 ) -> Answers:
     """ReaL: the classes that raters found in each image of ImageNet's validation set.
 
     Args:
-        lists: content of `real.json`, whose entry i is of `ILSVRC2012_val_{i + 1:08d}`.
-        keys: of the set's images, by sample number; they hold that name.
+        lists: as `real_lists` gives them; their labels are places in `set_classes`.
+        keys: of the set's images, by sample number; they hold the images' published names.
         own_labels: the set's, by sample number.
-        classes: of the set.
+        set_classes: of the set.
+        classes: of the model, which may have more of them or another order.
         where: what errors call the file.
 
     Raises:
-        ValueError: it is no such file, or of another size or in another order than the set.
+        ValueError: the lists are in another order than the set, or the model lacks a class.
     """
-    if not isinstance(lists, list) or not all(_is_label_list(one, len(classes)) for one in lists):
-        raise ValueError(
-            f"{where} is not a list of lists of labels from 0 to {len(classes) - 1}; "
-            f"give {REAL_FILE}"
-        )
-    if len(lists) != len(keys):
-        raise ValueError(
-            f"{where} has labels of {len(lists)} images and data.eval has {len(keys)} images; give "
-            "the whole validation set that it is published for"
-        )
+    named = named_answers(set_classes, classes)
+    assert named.by_class is not None
     places = np.array([_validation_place(key, len(lists)) for key in keys])
     twice = len(places) - len(np.unique(places))
     if twice:
         raise ValueError(f"data.eval: {twice} images have the name of another one")
     answers = _padded(lists)[places]
     _check_order(answers, own_labels, where)
-    return Answers(tuple(classes), len(classes), by_sample=answers)
+    of_model = np.append(named.by_class[:, 0], np.int32(NO_ANSWER))
+    return replace(named, by_class=None, by_sample=of_model[answers])
 
 
 def _is_label_list(one: Any, num_classes: int) -> bool:
@@ -137,16 +163,31 @@ def numbered_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answ
     """ImageNet-v2: the names of the class folders are numbers of ImageNet's classes.
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: one of them is not, or the model has other classes.
     """
-    strange = [name for name in set_classes if not name.isdigit() or int(name) >= len(classes)]
-    if strange:
+    _require_imagenet(classes, "imagenet_v2")
+    try:
+        table = np.array([[_imagenet_class(name)] for name in set_classes], np.int32)
+    except ValueError as error:
         raise ValueError(
-            f"benchmark.kind=imagenet_v2: the class {strange[0]!r} of data.eval is not a number "
-            f"from 0 to {len(classes) - 1}; convert the published folders"
-        )
-    table = np.array([[int(name)] for name in set_classes], np.int32)
+            f"benchmark.kind=imagenet_v2: a class of data.eval, {error}; convert the published "
+            "folders"
+        ) from None
     return Answers(tuple(classes), len(classes), by_class=table)
+
+
+def _require_imagenet(classes: Sequence[str], kind: str) -> None:
+    if len(classes) != _IMAGENET_CLASSES:
+        raise ValueError(
+            f"benchmark.kind={kind} needs a model of ImageNet's 1,000 classes; this one has "
+            f"{len(classes)}: name the model's classes in benchmark.model_classes"
+        )
+
+
+def _imagenet_class(text: str) -> int:
+    if not text.isdecimal() or int(text) >= _IMAGENET_CLASSES:
+        raise ValueError(f"{text!r}, is not a number from 0 to {_IMAGENET_CLASSES - 1}")
+    return int(text)
 
 
 def named_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers:
@@ -188,32 +229,42 @@ def objectnet_answers(
     Raises:
         ValueError: a file is not as it is published, or the set has other classes.
     """
+    _require_imagenet(classes, "objectnet")
     try:
-        folders: dict[str, str] = json.loads(files[_FOLDER_LABELS])
-        overlap = {label: text.split("; ") for label, text in json.loads(files[_OVERLAP]).items()}
-        # The challenge numbers classes in an order of its own, in which the names stand.
-        output_of = {number: int(k) for k, number in json.loads(files[_INDICES]).items()}
-        names = [line.strip() for line in files[_NAMES].splitlines()]
-        outputs = {name: output_of[number] for number, name in enumerate(names)}
-        shared = {label: [outputs[name] for name in found] for label, found in overlap.items()}
-    except (ValueError, AttributeError, KeyError) as error:
+        outputs = _outputs_of_folders(files)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"benchmark.label_file: the mappings of ObjectNet are damaged ({error!r}); give "
             f"{OBJECTNET_FOLDER}"
         ) from None
-    strange = [name for name in set_classes if name not in folders]
+    strange = [name for name in set_classes if name not in outputs]
     if strange:
         raise ValueError(
             f"benchmark.kind=objectnet: the class {strange[0]!r} of data.eval is no folder of "
             "ObjectNet; convert the folder `images` of objectnet-1.0.zip"
         )
-    table = _padded([shared.get(folders[name], []) for name in set_classes])
-    if table.max() >= len(classes):
+    table = _padded([outputs[name] for name in set_classes])
+    if table.max() < 0:
         raise ValueError(
-            f"benchmark.kind=objectnet needs a model of ImageNet's 1,000 classes; "
-            f"benchmark.model_classes has {len(classes)}"
+            "benchmark.label_file: by the mappings no class of data.eval is one of ImageNet's; "
+            f"give {OBJECTNET_FOLDER}"
         )
     return Answers(tuple(classes), len(classes), by_class=table)
+
+
+def _outputs_of_folders(files: Mapping[str, str]) -> dict[str, list[int]]:
+    """ImageNet's classes of each image folder, none where they do not overlap."""
+    overlap = {label: text.split("; ") for label, text in json.loads(files[_OVERLAP]).items()}
+    # The challenge numbers classes in an order of its own, in which the names stand.
+    indices = json.loads(files[_INDICES])
+    class_of = {number: _imagenet_class(text) for text, number in indices.items()}
+    names = [line.strip() for line in files[_NAMES].splitlines()]
+    classes = {name: class_of[number] for number, name in enumerate(names)}
+    shared = {label: [classes[name] for name in found] for label, found in overlap.items()}
+    folders = json.loads(files[_FOLDER_LABELS])
+    if not all(isinstance(label, str) for label in folders.values()):
+        raise TypeError(f"{_FOLDER_LABELS} has a label that is no text")
+    return {folder: shared.get(label, []) for folder, label in folders.items()}
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Int32Array:
@@ -240,7 +291,7 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
         names = _PARSERS[suffix](text)
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{where} is no list of classes: {error}") from None
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice or not names:
         told = f"names {twice[0]!r} twice" if twice else "names no class"
         raise ValueError(f"{where} {told}")

@@ -21,6 +21,7 @@ from vit_ray.evaluate.answers import (
     objectnet_answers,
     parse_classes,
     real_answers,
+    real_lists,
 )
 from vit_ray.storage import Location, locate
 
@@ -38,9 +39,10 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
     classes = _model_classes(config, model_set)
     if config.kind == "imagenet_real":
         file = _published(config, REAL_FILE)
+        lists = real_lists(_json(file), eval_set.num_images, eval_set.num_classes, file.uri)
         own = all_first_labels(eval_set.path)
         names = [key for some in keys(eval_set) for key in some]
-        return real_answers(_json(file), names, own, eval_set.classes, file.uri)
+        return real_answers(lists, names, own, eval_set.classes, classes, file.uri)
     if config.kind == "imagenet_v2":
         return numbered_answers(eval_set.classes, classes)
     if config.kind == "objectnet":

@@ -179,12 +179,25 @@ def test_one_ray_version_everywhere(rayjob):
     assert pins["ray"] == version
     assert rayjob["spec"]["rayClusterSpec"]["rayVersion"] == version
     dockerfile = (CLUSTER / "Dockerfile").read_text()
-    assert re.search(r"^FROM rayproject/ray:(\S+)-py311$", dockerfile, re.M).group(1) == version
+    assert re.search(r"^FROM rayproject/ray:(\S+)-py311-gpu$", dockerfile, re.M).group(1) == version
     documents = [rayjob, *yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())]
     documents.append(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
     images = set(re.findall(r"REGISTRY/vit-ray:[^\s\"',]+", json.dumps(documents)))
     assert images == {f"REGISTRY/vit-ray:{_project_version()}-ray{version}"}
     assert images == set(re.findall(r"REGISTRY/vit-ray:\S+", dockerfile)) - {"."}
+
+
+def test_the_image_has_a_compiler_the_decoder_and_pinned_cuda_libraries():
+    dockerfile = (CLUSTER / "Dockerfile").read_text()
+    assert re.search(r"apt-get install .*\bgcc\b", dockerfile)
+    assert "device-decode" in dockerfile
+    assert "--constraint constraints-gpu.txt" in dockerfile
+    names = ("constraints.txt", "constraints-gpu.txt")
+    plain, gpu = (
+        dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / name).read_text(), re.M)) for name in names
+    )
+    assert {"torch", "triton", "cuda-toolkit", "nvidia-nccl-cu13"} <= gpu.keys()
+    assert all(plain[name] == gpu[name] for name in plain.keys() & gpu.keys())
 
 
 def _project_version():

@@ -1,5 +1,7 @@
 """Few-shot accuracy against scikit-learn's Ridge and an explicit least-squares system."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
+from vit_ray.evaluate import few_shot
 from vit_ray.evaluate.few_shot import (
     ExampleSums,
     FewShot,
@@ -61,6 +64,55 @@ def test_scores_are_those_of_scikit_learns_ridge_on_both_sides_of_n_equals_d(
     found = sums.classifier(l2)
     scores = (tests - found.mean) @ found.weights + found.bias
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("constant", [0.0, 50.0, -1e4])
+def test_a_feature_that_never_varies_changes_no_score(constant):
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(3), 11)
+    examples, tests = rng.normal(size=(33, 4)), rng.normal(size=(7, 4))
+    expected = _predicted_by_ridge(examples, labels, tests, 3, 1e-3)
+    sums = ExampleSums(5, 3)
+    sums.add(np.hstack([examples, np.full((33, 1), constant)]), labels)
+    found = sums.classifier(1e-3)
+    # Not the same constant: in float32 a model's constant output differs in the last bit.
+    tests = np.hstack([tests, np.full((7, 1), constant * (1 + 1e-7))])
+    scores = (tests - found.mean) @ found.weights + found.bias
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_classifiers_are_kept_in_the_features_precision():
+    num_classes, width = 5000, 32
+    rng = np.random.default_rng(0)
+    labels = np.arange(num_classes)
+    measured = FewShot(labels, num_classes, shots=(1,), seeds=1)
+    measured.add_examples(rng.normal(size=(num_classes, width)).astype(np.float32), labels)
+    measured.solve()
+    tests = rng.normal(size=(2, width)).astype(np.float32)
+    tracemalloc.start()
+    measured.add_tests(tests, labels[:2])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < num_classes * width * 4 / 2  # no copy of the weights
+
+
+@pytest.mark.parametrize("most", [1, 3500, 2**26])
+def test_cosines_at_a_time_are_bounded_whatever_the_pool(most, monkeypatch):
+    pool, labels, test, test_labels = _digits()
+    whole = neighbor_accuracy(pool, labels, [(test, test_labels)], num_classes=10)
+    sizes = []
+    real = np.argpartition
+
+    def noted(cosines, *args, **kwargs):
+        sizes.append(cosines.size)
+        return real(cosines, *args, **kwargs)
+
+    monkeypatch.setattr(np, "argpartition", noted)
+    monkeypatch.setattr(few_shot, "_COSINES_AT_A_TIME", most)
+    some = [(test[:50], test_labels[:50]), (test[50:], test_labels[50:])]
+    assert neighbor_accuracy(pool, labels, some, num_classes=10) == whole
+    assert max(sizes) <= max(most, len(pool))
+    assert sum(sizes) == len(pool) * len(test)
 
 
 @pytest.mark.parametrize("shot", [1, 5, 10, 25])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ L2: Final = 2.0**10  # big_vision `configs/common_fewshot.py`
 NEIGHBORS: Final = 20
 TEMPERATURE: Final = 0.07  # this and the number of neighbours: DINO, arXiv:2104.14294
 _ROWS_AT_A_TIME: Final = 4096
+_COSINES_AT_A_TIME: Final = 2**26  # 256 MiB of them
+_FLAT: Final = 1e-12  # variance over mean^2 that sums in float64 do not tell from none
 _OVERFLOW: Final = "the model's weights or activations overflowed"
 
 
@@ -64,12 +66,13 @@ class ExampleSums:
         """
         total = self.counts.sum()
         mean = self.sums.sum(axis=0) / total
-        variance = np.maximum(np.diag(self.products) / total - mean**2, 0.0)
-        std = np.sqrt(variance) + STD_FLOOR
-        gram = (self.products - total * np.outer(mean, mean)) / np.outer(std, std)
+        variance = np.diag(self.products) / total - mean**2
+        varies = variance > _FLAT * mean**2
+        scale = varies / (np.sqrt(np.where(varies, variance, 0.0)) + STD_FLOOR)
+        gram = (self.products - total * np.outer(mean, mean)) * np.outer(scale, scale)
         gram[np.diag_indices_from(gram)] += l2
-        right = 2.0 * (self.sums - self.counts[:, None] * mean).T / std[:, None]
-        weights = np.linalg.solve(gram, right) / std[:, None]
+        right = 2.0 * (self.sums - self.counts[:, None] * mean).T * scale[:, None]
+        weights = np.linalg.solve(gram, right) * scale[:, None]
         of_constant = BIAS_CONSTANT * (2.0 * self.counts - total)
         bias = BIAS_CONSTANT * of_constant / (total * BIAS_CONSTANT**2 + l2)
         return LinearClassifier(mean, weights, bias)
@@ -79,16 +82,20 @@ class ExampleSums:
 class LinearClassifier:
     """Scores of K classes: (features (N, D) - mean (D,)) @ weights (D, K) + bias (K,)."""
 
-    mean: FloatArray
-    weights: FloatArray
-    bias: FloatArray
+    mean: NDArray[np.floating]
+    weights: NDArray[np.floating]
+    bias: NDArray[np.floating]
+
+    def as_type(self, dtype: np.dtype[Any]) -> LinearClassifier:
+        """The same in another precision."""
+        arrays = (self.mean, self.weights, self.bias)
+        return LinearClassifier(*(array.astype(dtype, copy=False) for array in arrays))
 
     def predict(self, features: NDArray[np.floating]) -> IntArray:
         """The best-scored class of each row, (N,); computed in float32 where features are."""
         dtype = np.result_type(features, np.float32)
-        centred = features.astype(dtype) - self.mean.astype(dtype)
-        scores = centred @ self.weights.astype(dtype)
-        return np.argmax(scores + self.bias.astype(dtype), axis=1)
+        its = self.as_type(dtype)
+        return np.argmax((features.astype(dtype) - its.mean) @ its.weights + its.bias, axis=1)
 
 
 class FewShot:
@@ -125,11 +132,13 @@ class FewShot:
         ]
         self._sums: list[list[ExampleSums]] = []
         self._classifiers: dict[tuple[int, int], LinearClassifier] = {}
+        self._dtype: np.dtype[Any] = np.dtype(np.float32)
         self._right = np.zeros((seeds, len(self._shots)))
         self._num_tested = self._num_unlabelled = self._num_infinite = 0
 
     def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
         """Take features (B, D) of images of the pool by their places in it (B,)."""
+        self._dtype = np.result_type(features, self._dtype)
         if not self._sums:
             width = features.shape[1]
             self._sums = [
@@ -160,7 +169,7 @@ class FewShot:
             for index, one in enumerate(sums):
                 if index:
                     one += sums[index - 1]  # draws of one seed are nested
-                self._classifiers[seed, index] = one.classifier(self._l2)
+                self._classifiers[seed, index] = one.classifier(self._l2).as_type(self._dtype)
         self._sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
@@ -280,7 +289,7 @@ def neighbor_accuracy(
     most = min(neighbors, len(labels))
     right = tested = 0
     for features, truth in tests:
-        for rows in _chunks(len(truth)):
+        for rows in _chunks(len(truth), max(1, _COSINES_AT_A_TIME // len(labels))):
             similar = _unit_rows(features[rows]) @ unit.T
             nearest = np.argpartition(-similar, most - 1, axis=1)[:, :most]
             weights = np.exp(np.take_along_axis(similar, nearest, axis=1) / TEMPERATURE)
@@ -336,9 +345,10 @@ def _unit_rows(x: NDArray[np.floating]) -> NDArray[np.float32]:
     return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
 
 
-def _chunks(count: int) -> Iterator[IntArray]:
-    for first in range(0, count, _ROWS_AT_A_TIME):
-        yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))
+def _chunks(count: int, most: int = _ROWS_AT_A_TIME) -> Iterator[IntArray]:
+    size = min(most, _ROWS_AT_A_TIME)
+    for first in range(0, count, size):
+        yield np.arange(first, min(first + size, count))
 
 
 def _checked_pair(

@@ -27,6 +27,9 @@ _HARMLESS: Final = (
     "data.cache_dir",
     "data.cache_gib",
     "data.cpus_per_task",
+    "data.eval_augment.randaugment_layers",  # images that are measured are not augmented so
+    "data.eval_augment.randaugment_magnitude",
+    "data.eval_augment.randaugment_magnitude_std",
     "data.max_bad_fraction",
     "data.max_tasks",
     "data.object_store_mib",
@@ -45,20 +48,21 @@ _HARMLESS: Final = (
     "train.step_timeout_s",
     "train.zero_stage",
 )
-_UNUSED: Final = {
+_UNUSED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     **{
-        f"data.augment.randaugment_{key}": ("data.augment.randaugment", ("None",))
+        f"data.augment.randaugment_{key}": {"data.augment.randaugment": ("None",)}
         for key in ("layers", "magnitude", "magnitude_std")
     },
-    "optim.decay_at": ("optim.schedule", ("linear", "cosine", "constant")),
-    "optim.end_learning_rate": ("optim.schedule", ("constant", "steps")),
-    "optim.momentum": ("optim.name", ("adamw",)),
-    "optim.betas": ("optim.name", ("sgd",)),
-    "train.masked_target": ("train.loss", ("softmax", "sigmoid")),
-    "evaluate.shots": ("evaluate.few_shot_train", ("None",)),
-    "evaluate.few_shot_seeds": ("evaluate.few_shot_train", ("None",)),
+    "optim.decay_at": {"optim.schedule": ("linear", "cosine", "constant")},
+    "optim.end_learning_rate": {"optim.schedule": ("constant", "steps")},
+    "optim.momentum": {"optim.name": ("adamw",)},
+    "optim.betas": {"optim.name": ("sgd",)},
+    "train.masked_target": {"train.loss": ("softmax", "sigmoid")},
+    "train.mix_probability": {"train.mixup": ("0.0",), "train.cutmix": ("0.0",)},
+    "evaluate.shots": {"evaluate.few_shot_train": ("None",)},
+    "evaluate.few_shot_seeds": {"evaluate.few_shot_train": ("None",)},
 }
-"""Keys that decide nothing while another key has one of these values."""
+"""Keys that decide nothing while each of the others has one of its values."""
 EVALUATED_SETS: Final = ("data.eval", "evaluate.few_shot_test", "evaluate.few_shot_train")
 """They decide what is measured, and nothing of the weights; the same set may have moved."""
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
@@ -131,7 +135,11 @@ def decisive_changes(
 
 
 def _unused(flat: Mapping[str, str]) -> set[str]:
-    return {key for key, (other, values) in _UNUSED.items() if flat.get(other) in values}
+    return {
+        key
+        for key, others in _UNUSED.items()
+        if all(flat.get(other) in values for other, values in others.items())
+    }
 
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

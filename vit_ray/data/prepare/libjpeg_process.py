@@ -94,6 +94,7 @@ class Libjpeg:
     def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
         """The file with restart markers; empty if libjpeg warns of damage."""
         compress = self._keeping if keeps_tables else self._optimizing
+        self._forget_tables()
         lib, source, target = self._lib, ctypes.byref(self._source), ctypes.byref(compress)
         buffer, size = ctypes.c_void_p(), ctypes.c_ulong()
         lib.jpeg_mem_src(source, image, ctypes.c_ulong(len(image)))
@@ -113,6 +114,11 @@ class Libjpeg:
         content = ctypes.string_at(buffer, size.value)
         self._free(buffer)
         return content
+
+    def _forget_tables(self) -> None:
+        """A decompressor keeps the tables of one file for the next, which may have none."""
+        self._lib.jpeg_destroy(ctypes.byref(self._source))
+        self._source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
 
     def _take_tables(self) -> None:
         ours, theirs = self._keeping, self._source

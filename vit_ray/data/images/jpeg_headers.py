@@ -153,7 +153,11 @@ def _frame(
     if is_baseline and image[scan + 2] != components:
         return None
     samplings = [image[at + 9 + 3 * i] for i in range(components)]
+    if not all(s >> 4 and s & 15 for s in samplings):
+        return None
     across, down = max(s >> 4 for s in samplings), max(s & 15 for s in samplings)
+    if any(across % (s >> 4) or down % (s & 15) for s in samplings):  # no decoder takes those
+        return None
     if components == 1:  # a scan of one component has one block in an MCU, whatever it says
         across = down = 1
     coding = [image[scan + 4 + 2 * i] for i in range(components)]

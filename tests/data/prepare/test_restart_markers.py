@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, picture
+from vit_ray.data.images.jpeg_headers import header_segments
 from vit_ray.data.prepare import restart_markers
 from vit_ray.data.prepare.restart_markers import (
     Jpegtran,
@@ -125,6 +127,33 @@ def with_a_frame_marker(marker: int) -> bytes:
     return image[: at + 1] + bytes([marker]) + image[at + 2 :]
 
 
+def without_its_last_scans() -> bytes:
+    """A progressive file cut where a scan ends; libjpeg smooths what it shows of one."""
+    image = FILES["progressive"]
+    scans = [match.start() for match in re.finditer(rb"\xff\xda", image)]
+    tables = image.rindex(b"\xff\xc4", 0, scans[2])
+    return image[:tables] + b"\xff\xd9"
+
+
+def of_sampling(*samplings: int) -> bytes:
+    """64 x 48 pixels of coefficients that are all 0; a block of them is two bits that are 0."""
+    across, down = max(s >> 4 for s in samplings), max(s & 15 for s in samplings)
+    blocks = sum((s >> 4) * (s & 15) for s in samplings)
+    bits = 2 * blocks * -(-64 // (8 * across)) * -(-48 // (8 * down))
+    frame = bytes([8, 0, 48, 0, 64, 3])
+    frame += b"".join(bytes([i, s, 0]) for i, s in enumerate(samplings))
+    segments = (
+        (0xDB, b"\0" + bytes([1]) * 64),
+        (0xC0, frame),
+        (0xC4, b"\0\1" + bytes(16)),
+        (0xC4, b"\x10\1" + bytes(16)),
+        (0xDA, b"\3\0\0\1\0\2\0\0\x3f\0"),
+    )
+    header = b"".join(b"\xff%c%b%b" % (m, (len(c) + 2).to_bytes(2), c) for m, c in segments)
+    padding = bytes([(1 << -bits % 8) - 1]) if bits % 8 else b""
+    return b"\xff\xd8" + header + bytes(bits // 8) + padding + b"\xff\xd9"
+
+
 ODD = {
     "several pictures": several_pictures,
     "cmyk": cmyk,
@@ -136,6 +165,9 @@ ODD = {
     "lossless": lambda: with_a_frame_marker(0xC3),
     "png": lambda: encoded(CHINA[:64, :64], "PNG"),
     "empty": lambda: b"",
+    "progressive without its last scans": without_its_last_scans,
+    "of fractional sampling": lambda: of_sampling(0x31, 0x21, 0x11),
+    "of no sampling": lambda: of_sampling(0x22, 0x11, 0x11).replace(b"\2\x11", b"\2\0"),
     "of impossible sampling": lambda: FILES["4:2:0"].replace(b"\x01\x22\0\x02", b"\x01\x2f\0\x02"),
 }
 
@@ -144,6 +176,30 @@ ODD = {
 def test_what_is_odd_stays_as_it_came(name: str, writer: Writer) -> None:
     assert with_restart_markers(ODD[name](), writer) is None
     assert with_restart_markers(FILES["grey"], writer) is not None
+
+
+def test_a_crafted_file_of_usual_sampling_is_rewritten(writer: Writer) -> None:
+    """So that those of other sampling are refused for that alone."""
+    assert with_restart_markers(of_sampling(0x21, 0x11, 0x11), writer) is not None
+
+
+def without(image: bytes, marker: int) -> bytes:
+    """The file without its segments of this kind."""
+    for found, at, length in reversed(list(header_segments(image))):
+        if found == marker:
+            image = image[: at - 2] + image[at + length :]
+    return image
+
+
+def test_a_file_is_not_given_the_tables_of_the_file_before(writer: Writer) -> None:
+    before = encoded(FLOWER[:64, :64], optimize=True, quality=30)
+    assert with_restart_markers(before, writer) is not None
+    assert with_restart_markers(without(FILES["4:2:0"], 0xDB), writer) is None
+    assert with_restart_markers(before, writer) is not None
+    of_standard_codes = without(FILES["4:2:0"], 0xC4)  # as a frame of motion JPEG
+    found = with_restart_markers(of_standard_codes, writer)
+    assert found is not None
+    np.testing.assert_array_equal(pixels_of(found.image), pixels_of(FILES["4:2:0"]))
 
 
 def test_a_file_of_several_scans_stays_as_it_came(writer: Writer, tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
 import PIL
 
 from vit_ray.data.format.stored_image import RestartIndex
+from vit_ray.data.images.jpeg import decode_jpeg
 from vit_ray.data.images.jpeg_headers import (
     END,
     JpegFrame,
@@ -176,9 +178,17 @@ def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
     if bare is None or (written := read_frame(bare)) is None:
         return None
     rewritten = _with_metadata(bare, written, image)
+    if not frame.is_baseline and not _have_equal_pixels(rewritten, image):
+        return None
     index = index_segments(rewritten)
     size = written.height, written.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)
+
+
+def _have_equal_pixels(one: bytes, other: bytes) -> bool:
+    """Not so where a progressive file lacks its last scans: decoders smooth what it has."""
+    ours, theirs = decode_jpeg(one), decode_jpeg(other)
+    return ours is not None and theirs is not None and np.array_equal(ours, theirs)
 
 
 def _with_metadata(bare: bytes, frame: JpegFrame, original: bytes) -> bytes:

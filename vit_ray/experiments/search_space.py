@@ -18,7 +18,11 @@ Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
 
 RATE: Final = "optim.learning_rate"
-_FIXED: Final = ("name", "output", "resume", "sweep", "tracking", "data.eval", "data.train")
+_FIXED: Final = (
+    "name", "output", "resume", "seed", "sweep", "tracking",
+    "data.eval", "data.held_out_fraction", "data.train",
+)  # fmt: skip
+"""Set by the sweep itself, for each trial and retraining."""
 _DIGITS: Final = 4
 """Of a number that is drawn, so that it can be read and repeated."""
 
@@ -30,8 +34,7 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         ValueError: a key cannot be varied, a value is not allowed, or two points are the same.
     """
     space = config.space or {RATE: list(config.learning_rates)}
-    fixed = [key for key in space if key in _FIXED or key.partition(".")[0] in _FIXED]
-    if fixed:
+    if fixed := [key for key in space if _is_fixed(key)]:
         raise ValueError(f"sweep.space: {fixed[0]} cannot be varied in one sweep")
     points = _drawn(space, config) if config.search == "random" else _grid(space)
     for point in points:
@@ -44,6 +47,10 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
             "the ranges, or lower sweep.num_trials"
         )
     return points
+
+
+def _is_fixed(key: str) -> bool:
+    return any(f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in _FIXED)
 
 
 def _grid(space: Mapping[str, Any]) -> list[Point]:

@@ -66,6 +66,21 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> N
     assert {point["optim.warmup_steps"] for point in found} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
+    space = {RATE: [0.003, 0.01, 0.03, 0.1], "optim.steps": [500, 2000]}
+    found = points(space=space, search="random", num_trials=8, seed=seed)
+    assert {point_name(p) for p in found} == {point_name(p) for p in points(space=space)}
+    assert found[:6] == points(space=space, search="random", num_trials=6, seed=seed)
+
+
+def test_random_points_do_not_depend_on_a_librarys_generator() -> None:
+    space = {RATE: {"log_uniform": [1e-4, 1e-1]}, "optim.steps": [1, 2, 3]}
+    found = points(space=space, search="random", num_trials=2, seed=3)
+    # Worked out apart from this code: SplitMix64 of the keys (3, trial, place), its first 53 bits.
+    assert [tuple(point.values()) for point in found] == [(0.0006809, 1), (0.008273, 1)]
+
+
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
@@ -90,7 +105,16 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> N
         ({"num_trials": 3}, "a grid has its own number"),
         (
             {"search": "random", "num_trials": 9, "space": {RATE: [0.1, 0.2]}},
-            r"the point lr0\.[12] stands there \d times",
+            r"has 2 different points and sweep\.num_trials is 9; list more values",
+        ),
+        ({"space": {RATE: [0.1, 0.10000001]}}, r"2 points have the name lr0\.1; list values that"),
+        (
+            {"search": "random", "num_trials": 9, "space": {RATE: {"uniform": [0.1, 0.10001]}}},
+            r"has \d different points and sweep\.num_trials is 9.*widen the ranges",
+        ),
+        (
+            {"search": "random", "num_trials": 2, "space": {"optim.steps": {"uniform": [1, 9]}}},
+            r"(?s)optim\.steps.*valid integer.*list the values of a whole number",
         ),
     ],
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
-
-import numpy as np
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.schema import recipe_from_dict
+from vit_ray.data.order.keyed_random import KeyedUniform
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
@@ -25,6 +26,9 @@ _FIXED: Final = (
 """Set by the sweep itself, for each trial and retraining."""
 _DIGITS: Final = 4
 """Of a number that is drawn, so that it can be read and repeated."""
+_MISSES: Final = 100
+"""Draws in a row for each trial that find no new point, after which there is none: of the points
+of lists, at least one in `num_trials` is new, so that a chance of exp(-100) remains."""
 
 
 def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
@@ -38,15 +42,24 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         raise ValueError(f"sweep.space: {fixed[0]} cannot be varied in one sweep")
     points = _drawn(space, config) if config.search == "random" else _grid(space)
     for point in points:
-        with_point(recipe, point)
-    names = [point_name(point) for point in points]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+        _check(recipe, point, space)
+    names = Counter(point_name(point) for point in points)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(
-            f"sweep.space: the point {twice[0]} stands there {names.count(twice[0])} times; widen "
-            "the ranges, or lower sweep.num_trials"
+            f"sweep.space: {names[twice[0]]} points have the name {twice[0]}; list values that "
+            "differ more"
         )
     return points
+
+
+def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
+    try:
+        with_point(recipe, point)
+    except ValueError as error:
+        if "valid integer" in str(error) and any(isinstance(v, dict) for v in space.values()):
+            told = "a range is of numbers with a fraction: list the values of a whole number"
+            raise ValueError(f"{error}; {told}") from None
+        raise
 
 
 def _is_fixed(key: str) -> bool:
@@ -64,22 +77,38 @@ def _grid(space: Mapping[str, Any]) -> list[Point]:
 
 
 def _drawn(space: Mapping[str, Any], config: SweepConfig) -> list[Point]:
+    """Different points, of which fewer trials are the first ones."""
     assert config.num_trials is not None
-    return [
-        {key: _draw(values, config.seed, index, place) for place, (key, values) in items}
-        for index in range(config.num_trials)
-        for items in [list(enumerate(space.items()))]
-    ]
+    found: dict[str, Point] = {}
+    missed = 0
+    for number in itertools.count():
+        if len(found) == config.num_trials:
+            return list(found.values())
+        point = _draw_point(space, config.seed, number)
+        missed = missed + 1 if point_name(point) in found else 0
+        found.setdefault(point_name(point), point)
+        if missed == _MISSES * config.num_trials:
+            raise ValueError(
+                f"sweep.space has {len(found)} different points and sweep.num_trials is "
+                f"{config.num_trials}; list more values, widen the ranges, or lower the number"
+            )
+    raise AssertionError
 
 
-def _draw(values: Any, *key: int) -> Any:
-    random = np.random.default_rng(key)
+def _draw_point(space: Mapping[str, Any], *key: int) -> Point:
+    return {
+        name: _draw(values, KeyedUniform(*key, place))
+        for place, (name, values) in enumerate(space.items())
+    }
+
+
+def _draw(values: Any, uniform: KeyedUniform) -> Any:
     if isinstance(values, list):
-        return values[int(random.integers(len(values)))]
+        return values[uniform.below(len(values))]
     ((kind, (low, high)),) = values.items()
     if kind == "uniform":
-        return float(f"{random.uniform(low, high):.{_DIGITS}g}")
-    return float(f"{np.exp(random.uniform(np.log(low), np.log(high))):.{_DIGITS}g}")
+        return float(f"{uniform.between(low, high):.{_DIGITS}g}")
+    return float(f"{math.exp(uniform.between(math.log(low), math.log(high))):.{_DIGITS}g}")
 
 
 def with_point(recipe: Recipe, point: Point, **changes: Any) -> Recipe:

@@ -137,6 +137,22 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert "absent" in shown
 
 
+@pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])
+def test_a_task_that_cannot_begin_does_not_end_the_others(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def train(recipe: Recipe, **_: Any) -> RunResult:
+        if recipe.name == "v-pets":
+            raise error
+        return RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": 0.5}, "folder")
+
+    monkeypatch.setattr(vtab, "train", train)
+    result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat")))
+    assert result is not None
+    assert [row.top1 for row in result.rows] == [None, None, 0.5, None]
+    assert result.rows[0].error == f"failed: {str(error) or repr(error)}"
+
+
 def test_means_are_of_all_tasks_of_a_group() -> None:
     values = [("natural", 0.2), ("natural", 0.4), ("specialized", 0.9), ("structured", None)]
     found = group_means(values)

@@ -128,8 +128,8 @@ def _run_task(
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
         result = train(recipe, kind="finetune", tags=tags, parent=parent.for_children)
-    except RunFailedError as error:
-        told = str(error).strip().splitlines()[0]
+    except (RunFailedError, ValueError) as error:
+        told = (str(error).strip() or repr(error)).splitlines()[0]
         parent.record.recorder.event.remote("failed task", f"{task.name}: {told}", 0)
         return TaskResult(task, num_images=resolved.num_images, error=f"failed: {told}")
     if not result.is_complete:

@@ -1,6 +1,7 @@
 """VTAB's tasks under one parent run: none is dropped, and means are of whole groups."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from vit_ray.commands.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import vtab
-from vit_ray.experiments.vtab import group_means, run_vtab, task_recipe, vtab_table
+from vit_ray.experiments.vtab import TaskResult, group_means, run_vtab, task_recipe, vtab_table
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.report.paper import TABLE_9, VTAB_TASKS
@@ -160,6 +161,26 @@ def test_means_are_of_all_tasks_of_a_group() -> None:
         "natural": pytest.approx(0.3), "specialized": 0.9, "structured": None, "mean": None,
     }  # fmt: skip
     assert group_means(values[:3])["mean"] == pytest.approx(0.5)
+
+
+def means_of(rows: list[TaskResult]) -> dict[str, list[Any]]:
+    return {str(line[0]): line[3:5] for line in vtab_table(rows).rows if str(line[0])[:4] == "mean"}
+
+
+def test_the_papers_means_are_over_the_tasks_that_ours_are_over() -> None:
+    recipe = shipped()
+    assert recipe.vtab is not None
+    rows = [TaskResult(task, top1=0.5) for task in recipe.vtab.tasks]
+    whole = means_of(rows)
+    assert list(whole) == ["mean of natural", "mean of specialized", "mean of structured", "mean"]
+    assert whole["mean"] == [0.5, pytest.approx(0.776, abs=6e-4)]
+    part = means_of([row for row in rows if row.task.name not in VTAB_TASKS[2:7]])
+    of_two = sum(TABLE_9["ViT-H/14 (JFT)"][:2]) / 200
+    assert part["mean of natural, these tasks only"] == [0.5, pytest.approx(of_two)]
+    assert part["mean of specialized"] == whole["mean of specialized"]
+    assert "mean, these tasks only" in part
+    unknown = replace(rows[0], task=rows[0].task.model_copy(update={"name": "mine"}))
+    assert means_of([unknown, *rows])["mean of natural, these tasks only"] == [0.5, None]
 
 
 def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record: Record) -> None:

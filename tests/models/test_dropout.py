@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.small import small_model, some_images
 from vit_ray.models.counter_random import numbered_keys, random_uint16, sample_keys
-from vit_ray.models.dropout import Dropout, keyed_dropout
+from vit_ray.models.dropout import Dropout, StochasticDepth, keyed_dropout
 
 SAMPLES = torch.tensor([7, 1, 300_000_000, 2**40])
 VITS = ["ViT", "Axial-ViT", "R+ViT"]
@@ -30,6 +30,15 @@ def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate: float) 
     assert stats.binomtest(dropped, 100 * count, rate).pvalue > 1e-3
     assert out.max() == pytest.approx(1 / (1 - rate), rel=1e-4)
     assert float(out.double().mean()) == pytest.approx(1.0, abs=5 * math.sqrt(rate / 1e6))
+
+
+def test_a_rate_just_below_one_keeps_a_share_and_is_scaled_by_it() -> None:
+    rate = 0.999999
+    out = keyed_dropout(torch.ones(100, 20_001), sample_keys(torch.arange(100), 0, 0), rate)
+    assert set(out.unique().tolist()) == {0.0, 2.0**16}
+    module = StochasticDepth(rate).train()
+    out = module(torch.ones(500_000, 1), sample_keys(torch.arange(500_000), 0, 0))
+    assert set(out.unique().tolist()) == {0.0, 2.0**16}
 
 
 def test_images_differ_in_what_they_keep_as_binomial_draws_do() -> None:

@@ -31,14 +31,15 @@ class StochasticDepth(nn.Module):
     """Leaves a residual branch out for whole images (Huang et al., arXiv:1603.09382).
 
     Images that keep it have it scaled up by 1 / (1 - rate), so that nothing changes in evaluation.
-    The rate, rounded to a multiple of 2^-16, is data: blocks of unlike rates compile to one code.
+    The rate, rounded to a multiple of 2^-16 below 1, is data: blocks of unlike rates compile to one
+    code.
     """
 
     levels: Tensor
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        levels = round(rate * 2**16)
+        levels = _levels(rate)
         self.is_active = levels > 0
         self.register_buffer("levels", torch.tensor(levels), persistent=False)
 
@@ -63,9 +64,14 @@ class StochasticDepth(nn.Module):
 def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     """x (B, ...) with elements dropped and the others scaled up; element i by number i of its key.
 
-    The rate is rounded to a multiple of 2^-16, and the scale is that of the rounded rate.
+    The rate is rounded to a multiple of 2^-16 below 1, and the scale is that of the rounded rate.
     """
-    levels = round(rate * 2**16)
+    levels = _levels(rate)
     numbers = random_uint16(keys, math.prod(x.shape[1:]))
     is_kept = (numbers >= levels - 2**15).reshape(x.shape)
     return torch.where(is_kept, x * (2**16 / (2**16 - levels)), 0.0)
+
+
+def _levels(rate: float) -> int:
+    """How many of 2^16 numbers drop: never all, or nothing were left to scale up."""
+    return min(round(rate * 2**16), 2**16 - 1)

@@ -62,9 +62,9 @@ def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
     """
     chosen: set[str] = set()
     for name in wanted:
-        names = _in_range(name)
-        found = {part for part in parts if part in names or part.partition(".")[0] == name}
-        if not found or (len(names) > 1 and len(found) < len(names)):
+        found = {part for part in parts if name in (part, part.partition(".")[0])}
+        found |= _in_range(name, parts)
+        if not found:
             raise ValueError(
                 f"{name!r} is no part of this model; it has {', '.join(_summary(parts))}"
             )
@@ -72,12 +72,15 @@ def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _in_range(name: str) -> list[str]:
-    match = re.fullmatch(r"(\w+)\.(\d+)-(\d+)", name)
+def _in_range(name: str, parts: Sequence[str]) -> set[str]:
+    """Parts of a range such as `blocks.0-5`; empty where it is none, or not all of it is there."""
+    match = re.fullmatch(r"(\w+)\.(\d{1,9})-(\d{1,9})", name)
     if match is None:
-        return [name]
+        return set()
     first, last = int(match[2]), int(match[3])
-    return [f"{match[1]}.{i}" for i in range(first, last + 1)]
+    indices = (part.removeprefix(f"{match[1]}.") for part in parts)
+    inside = {i for i in indices if i.isdecimal() and first <= int(i) <= last}
+    return {f"{match[1]}.{i}" for i in inside} if len(inside) == last - first + 1 else set()
 
 
 def _summary(parts: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Frozen parts and layer-wise rates: against plain torch by the published formula, and resumed."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.launch.preflight import check_model
 from vit_ray.models import build_model
-from vit_ray.models.parts import part_of, parts_of
+from vit_ray.models.parts import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
 from vit_ray.train.memory_estimate import count_parameters, state_shape, step_macs
 from vit_ray.train.optim import build_optimizer
@@ -174,6 +175,8 @@ def test_recomputation_of_frozen_models_is_counted() -> None:
             r"optim\.frozen: 'stem' is no part.*embedding, class_token, pos",
         ),
         ({"frozen": ["blocks.9-12"]}, {}, r"'blocks.9-12' is no part.*blocks\.0-11, norm, head"),
+        ({"frozen": ["blocks.5-4"]}, {}, r"'blocks.5-4' is no part"),
+        ({"frozen": ["head.0-1"]}, {}, r"'head.0-1' is no part"),
         ({"frozen": ["class_token"]}, {"name": "ViT-B/16", "pool": "gap"}, "is no part"),
         ({"frozen": ["blocks"]}, {"name": "R50x1"}, r"root, units\.0-15, norm, head"),
         (
@@ -190,6 +193,17 @@ def test_wrong_parts_are_refused_before_anything_is_opened(
         check_model(recipe(optim, **model))
 
 
+def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
+    parts = [f"blocks.{i}" for i in range(12)]
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"'blocks\.0-300000' is no part"):
+        chosen_parts(["blocks.0-300000"], parts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert chosen_parts(["blocks.9-11"], parts) == {"blocks.9", "blocks.10", "blocks.11"}
+
+
 @pytest.mark.parametrize("factor", [0.0, 1.1, -0.5])
 def test_a_factor_that_is_no_share_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"optim\.layer_decay"):
@@ -198,7 +212,14 @@ def test_a_factor_that_is_no_share_is_refused(factor: float) -> None:
 
 def test_layers_are_those_of_a_transformer() -> None:
     with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
-        recipe({"layer_decay": 0.7}, name="R50x1")
+        check_model(recipe({"layer_decay": 0.7}, name="R50x1"))
+    with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
+        check_model(recipe({"layer_decay": 0.7}, name="ResNet", **STAGES))
+
+
+def test_layer_decay_of_a_model_that_is_not_known_says_that() -> None:
+    with pytest.raises(ValueError, match="model name 'vit-b/16' is unknown; near names: ViT-b/16"):
+        check_model(recipe({"layer_decay": 0.7}, name="vit-b/16"))
 
 
 def test_no_layer_decay_leaves_two_groups_of_the_whole_rate() -> None:

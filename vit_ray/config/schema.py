@@ -156,11 +156,6 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     for key, model in models:
         if problem := model.geometry_problem():
             raise ValueError(f"{where}: {key}.{problem}")
-    if recipe.optim.layer_decay < 1.0 and "ViT" not in recipe.model.name:
-        raise ValueError(
-            f"{where}: optim.layer_decay={recipe.optim.layer_decay} goes by the blocks of a "
-            f"Transformer, and model.name={recipe.model.name} has none; set it to 1"
-        )
     return recipe
 
 

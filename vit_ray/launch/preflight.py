@@ -38,7 +38,13 @@ from vit_ray.launch.data_order import (
 from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
-from vit_ray.models.catalog import as_grid, checked_options, find_spec
+from vit_ray.models.catalog import (
+    PlainAxialResNet,
+    PlainResNet,
+    as_grid,
+    checked_options,
+    find_spec,
+)
 from vit_ray.models.parts import chosen_parts, parts_of
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
@@ -234,6 +240,11 @@ def check_model(recipe: Recipe) -> None:
     spec, options = find_spec(model.name, model.options())
     checked_options(model.name, spec, options)
     as_grid(model.image_size)
+    if recipe.optim.layer_decay < 1.0 and isinstance(spec, PlainResNet | PlainAxialResNet):
+        raise ValueError(
+            f"optim.layer_decay={recipe.optim.layer_decay} goes by the blocks of a Transformer, "
+            f"and model.name={model.name} has none; set it to 1"
+        )
     check_frozen(recipe)
 
 

@@ -37,6 +37,8 @@ PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""
 STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
+BUSY: Final = "The current node timed out during startup"
+"""Said by Ray at the end of a driver that could not start it on a machine that is too busy."""
 
 
 class Soak:
@@ -63,7 +65,8 @@ class Soak:
             if code == 0:
                 return False
             if code is not None:
-                if code not in (STOPPED, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
+                ended = code in (STOPPED, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+                if not ended and BUSY not in self.log_tail():
                     raise SystemExit(f"the driver ended with {code}: {self.log_tail()}")
                 self.driver = None
             if time.monotonic() > deadline_s:
@@ -100,7 +103,7 @@ class Soak:
         ]
 
     def log_tail(self) -> str:
-        return (self.folder / f"{self.recipe.name}.log").read_text()[-3000:]
+        return (self.folder / f"{self.recipe.name}.log").read_text()[-1000:]
 
 
 def kill_worker(soak: Soak) -> None:

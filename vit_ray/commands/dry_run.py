@@ -78,6 +78,8 @@ def describe_sweep(recipe: Recipe) -> str:
     config = sweep_of(recipe)
     points = points_of(recipe, config)
     tried = "; ".join(map(point_text, points))
+    if config.space is None:
+        tried = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
     trial = trial_recipe(recipe, points[0])
     return (
         f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n\n"

@@ -93,9 +93,8 @@ class Libjpeg:
 
     def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
         """The file with restart markers; empty if libjpeg warns of damage."""
-        compress = self._keeping if keeps_tables else self._optimizing
         self._forget_tables()
-        lib, source, target = self._lib, ctypes.byref(self._source), ctypes.byref(compress)
+        lib, source = self._lib, ctypes.byref(self._source)
         buffer, size = ctypes.c_void_p(), ctypes.c_ulong()
         lib.jpeg_mem_src(source, image, ctypes.c_ulong(len(image)))
         lib.jpeg_read_header(source, 1)
@@ -103,6 +102,9 @@ class Libjpeg:
         if self._errors.num_warnings:
             lib.jpeg_abort(source)
             return b""
+        keeps_tables = keeps_tables and self._can_end_blocks()
+        compress = self._keeping if keeps_tables else self._optimizing
+        target = ctypes.byref(compress)
         lib.jpeg_mem_dest(target, ctypes.byref(buffer), ctypes.byref(size))
         lib.jpeg_copy_critical_parameters(source, target)
         compress.optimize_coding, compress.restart_interval = not keeps_tables, interval
@@ -119,6 +121,15 @@ class Libjpeg:
         """A decompressor keeps the tables of one file for the next, which may have none."""
         self._lib.jpeg_destroy(ctypes.byref(self._source))
         self._source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
+
+    def _can_end_blocks(self) -> bool:
+        """Whether the file's AC tables have a code for the end of a block, symbol 0.
+
+        A file may do without it where it ends blocks in odd ways; libjpeg never does, and its
+        faster code writes nothing at all for a symbol without a code.
+        """
+        tables = [table.contents for table in self._source.ac_tables if table]
+        return all(0 in table.symbols[: sum(table.counts)] for table in tables)
 
     def _take_tables(self) -> None:
         ours, theirs = self._keeping, self._source

@@ -154,6 +154,18 @@ def of_sampling(*samplings: int) -> bytes:
     return b"\xff\xd8" + header + bytes(bits // 8) + padding + b"\xff\xd9"
 
 
+def with_a_comment_between_its_scans() -> bytes:
+    image = FILES["progressive"]
+    at = image.index(b"\xff\xc4", image.index(b"\xff\xda"))
+    return image[:at] + b"\xff\xfe\0\6mine" + image[at:]
+
+
+def with_a_thumbnail() -> bytes:
+    """One pixel, in the segment of JFIF."""
+    image = FILES["4:2:0"]
+    return image[:4] + b"\0\x13" + image[6:18] + b"\1\1abc" + image[20:]
+
+
 ODD = {
     "several pictures": several_pictures,
     "cmyk": cmyk,
@@ -166,6 +178,9 @@ ODD = {
     "png": lambda: encoded(CHINA[:64, :64], "PNG"),
     "empty": lambda: b"",
     "progressive without its last scans": without_its_last_scans,
+    "with a comment between its scans": with_a_comment_between_its_scans,
+    "with a comment behind its scan": lambda: FILES["grey"][:-2] + b"\xff\xfe\0\6mine\xff\xd9",
+    "with a thumbnail": with_a_thumbnail,
     "of fractional sampling": lambda: of_sampling(0x31, 0x21, 0x11),
     "of no sampling": lambda: of_sampling(0x22, 0x11, 0x11).replace(b"\2\x11", b"\2\0"),
     "of impossible sampling": lambda: FILES["4:2:0"].replace(b"\x01\x22\0\x02", b"\x01\x2f\0\x02"),
@@ -222,7 +237,7 @@ def test_a_library_with_other_structures_is_passed_over(
     with caplog.at_level(logging.WARNING):
         assert restart_writer() is None
     restart_writer.cache_clear()
-    assert "install libjpeg-turbo-progs" in caplog.text
+    assert "install Pillow from PyPI" in caplog.text
 
 
 def test_a_process_that_does_not_answer_is_not_waited_for(

@@ -10,6 +10,7 @@ import contextlib
 import ctypes.util
 import functools
 import logging
+import re
 import select
 import shutil
 import struct
@@ -40,6 +41,10 @@ _SEGMENT_WIDTH: Final = 128
 """Pixels, about: 8 MCUs of a photograph; markers then add 0.5 % to its bytes."""
 _MOST_PIXELS: Final = 1 << 26
 """Of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
+_LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
+"""Comments and applications' segments behind the first scan's header, which libjpeg drops."""
+_FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
+"""Of a segment of JFIF without a thumbnail, and of one of Adobe, with the marker."""
 _ANSWER_WITHIN_S: Final = 60.0
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
@@ -49,7 +54,8 @@ _GREY_PIXEL: Final = bytes.fromhex(
 
 _NOT_FOUND: Final = (
     "convert.index_jpeg: no libjpeg 6.2 and no jpegtran is found here, so JPEG files stay as "
-    "they are and are read more slowly; install libjpeg-turbo-progs, or Pillow from PyPI"
+    "they are and are read more slowly; install Pillow from PyPI, or libjpeg-turbo-progs, whose "
+    "jpegtran makes a conversion several times slower"
 )
 
 
@@ -170,6 +176,8 @@ def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
     # In coded data 0xff 0xd9 is nothing but the end; behind it may be a second picture.
     if image.find(END, frame.scan_at) != len(image) - len(END):
         return None
+    if _LATER_METADATA.search(image, frame.scan_at) or not _has_usual_fronts(image):
+        return None
     keeps_tables = frame.is_baseline and frame.is_usual_coding
     interval = interval_for(frame, _SEGMENT_WIDTH)
     bare = writer(image, interval, keeps_tables)
@@ -183,6 +191,11 @@ def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
     index = index_segments(rewritten)
     size = written.height, written.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)
+
+
+def _has_usual_fronts(image: bytes) -> bool:
+    """Whether JFIF's and Adobe's segments have no more than libjpeg writes, say no thumbnail."""
+    return all(len(s) == _FRONT_BYTES[s[1]] for s in metadata_of(image) if is_front(s))
 
 
 def _have_equal_pixels(one: bytes, other: bytes) -> bool:

@@ -1,5 +1,7 @@
 """A data set with restart indices gives the batches of the same one without, bit by bit."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.partition import Partition
+from vit_ray.data.prepare import shard_images
 from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.restart_markers import RewrittenJpeg, Writer, with_restart_markers
+from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 CHINA, FLOWER = load_sample_images().images
@@ -31,17 +36,19 @@ FILES = {
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, Manifest]:
     """With indices and without."""
     folder = tmp_path_factory.mktemp("indexed")
+    return tuple(converted(folder / str(on), index_jpeg=on) for on in (True, False))  # type: ignore[return-value]
+
+
+def converted(folder: Path, *, index_jpeg: bool) -> Manifest:
     (folder / "images" / "one").mkdir(parents=True)
     for name, content in FILES.items():
         (folder / "images" / "one" / name).write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         for module in ("convert", "source_index"):
             patch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
-        for is_indexed in (True, False):
-            target = str(folder / f"set_{is_indexed}")
-            options: dict[str, Any] = {"rows_per_row_group": 3, "index_jpeg": is_indexed}
-            convert(str(folder / "images"), target, **options)
-    return open_dataset(str(folder / "set_True")), open_dataset(str(folder / "set_False"))
+        options: dict[str, Any] = {"rows_per_row_group": 3, "index_jpeg": index_jpeg}
+        convert(str(folder / "images"), str(folder / "set"), **options)
+    return open_dataset(str(folder / "set"))
 
 
 def batch_of(manifest: Manifest, augmentation: Augmentation, *, is_training: bool = True) -> Any:
@@ -85,3 +92,54 @@ def test_a_cache_smaller_than_a_batch_changes_nothing(sets: tuple[Manifest, Mani
     expected = batch_of(sets[0], Augmentation(size=64))
     np.testing.assert_array_equal(batch["image"], expected["image"])
     np.testing.assert_array_equal(batch["sample"], expected["sample"])
+
+
+def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Manifest:
+    """A data set in whose indices some numbers are others than those of the files."""
+
+    def wrong(image: bytes, writer: Writer) -> RewrittenJpeg | None:
+        found = with_restart_markers(image, writer)
+        if found is None:
+            return None
+        values = {name: change(getattr(found.index, name)) for name, change in changes.items()}
+        return replace(found, index=replace(found.index, **values))
+
+    monkeypatch.setattr(shard_images, "with_restart_markers", wrong)
+    return converted(folder, index_jpeg=True)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no columns": {"columns": lambda _: 0},
+    "no unit": {"unit_width": lambda _: 0},
+    "front behind the tables": {"front": lambda _: 1 << 20},
+    "size behind the header": {"size_at": lambda n: n + 10_000},
+    "few offsets": {"offsets": lambda o: o[:-1]},
+    "no offsets": {"offsets": lambda o: o[:0]},
+    "offsets behind the end": {"offsets": lambda o: o + 1},
+    "offsets that fall": {"offsets": lambda o: np.array([o[0], *o[-2:0:-1], o[-1]])},
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_an_impossible_index_costs_its_image_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
+    spec = StreamSpec(manifest, Augmentation(size=64), seed=4)
+    job = StreamJob(spec, Partition(1, 7), 0, is_training=False, counts=manifest.rows)
+    batch, bad = BatchReader(job).batch(0, 0, 7)
+    assert len(bad) >= 4
+    assert all("its restart index" in why for why in bad.values())
+    assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
+
+
+def test_a_check_finds_a_wrong_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
+    found = check_file(manifest, 0, decode_fraction=1.0).problems
+    assert {problem.key for problem in found} == {f"one/{n}" for n in FILES if n != "f.png"}
+    assert all("its restart index" in problem.what for problem in found)
+
+
+def test_a_check_finds_nothing_wrong_with_an_index(sets: tuple[Manifest, Manifest]) -> None:
+    for manifest in sets:
+        assert check_file(manifest, 0, decode_fraction=1.0).problems == []

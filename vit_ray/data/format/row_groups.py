@@ -35,7 +35,7 @@ _TAIL_BYTES: Final = 1 << 16
 
 
 class ChangedImageError(ValueError):
-    """The bytes of an image are not those that were converted."""
+    """The bytes of an image, or its index, are not those that were converted."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ class EncodedRows:
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with what is known of it; checked as in `image`."""
         height, width = self.sizes[row].tolist()
-        return StoredImage(self._content(row), (height, width), self._restart_index(row))
+        content, index = self._content(row), self._restart_index(row)
+        if index is not None and not index.is_possible((height, width), len(content)):
+            raise ChangedImageError("its restart index is not that of its bytes")
+        return StoredImage(content, (height, width), index)
 
     def labels_of(self, row: int) -> NDArray[np.int32]:
         """Labels of one row."""

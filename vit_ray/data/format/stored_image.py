@@ -1,10 +1,14 @@
 """An image as a data set has it, and what is kept of a JPEG file with restart markers."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+
+_BLOCK: Final = 8
+"""Least side of an MCU in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +43,18 @@ class RestartIndex:
     def rows(self) -> int:
         """Rows of MCUs, and so of segments."""
         return (len(self.offsets) - 1) // self.columns
+
+    def is_possible(self, size: tuple[int, int], num_bytes: int) -> bool:
+        """Whether a file of this height, width and length may have it, so that crops can be cut."""
+        if min(self.unit_height, self.unit_width) < _BLOCK or self.columns < 1:
+            return False
+        rows, units = -(-size[0] // self.unit_height), -(-size[1] // self.unit_width)
+        if units % self.columns or len(self.offsets) != rows * self.columns + 1:
+            return False
+        if not 2 <= self.front <= self.tables_at <= self.size_at <= int(self.offsets[0]) - 4:
+            return False
+        is_rising = bool((self.offsets[1:] > self.offsets[:-1]).all())
+        return is_rising and int(self.offsets[-1]) == num_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,9 @@ import ray
 from vit_ray.data.format.manifest import NOT_CHECKED, Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.sidecars import problems_of_sidecars
+from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crops import BadImageError, decode
+from vit_ray.data.images.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
@@ -132,10 +134,26 @@ def _check_group(
     for row in range(len(encoded.keys)):
         is_sampled = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
         try:
-            image = encoded.image(row)
+            image = encoded.stored(row)
             if is_sampled:
                 decoded += 1
-                decode(image)
+                decode(image.content)
+                _check_index(image)
         except (BadImageError, ValueError) as error:
             found.append(Problem(name, str(error), encoded.key(row), number))
     return FileCheck(len(encoded.keys), decoded, found)
+
+
+def _check_index(image: StoredImage) -> None:
+    """Compare an index with what the file says.
+
+    Raises:
+        ValueError: if a crop would be cut from the wrong places.
+    """
+    if image.index is None:
+        return
+    found = index_segments(bytes(image.content))
+    if found is None or any(
+        not np.array_equal(value, vars(found)[name]) for name, value in vars(image.index).items()
+    ):
+        raise ValueError("its restart index is not that of its bytes")

@@ -1,6 +1,6 @@
 """The parquet layout of a data set: column names, types and file names.
 
-A shard holds one row per image: the encoded bytes as they came, the labels, a key that names the
+A shard holds one row per image: its encoded bytes, the labels, a key that names the
 image in its source, its size in pixels, and a checksum, by which one damaged image is told from its
 neighbours; that of its row group is in the manifest. Where JPEG files were given restart markers
 (`convert.index_jpeg`), two columns follow: the checksum of the file as it came, and where the parts

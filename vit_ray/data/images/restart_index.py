@@ -5,7 +5,8 @@ that is decoded by itself (ITU T.81, E.2.4). Where every segment is the same par
 units (MCUs), a rectangle of segments is again a JPEG: its width and height in a copy of the header,
 its markers numbered anew, its end marked. Any decoder reads it, and gives the same pixels as for
 the whole file, but for those at inner edges that smooth chroma computes with a neighbour that is
-not there; `crop_file` takes one sample of chroma more on each side for them.
+not there; `crop_file` takes one sample of chroma more on each side for them. Parts that decode to
+4 pixels or fewer of width are upsampled otherwise, and may differ in chroma.
 
 `index_segments` looks once at a file whether it is fit, when a data set is made; a crop reads
 nothing of the file but what it takes.

@@ -123,7 +123,7 @@ def decisive_changes(
         without: keys that are passed over, too.
     """
     skipped = {*_HARMLESS, *without, *_moved_along(before, now)}
-    skipped |= _unused(now) & _unused({**now, **before})
+    skipped |= unused_keys(now) & unused_keys({**now, **before})
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
     return [
@@ -134,7 +134,8 @@ def decisive_changes(
     ]
 
 
-def _unused(flat: Mapping[str, str]) -> set[str]:
+def unused_keys(flat: Mapping[str, str]) -> set[str]:
+    """Keys that decide nothing in a recipe, `Recipe.flat`, as others of it are set."""
     return {
         key
         for key, others in _UNUSED.items()

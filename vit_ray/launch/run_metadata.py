@@ -21,7 +21,7 @@ import ray
 import yaml
 
 from vit_ray.config import Recipe
-from vit_ray.config.decisive import TAGGED, is_trained
+from vit_ray.config.decisive import TAGGED, is_trained, unused_keys
 from vit_ray.config.model_family import model_family
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
@@ -40,10 +40,12 @@ _CONTEXTS: Final = {
 
 def trained_params(recipe: Recipe) -> dict[str, str]:
     """The keys that decide the training's result, and its sizes; those that are set."""
+    flat = recipe.flat()
+    left_out = {*TAGGED, *unused_keys(flat)}
     return {
         key: value
-        for key, value in recipe.flat().items()
-        if (is_trained(key) and key not in TAGGED) or key in _SIZES
+        for key, value in flat.items()
+        if (is_trained(key) and key not in left_out) or key in _SIZES
         if value != "None"
     }
 

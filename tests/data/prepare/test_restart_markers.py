@@ -240,6 +240,30 @@ def test_a_library_with_other_structures_is_passed_over(
     assert "install Pillow from PyPI" in caplog.text
 
 
+class _WithoutMarkers(Jpegtran):
+    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
+        return image
+
+
+def test_a_writer_that_writes_no_markers_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = next(restart_markers._writers())
+    writers = [_WithoutMarkers(""), other]
+    monkeypatch.setattr(restart_markers, "_writers", lambda: iter(writers))
+    assert restart_writer.__wrapped__() is other
+    other.close()
+
+
+def test_a_library_beside_pillow_makes_no_search_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pillow.libs").mkdir()
+    (tmp_path / "PIL").mkdir()
+    (tmp_path / "pillow.libs" / "libjpeg.so").touch()
+    monkeypatch.setattr("PIL.__file__", str(tmp_path / "PIL" / "__init__.py"))
+    monkeypatch.setattr("ctypes.util.find_library", lambda _: pytest.fail("searched"))
+    assert isinstance(next(restart_markers._writers()), Libjpeg)
+
+
 def test_a_process_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

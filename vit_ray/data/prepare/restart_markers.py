@@ -142,7 +142,7 @@ def restart_writer() -> Writer | None:
     A process keeps it: its helper ends with it, when nobody writes to the helper's input any more.
     """
     for writer in _writers():
-        if writer(_GREY_PIXEL, 1, False) is not None:
+        if with_restart_markers(_GREY_PIXEL, writer) is not None:
             return writer
         writer.close()
     _LOG.warning(_NOT_FOUND)
@@ -152,9 +152,9 @@ def restart_writer() -> Writer | None:
 def _writers() -> Iterator[Writer]:
     packages = Path(PIL.__file__).parent
     bundled = [*packages.glob("../pillow.libs/libjpeg*"), *packages.glob(".dylibs/libjpeg*")]
-    for library in [*map(str, bundled), ctypes.util.find_library("jpeg")]:
-        if library is not None:
-            yield Libjpeg(library)
+    yield from map(Libjpeg, map(str, bundled))
+    if (library := ctypes.util.find_library("jpeg")) is not None:  # which starts a process
+        yield Libjpeg(library)
     if (jpegtran := shutil.which("jpegtran")) is not None:
         yield Jpegtran(jpegtran)
 

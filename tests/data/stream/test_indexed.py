@@ -1,5 +1,6 @@
 """A data set with restart indices gives the batches of the same one without, bit by bit."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare import shard_images
 from vit_ray.data.prepare.convert import convert
-from vit_ray.data.prepare.restart_markers import RewrittenJpeg, Writer, with_restart_markers
+from vit_ray.data.prepare.restart_markers import (
+    RewrittenJpeg,
+    Writer,
+    restart_writer,
+    with_restart_markers,
+)
 from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
@@ -143,3 +149,21 @@ def test_a_check_finds_a_wrong_index(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_check_finds_nothing_wrong_with_an_index(sets: tuple[Manifest, Manifest]) -> None:
     for manifest in sets:
         assert check_file(manifest, 0, decode_fraction=1.0).problems == []
+
+
+def test_the_report_says_what_wrote_the_markers(
+    sets: tuple[Manifest, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    indexed, plain = (json.loads((Path(s.path) / "report.json").read_text()) for s in sets)
+    assert (indexed["num_indexed"], plain["num_indexed"], plain["jpeg_writers"]) == (6, 0, [])
+    writer = restart_writer()
+    assert writer is not None
+    assert indexed["jpeg_writers"] == [writer.name]
+    monkeypatch.setattr("vit_ray.data.prepare.convert.restart_writer", lambda: None)
+    found = converted(tmp_path, index_jpeg=True)
+    report = json.loads((Path(found.path) / "report.json").read_text())
+    assert (report["num_indexed"], report["jpeg_writers"]) == (0, ["none"])
+    assert caplog.text.count("restart markers from: none") == 1

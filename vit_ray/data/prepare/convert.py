@@ -75,7 +75,9 @@ class ConvertReport:
     """What a conversion did.
 
     `label_histogram` counts images per class name; `rejected` maps the key of each of the first
-    1,000 rejected images to its reason, and `rejected.parquet` has all.
+    1,000 rejected images to its reason, and `rejected.parquet` has all. `num_indexed` images have a
+    restart index; `jpeg_writers` names what rewrote their files on some machine, "none" where
+    nothing could.
     """
 
     num_images: int
@@ -86,6 +88,8 @@ class ConvertReport:
     fingerprint: str
     label_histogram: dict[str, int] = field(repr=False)
     rejected: dict[str, str] = field(repr=False)
+    num_indexed: int = 0
+    jpeg_writers: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -384,7 +388,8 @@ class _Sizer:
 class _ShardResult:
     """Facts of one finished shard, as the staging folder keeps them.
 
-    `rejected` has (key, reason) of each image that the shard lacks.
+    `rejected` has (key, reason) of each image that the shard lacks; `jpeg_writer` is empty where
+    none was asked for.
     """
 
     shard: int
@@ -396,6 +401,8 @@ class _ShardResult:
     rejected: list[tuple[str, str]]
     row_group_crc32: list[int]
     footer_crc32: int
+    num_indexed: int = 0
+    jpeg_writer: str = ""
 
 
 def _make_shards(conversion: _Conversion, folder: Location, num_cpus: float) -> None:
@@ -437,7 +444,7 @@ class _ShardMaker:
         label_of = self.conversion.label_of()
         rejected: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
-        max_labels = 0
+        max_labels = num_indexed = 0
         destination = folder.child(shard_name(shard, self.conversion.num_shards))
         writer = ShardWriter(
             destination,
@@ -455,17 +462,23 @@ class _ShardMaker:
                     rejected.append((entry.key, printable(str(error))))
                     continue
                 writer.add(replace(row, extra=entry.extra))
+                num_indexed += row.index is not None
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
                     counts[str(label)] = counts.get(str(label), 0) + 1
         facts = writer.facts()
+        jpeg_writer = "" if not settings.index_jpeg else restarts.name if restarts else "none"
         return _ShardResult(
             shard, facts.rows, facts.row_group_bytes, facts.bytes, max_labels, counts, rejected,
-            facts.row_group_crc32, facts.footer_crc32,
+            facts.row_group_crc32, facts.footer_crc32, num_indexed, jpeg_writer,
         )  # fmt: skip
 
 
 _REJECTED_SHOWN: Final = 1000
+_UNLIKE_WRITERS: Final = (
+    "JPEG files got their restart markers from: %s. Bytes and fingerprint depend on it, and "
+    "without any they are read more slowly: install the same Pillow from PyPI on all machines"
+)
 
 
 def _delete_abandoned(folder: Location) -> None:
@@ -506,7 +519,11 @@ def _commit(
         fingerprint=_write_manifest(conversion, folder, written),
         label_histogram=dict(zip(conversion.classes, counts.tolist(), strict=True)),
         rejected=shown,
+        num_indexed=sum(result.num_indexed for result in written),
+        jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
     )
+    if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
+        _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
     content = json.dumps(asdict(report), indent=1).encode()
     rejected = folder.child(REJECTED_FILE).read()
     write_checksums(folder, {REJECTED_FILE: rejected, REPORT_FILE: content})

@@ -60,7 +60,9 @@ _NOT_FOUND: Final = (
 
 
 class Writer(Protocol):
-    """What rewrites coefficients."""
+    """What rewrites coefficients; `name` tells one version's bytes from another's."""
+
+    name: str
 
     def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
         """The file with restart markers and without metadata; None if it is damaged.
@@ -77,6 +79,7 @@ class Libjpeg:
     """libjpeg in a process of its own, which is started again where a file has ended it."""
 
     def __init__(self, library: str) -> None:
+        self.name = Path(library).name
         self._command = [sys.executable, "-I", "-S", str(_HELPER), library]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -116,6 +119,8 @@ class Libjpeg:
 
 class Jpegtran:
     """The command of that name, once for each file."""
+
+    name = "jpegtran"
 
     def __init__(self, command: str) -> None:
         self._command = command

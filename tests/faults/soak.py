@@ -37,8 +37,8 @@ PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""
 STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
-BUSY: Final = "The current node timed out during startup"
-"""Said by Ray at the end of a driver that could not start it on a machine that is too busy."""
+BUSY: Final = "the machine is too busy"
+"""Said at the end of a driver that could not start its Ray."""
 
 
 class Soak:

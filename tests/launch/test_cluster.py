@@ -1,5 +1,6 @@
 """Which Ray a driver joins: no Ray needed."""
 
+import inspect
 import os
 import platform
 import socket
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import node
 from ray._private.utils import check_version_info
 
 from vit_ray.config import load_recipe
@@ -57,6 +59,21 @@ def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
     connect(load_recipe("digits"))
     # Ray counts actors, of which there are about ten, as well.
     assert chosen["kept"] - 10 >= chosen["num_cpus"] >= 4
+
+
+def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster.TIMED_OUT in inspect.getsource(node)
+
+    def init(**_: Any) -> None:
+        raise Exception(f"{cluster.TIMED_OUT}. This could happen because the GCS is overloaded.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeError, match=r"too busy.* again") as raised:
+        connect(load_recipe("digits"))
+    assert "\n" not in str(raised.value)
 
 
 def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:

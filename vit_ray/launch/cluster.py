@@ -38,6 +38,9 @@ _NUM_ACTORS: Final = 12
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
+TIMED_OUT: Final = "The current node timed out during startup"
+"""Said by Ray of a node that it could not start in time."""
+
 _STARTED: Final[list[str]] = []
 """Addresses of the clusters that this process has started."""
 
@@ -67,6 +70,7 @@ def connect(recipe: Recipe) -> ClusterShape:
 
     Raises:
         ValueError: nobody answers at the address, or a Ray or Python of another version.
+        RuntimeError: the machine is too busy for a Ray of its own.
     """
     _quiet()
     if not ray.is_initialized():
@@ -77,15 +81,32 @@ def connect(recipe: Recipe) -> ClusterShape:
         else:
             num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
-            ray.init(
-                address="local",  # not another one that happens to run here
-                num_cpus=num_cpus,
-                include_dashboard=os.environ.get(DASHBOARD, "0") == "1",
-                log_to_driver=_shows_logs(),
-                logging_level=logging.ERROR,
-            )
+            _start(num_cpus)
             _STARTED.append(_address())
     return shape(time.time())
+
+
+def _start(num_cpus: int) -> None:
+    """Start a Ray on this machine.
+
+    Raises:
+        RuntimeError: the machine is too busy for it.
+    """
+    try:
+        ray.init(
+            address="local",  # not another one that happens to run here
+            num_cpus=num_cpus,
+            include_dashboard=os.environ.get(DASHBOARD, "0") == "1",
+            log_to_driver=_shows_logs(),
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:  # for which Ray has no type
+        if TIMED_OUT not in str(error):
+            raise
+        raise RuntimeError(
+            "Ray could not be started on this machine in its time limit of 30 s: the machine is "
+            "too busy, or has too little memory; run the same command again when less is running"
+        ) from error
 
 
 def _join() -> None:

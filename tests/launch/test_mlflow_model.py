@@ -240,6 +240,7 @@ def prepared(kind: str, **sections: Any) -> Any:
     return SimpleNamespace(
         recipe=recipe_from_dict(tree, "test"),
         kind=kind,
+        trains=kind != "evaluate",
         resolved=SimpleNamespace(manifest=manifest),
     )
 

@@ -26,7 +26,7 @@ def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every: int) -> 
     with theirs:
         model(images).sum().backward()
     snapshot = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]
-    weight_bytes = sum(p.numel() * 4 for p in model.parameters())
+    weight_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     model.zero_grad(set_to_none=True)
     with ActivationMemory(model.parameters()) as ours:
         model(images).sum().backward()

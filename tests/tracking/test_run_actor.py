@@ -43,7 +43,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
 def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster: object, tmp_path: Path) -> None:
     recorder = started(tmp_path)
     content = gzip.compress(b"a trace")
-    ray.get(recorder.content.remote("trace.json.gz", content))
+    ray.get(recorder.content.remote("trace.json.gz", content, "profile"))
     assert ray.get(recorder.finish.remote("FINISHED"))
     run_id = ray.get(recorder.run_id.remote())
     recorder.release()

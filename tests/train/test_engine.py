@@ -200,8 +200,8 @@ def test_offloading_the_optimizer_changes_no_step(
 ) -> None:
     name = f"{precision}-{stage}"
     run, expected = offloaded[f"offloaded-{name}"], straight[2][name]
-    # ZeRO 3 adds up the norm that it clips by in another order; the others differ in no bit.
-    is_close = precision == "fp32" and stage == 3
+    # The norm that is clipped by is added up in another order, which bf16 is too coarse to show.
+    is_close = precision == "fp32"
     tolerance = TOLERANCE["fp32"] if is_close else 0
     assert run.losses == pytest.approx(expected.losses, rel=tolerance, abs=0)
     difference = float((run.averaged - expected.averaged).abs().max())

@@ -200,7 +200,7 @@ class Recorder:
         """A local file or folder to keep with the run."""
         self._tracker.artifact(path, folder)
 
-    def content(self, name: str, content: bytes, folder: str = "profile") -> None:
+    def content(self, name: str, content: bytes, folder: str) -> None:
         """A file to keep with the run, sent from a worker that may be on another node."""
         path = self._log_path.parent / name
         path.write_bytes(content)

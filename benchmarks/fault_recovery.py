@@ -40,6 +40,7 @@ from typing import Any
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
@@ -128,13 +129,9 @@ class Run:
         self.process.wait()
 
 
-def training_actors() -> list[Any]:
-    filters: list[Any] = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
-    return list_actors(DASHBOARD[0], filters=filters, detail=True)
-
-
 def workers() -> list[int]:
-    return [int(actor.pid) for actor in training_actors()]
+    filters: list[Any] = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    return [int(actor.pid) for actor in list_actors(DASHBOARD[0], filters=filters, detail=True)]
 
 
 def kill_a_worker(run: Run) -> None:
@@ -181,7 +178,7 @@ def recovery(name: str, run: Run) -> str:
     whole_s = time.time() - start_s
     since = {
         "noticed": run.event_s("worker failed", start_s),
-        "workers begun": max(int(actor.start_time_ms) for actor in training_actors()) / 1e3,
+        "workers begun": max(psutil.Process(pid).create_time() for pid in workers()),
         "restored": run.event_s("resumed", start_s),
         "first step": run.event_s("first step", start_s),
     }

@@ -85,6 +85,8 @@ def _main(
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        # A rank that left at once would close connections that another is still making.
+        torch.distributed.barrier()
         queue.put(pickle.dumps((rank, function(rank, *args))))
     except BaseException:
         queue.put(pickle.dumps((rank, _Failure(traceback.format_exc()))))

@@ -1,6 +1,6 @@
 import pytest
 
-from vit_ray.retry import RetryPolicy, retry_policy, with_retries
+from vit_ray.retry import ONE_ATTEMPT, RetryPolicy, retry_policy, with_retries
 
 
 class Flaky:
@@ -46,6 +46,13 @@ def test_a_refusal_is_tried_again_only_a_little() -> None:
     with pytest.raises(OSError, match="ACCESS_DENIED"):
         with_retries(flaky, "reading", sleep=lambda _: None)
     assert flaky.calls == 3
+
+
+def test_a_refusal_is_tried_no_more_often_than_anything() -> None:
+    flaky = Flaky(*["AWS Error ACCESS_DENIED during HeadObject operation"] * 9)
+    with pytest.raises(OSError, match="ACCESS_DENIED"):
+        with_retries(flaky, "reading", ONE_ATTEMPT, sleep=lambda _: None)
+    assert flaky.calls == 1
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("SLOW_DOWN/a"), OSError("No space left")])

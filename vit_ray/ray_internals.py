@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 
 if TYPE_CHECKING:
+    from ray.data._internal.execution.execution_callback import (
+        ExecutionCallback as ExecutionCallback,
+    )
     from ray.experimental.internal_kv import _internal_kv_list as _internal_kv_list
     from ray.experimental.internal_kv import _internal_kv_put as _internal_kv_put
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback as DatasetsCallback
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 VERSION: Final = "2.60"
 """Of Ray, for which all of this was read and tested."""
 _TRAIN: Final = "ray.train.v2._internal"
+_DATA: Final = "ray.data._internal.execution"
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,27 @@ INTERNALS: Final = (
         {"get_reserved_resources": ("self", "requester_id", "recompute")},
     ),
     Internal(
+        "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
+        "get_or_create_autoscaling_coordinator",
+        "Ray Data starts it when it executes, and knows of no CPUs before it answers; it can start "
+        "beside the process that executes.", "",
+        {"": ()},
+    ),
+    Internal(
+        "ray.data._internal.stats", "_StatsManager",
+        "It keeps numbers for a dashboard in a process of its own; on a Ray without a dashboard "
+        "nobody sees them.", "",
+        {
+            "register_dataset_to_stats_actor": (
+                "dataset_tag", "operator_tags", "topology", "data_context",
+            ),
+            "update_execution_metrics": (
+                "dataset_tag", "op_metrics", "operator_tags", "state",
+            ),
+            "update_iteration_metrics": ("stats", "dataset_tag", "split_index"),
+        },
+    ),
+    Internal(
         f"{_TRAIN}.execution.context", "get_train_context",
         "`ray.train.get_preemption_info` waits for all workers at each call; the loop agrees by "
         "itself.", "#65183",
@@ -177,6 +202,20 @@ INTERNALS: Final = (
                 "bundle_label_selector", "topology_strategy",
             ),
         },
+    ),
+    Internal(
+        f"{_DATA}.execution_callback", "ExecutionCallback",
+        "The type of what the context takes as `custom_execution_callback_classes`.", "",
+        {"on_execution_step": ("self", "executor")},
+    ),
+    Internal(
+        f"{_DATA}.streaming_executor", "StreamingExecutor",
+        "Tells such a callback whether the loop has anything to wait for.", "",
+        attributes=("_topology",),
+    ),
+    Internal(
+        f"{_DATA}.interfaces.physical_operator", "PhysicalOperator", "As above.", "",
+        {"num_active_tasks": ("self",), "has_completed": ("self",)},
     ),
     Internal(
         "ray.experimental.internal_kv", "_internal_kv_put",
@@ -248,6 +287,17 @@ def expire_resource_requests_after(seconds: int, repeat_s: int) -> None:
         ("AUTOSCALING_REQUESTS_INTERVAL_S", repeat_s),
     ):
         setattr(importlib.import_module(_MODULES[name]), name, value)
+
+
+def keep_no_dataset_statistics() -> None:
+    """Of Ray Data sets that this process executes."""
+    manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
+    methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
+    for name in methods:
+        setattr(manager, name, staticmethod(_do_nothing))
+
+
+def _do_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def name_placement_groups(name: str) -> None:

@@ -146,7 +146,7 @@ def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:
     if isinstance(error, FileNotFoundError):
         return 1
     if is_denied(error):
-        return policy.denied_attempts
+        return min(policy.denied_attempts, policy.attempts)
     is_tried = policy.tries_every_error or is_transient(error)
     return policy.attempts if is_tried else 1
 

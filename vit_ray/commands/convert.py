@@ -52,6 +52,7 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
         classes=config.classes,
         labels_are=config.labels_are,
         columns=config.columns,
+        label_field=config.label_field,
         keep_damaged_archives=config.keep_damaged_archives,
         shrink_to=config.shrink_to,
         shrink_quality=config.shrink_quality,

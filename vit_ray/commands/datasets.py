@@ -21,7 +21,11 @@ def run_verify(recipe: Recipe) -> int:
     config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
     open_dataset(config.path)  # an error before Ray starts
     connect(recipe)
-    report = verify(config.path, decode_fraction=config.decode_fraction)
+    report = verify(
+        config.path,
+        decode_fraction=config.decode_fraction,
+        compares_source=config.compare_source,
+    )
     for problem in report.problems[:_SHOWN]:
         where = f"{problem.file} {problem.key}".strip()
         print(f"{where}: {problem.what}")

@@ -39,6 +39,10 @@ class ConvertConfig(Section):
     columns: tuple[str, ...] = ()
     """Fields of the source to pass through as text, such as captions and ids: columns of parquet
     and CSV, keys of JSON, suffixes of a tar's text files."""
+    label_field: str | None = None
+    """Feature of TFRecord files that is the label, such as `label_azimuth`; or a task of VTAB whose
+    label is made of several: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist, snorb-azim,
+    snorb-elev; unset = `label`."""
     keep_damaged_archives: bool = False
     """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
     shrink_to: Positive | None = None
@@ -60,6 +64,10 @@ class VerifyConfig(Section):
     decode_fraction: Fraction = 0.01
     """Share of the images to decode, and to compare with the source where their files were
     rewritten (`convert.index_jpeg`); checksums of all are checked always."""
+    compare_source: bool = True
+    """Compare with the source, where it is still there. That lists it, and reads the headers of a
+    tar shard, or all of a parquet or TFRecord file, that has an image of the sample; `false` never
+    looks at it."""
 
 
 class SubsetConfig(Section):

@@ -1,17 +1,23 @@
 """Training slower than data: reading waits, and what waits fits the recipe's share."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from tests.data.stream.reading import read_training, streams_of
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.stream import executor_pace
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.executor_pace import PauseWhileFull
+from vit_ray.data.stream.ray_datasets import training_datasets
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.preflight import resolve_run
 
@@ -68,6 +74,40 @@ def test_a_slow_consumer_holds_reading_back_and_gets_everything(
     # because Ray frees objects once a second.
     assert most_mib < 24 + (3 + 1 / PAUSE_S) * 2.9
     assert spilled == 0
+
+
+def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
+    dataset: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_paused, sleep = threading.Event(), time.sleep
+
+    def pause(seconds: float) -> None:
+        has_paused.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(executor_pace, "time", SimpleNamespace(sleep=pause))
+    spec = slow_stream(dataset, 24, tmp_path)
+    (one,) = training_datasets(spec, world_size=1, batch_size_per_rank=20, start=0, stop=1500)
+    bundles = one.iter_internal_ref_bundles()
+    taken = [next(bundles)]  # and then none: 24 MiB are full before the end
+    did_pause = has_paused.wait(60)
+    taken += bundles  # or the execution would hold up the end of this process
+    assert did_pause
+    assert sum(len(bundle.blocks) for bundle in taken) == 75
+
+
+@pytest.mark.parametrize(
+    ("active", "has_ended", "pauses"), [(1, False, 0), (0, False, 1), (0, True, 0)]
+)
+def test_the_loop_pauses_only_where_its_next_turn_would_not_wait(
+    monkeypatch: pytest.MonkeyPatch, active: int, has_ended: bool, pauses: int
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(executor_pace, "time", SimpleNamespace(sleep=slept.append))
+    source = SimpleNamespace(num_active_tasks=lambda: 0, has_completed=lambda: True)
+    reading = SimpleNamespace(num_active_tasks=lambda: active, has_completed=lambda: has_ended)
+    PauseWhileFull().on_execution_step(SimpleNamespace(_topology=[source, reading]))
+    assert slept == [executor_pace.PAUSE_S] * pauses
 
 
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(

@@ -3,11 +3,14 @@
 import uuid
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import ray
+from ray.data._internal import stats
 
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
@@ -75,6 +78,31 @@ def test_every_rank_is_told_that_a_stream_failed() -> None:
             dealt.next_block(rank, index)
 
 
+def samples_of(server: StreamServer, spec: StreamSpec, group: str, number: int = 0) -> np.ndarray:
+    """Sample numbers of an evaluation by one rank."""
+    one = Pass(ray.put({"eval": spec}), "eval", group, number, 1, 50)
+    blocks = []
+    while found := server.next_block(one, 0, len(blocks)):
+        blocks.append(ray.get(found[0]).to_pydict()["sample"])
+    return np.concatenate([np.ravel(block) for block in blocks])
+
+
+def test_where_nobody_sees_statistics_no_process_is_started_for_them(
+    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = MagicMock()
+    monkeypatch.setattr(stats, "get_or_create_stats_actor", asked)
+    for name, method in vars(stats._StatsManager).items():
+        if isinstance(method, staticmethod):
+            monkeypatch.setattr(stats._StatsManager, name, method)  # and back after the test
+    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
+    for keeps_statistics in (True, False):
+        asked.reset_mock()
+        server = StreamServer(keeps_statistics=keeps_statistics, warms_up=False)
+        assert len(samples_of(server, spec, uuid.uuid4().hex)) == 300
+        assert asked.called == keeps_statistics
+
+
 def test_trainings_of_one_lane_share_the_decoded_images_of_an_evaluation(
     dataset: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,15 +116,7 @@ def test_trainings_of_one_lane_share_the_decoded_images_of_an_evaluation(
     monkeypatch.setattr(stream_server, "evaluation_datasets", counted)
     crop = Augmentation("resize", size=16, flip=False)
     spec = StreamSpec(dataset, crop, num_cpus=0.5)
-    server, workers = StreamServer(), uuid.uuid4().hex
-
-    def images(spec: StreamSpec, group: str, number: int = 0) -> np.ndarray:
-        one = Pass(ray.put({"eval": spec}), "eval", group, number, 1, 50)
-        blocks = []
-        while found := server.next_block(one, 0, len(blocks)):
-            blocks.append(ray.get(found[0]).to_pydict()["sample"])
-        return np.concatenate([np.ravel(block) for block in blocks])
-
+    workers, images = uuid.uuid4().hex, partial(samples_of, StreamServer())
     first = images(spec, f"{workers} 0")
     for group, number in ((f"{workers} 0", 1), (f"{workers} 1", 0)):
         np.testing.assert_array_equal(images(spec, group, number), first)

@@ -364,17 +364,23 @@ class RowGroupReader:
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
         return [key for row, key in enumerate(found.to_pylist()) if row not in dropped]
 
-    def original_crc32(self, group: int) -> NDArray[np.uint32]:
+    def original_crc32(self, group: int) -> NDArray[np.uint32] | None:
         """The checksum that each file of a stored row group had before it was rewritten.
 
-        Reads no other column; of data sets that are indexed.
+        Reads no other column; None where the shard has no restart indices.
 
         Raises:
             ValueError: as `read`.
         """
         number, name = int(self._manifest.row_group[group]), INDEX_SCHEMA.names[0]
-        found = self._retried(group, lambda shard: shard.columns(number, [name])[name])
-        return np.asarray(found)
+
+        def read(shard: ShardReader) -> NDArray[np.uint32] | None:
+            # By the shard: some manifests of format version 3 are of shards without the columns.
+            if _INDEX not in shard.names:
+                return None
+            return np.asarray(shard.columns(number, [name])[name])
+
+        return self._retried(group, read)
 
     def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
         number = int(self._manifest.row_group[group])

@@ -7,7 +7,7 @@ whether a file of it is the one that was converted; its pixels must then be thos
 import json
 import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ from vit_ray.data.format.schema import REPORT_FILE, checksum
 from vit_ray.data.images.crops import UInt8Array, decode
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit
-from vit_ray.data.prepare.sources.formats import index_unit, list_units
+from vit_ray.data.prepare.sources.formats import index_unit, key_prefix, list_units
+from vit_ray.retry import with_retries
 from vit_ray.storage import locate
 
 OTHER_PIXELS: Final = "it does not decode to the pixels of the file that it was made from"
@@ -54,22 +55,27 @@ def compare_with_source(
     """Read the files that some images were made from, where they are still there."""
     if not rewritten:
         return Comparison(0, [], "")
-    try:
-        settings = _settings(manifest)
-        source = settings["source"]
-        units = list_units(source, settings["format"], settings["split"])
-    except KeyError:
+    settings = _settings(manifest)
+    if not {"source", "format", "split", "shrink_to"} <= settings.keys():
         return Comparison(0, [], _NOT_COMPARED.format(f"{REPORT_FILE} does not tell the source"))
+    source, shrink_to = settings["source"], settings["shrink_to"]
+    try:
+        units = list_units(source, settings["format"], settings["split"])
     except (ValueError, OSError) as error:
-        return Comparison(0, [], _NOT_COMPARED.format(f"the source is gone ({error})"))
-    shrink_to = settings["shrink_to"]
+        why = "cannot be read" if _why_unread(error) else "is gone"
+        return Comparison(0, [], _NOT_COMPARED.format(f"the source {why} ({error})"))
+    units = [replace(unit, label_field=settings.get("label_field")) for unit in units]
     wanted = {r.key: r for r in rewritten if shrink_to is None or r.shorter_side < shrink_to}
-    results = run_tasks(_UnitComparer(wanted), units, num_cpus)
+    results = run_tasks(_compare_part, _parts(units, wanted), num_cpus)
     equal = {key for result in results for key in result["equal"]}
     # A key may stand twice in a list or a tar, and its first image alone was converted.
     differing = {key for result in results for key in result["differing"]} - equal
-    others = len(wanted) - len(equal) - len(differing)
+    unread = {k: why for result in results for k, why in result["unread"].items()}
+    unread = {k: why for k, why in unread.items() if k not in equal | differing}
+    others = len(wanted) - len(equal) - len(differing) - len(unread)
     told = f"{len(equal)} rewritten JPEG files decode to the pixels of the originals in {source}"
+    if unread:
+        told += f"; {len(unread)} originals could not be read ({next(iter(unread.values()))})"
     if others:
         told += f"; of {others} the originals are gone or have changed"
     return Comparison(len(equal), [wanted[key] for key in sorted(differing)], told)
@@ -86,38 +92,73 @@ def _settings(manifest: Manifest) -> dict[str, Any]:
         return {}
 
 
+def _why_unread(error: ValueError | OSError) -> str | None:
+    """What storage said that does not answer or refuses; None where something is gone or other."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    is_storage = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return str(error) if is_storage else None
+
+
 @dataclass(frozen=True)
-class _UnitComparer:
+class _Part:
+    """A unit of the source, and the images that may stand in it."""
+
+    unit: SourceUnit
     wanted: dict[str, Rewritten]
 
-    def __call__(self, unit: SourceUnit) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {"equal": [], "differing": []}
-        with tempfile.TemporaryDirectory() as scratch:
-            for entry in _entries(unit, Path(scratch), self.wanted):
-                is_equal = _is_equal(entry, self.wanted[entry.key])
-                if is_equal is not None:
-                    found["equal" if is_equal else "differing"].append(entry.key)
-        return found
+
+def _parts(units: list[SourceUnit], wanted: dict[str, Rewritten]) -> list[_Part]:
+    """Those units that may hold one of the images."""
+    held: dict[str, dict[str, Rewritten]] = {key_prefix(unit): {} for unit in units}
+    for key, one in wanted.items():
+        for prefix in ("", *(key[: at + 1] for at, c in enumerate(key) if c == "/")):
+            if prefix in held:
+                held[prefix][key] = one
+    parts = [_Part(unit, held[key_prefix(unit)]) for unit in units]
+    return [part for part in parts if part.wanted]
 
 
-def _entries(unit: SourceUnit, scratch: Path, wanted: dict[str, Rewritten]) -> list[IndexEntry]:
-    """Those of some images; of a unit that cannot be read, what stands before that."""
-    found = []
-    try:
-        for entry in index_unit(unit, locate(str(scratch / "pack.bin"))):
-            if entry.key in wanted:
+def _compare_part(part: _Part) -> dict[str, Any]:
+    """Keys of equal and of differing images, and why others could not be read."""
+    equal: list[str] = []
+    differing: list[str] = []
+    unread: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        entries, why = _indexed(part, Path(scratch))
+        if why is not None:
+            unread = dict.fromkeys(part.wanted, why)
+        for entry in entries:
+            try:
+                is_equal = _is_equal(entry, part.wanted[entry.key])
+            except (ValueError, OSError) as error:
+                if (why := _why_unread(error)) is not None:
+                    unread[entry.key] = why
+                continue
+            if is_equal is not None:
+                (equal if is_equal else differing).append(entry.key)
+    return {"equal": equal, "differing": differing, "unread": unread}
+
+
+def _indexed(part: _Part, scratch: Path) -> tuple[list[IndexEntry], str | None]:
+    """Where some images stand; of a unit that ends early, those before that, and why."""
+    found: list[IndexEntry] = []
+
+    def index() -> None:
+        found.clear()
+        for entry in index_unit(part.unit, locate(str(scratch / "pack.bin"))):
+            if entry.key in part.wanted:
                 found.append(entry)
-    except (ValueError, OSError):
-        pass
-    return found
+
+    try:
+        with_retries(index, f"reading {part.unit.path}")
+    except (ValueError, OSError) as error:
+        return found, _why_unread(error)
+    return found, None
 
 
 def _is_equal(entry: IndexEntry, rewritten: Rewritten) -> bool | None:
     """Whether it decodes alike; None if it is not the file that was converted."""
-    try:
-        original = entry.read()
-        if checksum(original) != rewritten.original_crc32:
-            return None
-        return checksum_of_pixels(decode(original)) == rewritten.pixels_crc32
-    except (ValueError, OSError):
+    original = entry.read()
+    if checksum(original) != rewritten.original_crc32:
         return None
+    return checksum_of_pixels(decode(original)) == rewritten.pixels_crc32

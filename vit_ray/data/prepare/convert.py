@@ -105,6 +105,7 @@ def convert(
     classes: Sequence[str] | None = None,
     labels_are: LabelsAre = "auto",
     columns: Sequence[str] = (),
+    label_field: str | None = None,
     shrink_to: int | None = None,
     shrink_quality: int = 95,
     index_jpeg: bool = True,
@@ -128,6 +129,8 @@ def convert(
             name is.
         columns: fields of the source that are passed through as text, such as captions: columns of
             parquet and CSV, keys of JSON, suffixes of a tar's text files.
+        label_field: the feature of TFRecord files that is the label, or the task of VTAB whose
+            label is computed from several; None is for `label`.
         shrink_to: re-encode images whose shorter side is longer than this many pixels, as JPEG of
             `shrink_quality`; None keeps every size.
         index_jpeg: give JPEG files restart markers, losslessly, so that training decodes no more of
@@ -146,7 +149,7 @@ def convert(
     _check_free(folder)
     settings = _Settings(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
-        list(columns), shrink_to, shrink_quality, index_jpeg,
+        list(columns), shrink_to, shrink_quality, index_jpeg, label_field,
     )  # fmt: skip
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
@@ -262,6 +265,11 @@ class _Settings:
     shrink_to: int | None
     shrink_quality: int
     index_jpeg: bool
+    label_field: str | None = None
+
+    def kept(self) -> dict[str, Any]:
+        """As the staging folder has them: what is not set is left out, where versions lack it."""
+        return {k: v for k, v in asdict(self).items() if k != "label_field" or v is not None}
 
     @property
     def shrinking(self) -> Shrinking | None:
@@ -273,7 +281,7 @@ def _begin(settings: _Settings, folder: Location) -> None:
     """Note the settings; what an interrupted conversion made with others is no use to these."""
     staging = folder.child(STAGING_FOLDER)
     file = staging.child(_SETTINGS)
-    content = json.dumps({"version": _STAGING_VERSION, **asdict(settings)}).encode()
+    content = json.dumps({"version": _STAGING_VERSION, **settings.kept()}).encode()
     if file.exists() and file.read() == content:
         return
     if staging.child(_PLAN).exists():
@@ -329,6 +337,7 @@ def _prepare(
             classes=settings.classes or None,
             labels_are=settings.labels_are,
             columns=settings.columns,
+            label_field=settings.label_field,
             keep_damaged=keep_damaged,
             num_cpus=num_cpus,
         )

@@ -6,6 +6,7 @@ enough of them: reading a small dev split reads a small part of the bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,16 +90,17 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
             "or the rest would have none of it; give it more images, or leave it out of the set"
         )
     if total < has_any.sum():
-        name = classes[int(np.argmin(np.where(has_any, counts, counts.max() + 1)))]
+        name = _rarest(counts, classes)
         raise ValueError(
             f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}, fewer than the "
             f"{has_any.sum()} classes: class {name!r} would be empty in the dev split; use at "
             f"least {has_any.sum() / counts.sum():.3g}"
         )
     if total > np.maximum(counts - 1, 0).sum():
+        name, most = _rarest(counts, classes), np.maximum(counts - 1, 0).sum() / counts.sum()
         raise ValueError(
-            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}, which leaves "
-            f"some of {has_any.sum()} classes without an image to train on; use less"
+            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}: class {name!r} "
+            f"would have none left to train on; use at most {math.floor(most * 1000) / 1000:g}"
         )
     exact = counts * (total / counts.sum())
     quotas = np.clip(np.floor(exact), has_any, np.maximum(counts - 1, 0)).astype(np.int64)
@@ -109,6 +111,11 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
         else:
             quotas[np.argmin(np.where(quotas > 1, gap, np.inf))] -= 1
     return quotas
+
+
+def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
+    """The class with the fewest images of those that have any."""
+    return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]
 
 
 def _columns(whole: Manifest, kept: NDArray[np.bool_]) -> RowGroupColumns:

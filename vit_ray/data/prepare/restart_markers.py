@@ -39,7 +39,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 _SEGMENT_PIXELS: Final = 64 * 16
 """About: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to its bytes. Crops of twice as
-many take 9 % longer, as more is decoded beside them."""
+many take 10 % longer, as more is decoded beside them."""
 _MOST_PIXELS: Final = 1 << 26
 """Of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
 _LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")

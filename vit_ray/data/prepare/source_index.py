@@ -118,6 +118,7 @@ def build_index(
     classes: list[str] | None = None,
     labels_are: LabelsAre = "auto",
     columns: Sequence[str] = (),
+    label_field: str | None = None,
     keep_damaged: bool = False,
     num_cpus: float = 1.0,
 ) -> SourceIndex:
@@ -125,6 +126,7 @@ def build_index(
 
     Args:
         columns: fields that are passed through.
+        label_field: as in `SourceUnit`.
         keep_damaged: takes what stands before the damage of an archive.
 
     Raises:
@@ -136,7 +138,12 @@ def build_index(
             f"convert.columns={list(columns)}: class folders have nothing beside their images; "
             f"leave it out, or give a list (CSV, JSONL) of the images."
         )
-    units = [replace(unit, columns=tuple(columns)) for unit in units]
+    if label_field is not None and units[0].format != "tfrecord":
+        raise ValueError(
+            f"convert.label_field={label_field!r} is of TFRecord files, and convert.source is of "
+            f"the format {units[0].format}; leave it out"
+        )
+    units = [replace(unit, columns=tuple(columns), label_field=label_field) for unit in units]
     done = {info.base_name for info in staging.list_files()}
     missing = [unit for unit in units if _facts_name(unit) not in done]
     run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)

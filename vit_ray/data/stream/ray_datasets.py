@@ -7,6 +7,7 @@ contract; `stream_server` executes the sets and deals their blocks to the ranks.
 
 import importlib
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from vit_ray import ray_internals
 from vit_ray.data.order.partition import (
     BlockTask,
     Partition,
@@ -30,6 +32,7 @@ from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.blocks import as_one_row
 from vit_ray.data.stream.encoded import packed
+from vit_ray.data.stream.executor_pace import PauseWhileFull
 
 __all__ = ["StreamSpec", "evaluation_datasets", "training_datasets"]
 
@@ -89,7 +92,6 @@ def _datasets(job: StreamJob, rows_per_rank: int) -> Iterator[ray.data.Dataset]:
         later_tasks=_LATER_SEGMENT_TASKS,
     )
     job_ref = ray.put(job)
-    _warm_up(spec)
     return (_segment(job, job_ref, first, last) for first, last in bounds)
 
 
@@ -113,6 +115,7 @@ def _configure(context: DataContext, spec: StreamSpec) -> None:
         limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
+    context.custom_execution_callback_classes = [PauseWhileFull]
 
 
 def _block_bytes(job: StreamJob) -> int:
@@ -147,8 +150,21 @@ def _import_what_tasks_need() -> None:
     importlib.import_module("vit_ray.data.stream.ray_datasets")
 
 
-def _warm_up(spec: StreamSpec) -> None:
-    """Let idle workers import while the stream's coordinator starts; nobody waits for it."""
+def start_beside_server(num_tasks: int) -> None:
+    """Start what a stream waits for while the process that is to serve it starts.
+
+    Those are Ray Data's own actor, and the imports of some tasks' processes: these take no CPUs of
+    Ray's, so that no actor waits for its place behind them. For a Ray on one machine, half of whose
+    cores are left for the others: the first batch needs one task, which more imports would delay.
+    """
+    ray_internals.get_or_create_autoscaling_coordinator()
+    cores = os.cpu_count() or 1
+    for _ in range(min(num_tasks, max(1, cores // 2), _WARM_WORKERS)):
+        _import_what_tasks_need.options(num_cpus=0).remote()
+
+
+def warm_up(spec: StreamSpec) -> None:
+    """Let idle workers of a cluster import while a stream is planned; nobody waits for it."""
     cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
     tasks = min(int(cpus / spec.num_cpus), spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
     for _ in range(tasks):

@@ -25,7 +25,8 @@ from ray.data.block import Block
 
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.blocks import Batch, cut
-from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets
+from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets, warm_up
+from vit_ray.ray_internals import keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
 """Of the object store, for decoded evaluation images of one lane at most."""
@@ -176,7 +177,17 @@ class KeptBlocks:
 class StreamServer:
     """A thread of its actor runs each call: at most two of a rank at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_statistics: bool = True, warms_up: bool = True) -> None:
+        """Start without reading anything.
+
+        Args:
+            keeps_statistics: Ray Data's, for a dashboard, by a process more.
+            warms_up: the processes of reading tasks import before they are needed; not so where
+                `start_beside_server` has seen to it.
+        """
+        self._warms_up = warms_up
+        if not keeps_statistics:
+            keep_no_dataset_statistics()
         self._open: dict[Pass, DealtBlocks] = {}
         self._kept = KeptBlocks(_most_kept_bytes())
         self._lock = threading.Lock()
@@ -210,6 +221,7 @@ class StreamServer:
         spec = ray.get(one.specs)[one.stream]
         world_size, size = one.world_size, one.batch_size_per_rank
         if one.stream == "train":
+            self._warm_up(spec)
             datasets = training_datasets(
                 spec,
                 world_size=world_size,
@@ -220,6 +232,7 @@ class StreamServer:
             return _blocks_of(datasets)
 
         def read() -> Generator[SizedBlock, None, None]:
+            self._warm_up(spec)
             datasets = evaluation_datasets(
                 spec, world_size=world_size, batch_size=size, start=one.start
             )
@@ -228,6 +241,10 @@ class StreamServer:
         if spec.object_store_mib is not None or not _is_one_node():
             return read()
         return self._kept.blocks(_reading_key(one, spec), read)
+
+    def _warm_up(self, spec: StreamSpec) -> None:
+        if self._warms_up:
+            warm_up(spec)
 
 
 def _reading_key(one: Pass, spec: StreamSpec) -> bytes:

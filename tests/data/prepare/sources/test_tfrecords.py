@@ -1,17 +1,21 @@
 """TFRecord files of TensorFlow Datasets: what is in them, and where they are damaged."""
 
+import io
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.data.pictures import jpeg
 from tests.data.prepare.test_sources import converted
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.sources import tfrecords
 from vit_ray.data.prepare.sources.entries import DamagedUnitError, IndexEntry, SourceUnit
-from vit_ray.data.prepare.sources.formats import index_unit, list_units
+from vit_ray.data.prepare.sources.formats import index_unit, key_prefix, list_units
 from vit_ray.data.prepare.sources.tfrecords import features_of, masked_crc32c
 from vit_ray.storage import locate
 
@@ -26,7 +30,7 @@ TUTORIAL = (
 def test_the_example_of_tensorflows_tutorial_is_read() -> None:
     found = features_of(TUTORIAL)
     assert {k: found[k] for k in ("feature0", "feature1", "feature3")} == {
-        "feature0": [0], "feature1": [4], "feature3": [],
+        "feature0": [0], "feature1": [4], "feature3": [pytest.approx(0.9876)],
     }  # fmt: skip
     (span,) = found["feature2"]
     assert isinstance(span, tuple)
@@ -52,11 +56,13 @@ def varint(value: int) -> bytes:
     return found + bytes([value])
 
 
-def example(**features: list[int] | bytes) -> bytes:
+def example(**features: list[int] | list[float] | bytes) -> bytes:
     entries = b""
     for name, values in features.items():
         if isinstance(values, bytes):
             feature = message(1, message(1, values))
+        elif values and isinstance(values[0], float):
+            feature = message(2, message(1, struct.pack(f"<{len(values)}f", *values)))
         else:
             feature = message(3, message(1, b"".join(varint(v % (1 << 64)) for v in values)))
         entries += message(1, message(1, name.encode()) + message(2, feature))
@@ -95,15 +101,17 @@ def test_a_folder_of_tfds_is_converted_with_its_names(serial: None, tmp_path: Pa
         f"pets-test-{k % 2:05d}-of-00002/{k // 2:08d}": (jpeg(k), [names[k % 3]]) for k in range(6)
     }
     assert open_dataset(str(tmp_path / "set")).classes == list(names)
+    units = list_units(str(tmp_path / "pets" / "4.0.0"), split="test")
+    assert {f"{key.rpartition('/')[0]}/" for key in rows} == set(map(key_prefix, units))
     # From the folder above, too; and without the choice of a split it is asked for.
     assert len(list_units(str(tmp_path / "pets"), split="train")) == 2
     with pytest.raises(ValueError, match="has several splits: test, train"):
         list_units(str(tmp_path / "pets"))
 
 
-def indexed(path: Path, content: bytes) -> list[IndexEntry]:
+def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[IndexEntry]:
     path.write_bytes(content)
-    unit = SourceUnit("tfrecord", str(path), str(path.parent))
+    unit = SourceUnit("tfrecord", str(path), str(path.parent), label_field=label_field)
     return list(index_unit(unit, locate(str(path.with_suffix(".pack")))))
 
 
@@ -155,6 +163,136 @@ def test_a_record_that_is_too_large_is_rejected_alone(
     assert after.read() == jpeg(1)
     with pytest.raises(ValueError, match=r"the record has 3,145,\d+ bytes; an image has at most"):
         wrong.read()
+
+
+def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_path: Path) -> None:
+    def write(folder: Path, **others: list[int]) -> Path:
+        folder.mkdir()
+        (folder / "label.labels.txt").write_text("cat\ndog\n")
+        (folder / "label_sex.labels.txt").write_text("female\nmale\n")
+        rows = [
+            record(example(image=jpeg(k), label=[0], label_sex=[k % 2], **others)) for k in (0, 1)
+        ]
+        (folder / "pets-train.tfrecord-00000-of-00001").write_bytes(b"".join(rows))
+        return folder
+
+    rows = converted(write(tmp_path / "a"), tmp_path / "set", label_field="label_sex")
+    assert sorted(labels for _, labels in rows.values()) == [["female"], ["male"]]
+    plain = converted(tmp_path / "a", tmp_path / "plain")
+    assert [labels for _, labels in plain.values()] == [["cat"]] * 2
+    # Features without names are classes by their numbers.
+    rows = converted(write(tmp_path / "b", age=[7]), tmp_path / "other", label_field="age")
+    assert [labels for _, labels in rows.values()] == [["7"]] * 2
+    with pytest.raises(ValueError, match=r"it has no convert\.label_field='ag', only age, image"):
+        converted(tmp_path / "b", tmp_path / "none", label_field="ag")
+
+
+def test_a_label_field_of_other_files_is_refused(serial: None, tmp_path: Path) -> None:
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
+    with pytest.raises(ValueError, match=r"convert\.label_field='age' is of TFRecord files"):
+        converted(tmp_path / "images", tmp_path / "set", label_field="age")
+
+
+def binary_picture() -> bytes:
+    """White on black as TFDS keeps dSprites: the pixels are 1 and 0."""
+    pixels = np.zeros((8, 8), np.uint8)
+    pixels[2:4] = 1
+    return encoded(pixels)
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def by_thresholds(values: list[float], bounds: list[float]) -> int:
+    """As task_adaptation has it: `tf.reduce_max(tf.where((thrs - dist) < 0))`."""
+    return int(np.max(np.where((np.array(bounds, np.float32) - np.min(values)) < 0)))
+
+
+def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for number in range(20):
+        depths = np.float32(random.uniform(5.5, 12, random.integers(3, 11)))
+        coordinates = np.stack([np.full_like(depths, 99), depths * 0, depths], 1).ravel()
+        clevr = example(
+            image=jpeg(1),
+            **{
+                "objects/size": [1] * len(depths), "objects/pixel_coords": coordinates.tolist(),
+            },
+        )  # fmt: skip
+        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-count")
+        assert entry.labels == (str(len(depths) - 3),)
+        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-dist")
+        bounds = [0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0]
+        assert entry.labels == (str(by_thresholds(depths.tolist(), bounds)),)
+        kinds = random.integers(0, 8, number)  # of the first image there is nothing
+        depths = np.float32(random.uniform(0, 60, number))
+        places = np.stack([depths * 0, depths * 0 - 9, depths], 1).ravel()
+        kitti = example(
+            image=jpeg(1),
+            **{"objects/type": kinds.tolist(), "objects/location": places.tolist()},
+        )
+        (entry,) = indexed(tmp_path / "kitti", record(kitti), "kitti-dist")
+        vehicles = [*depths[kinds < 3].tolist(), 1000.0]
+        assert entry.labels == (str(by_thresholds(vehicles, [-100.0, 8.0, 20.0, 999.0])),)
+        label = int(random.integers(0, 32))
+        sprite = example(
+            image=binary_picture(), label_x_position=[label], label_orientation=[label],
+            label_azimuth=[label % 18], label_elevation=[label % 9],
+        )  # fmt: skip
+        for task, expected in [
+            ("dspr-loc", np.floor_divide(np.float32(label), 32 / 16)),
+            ("dspr-ori", np.floor_divide(np.float32(label), 40 / 16)),
+            ("snorb-azim", label % 18),
+            ("snorb-elev", label % 9),
+        ]:
+            (entry,) = indexed(tmp_path / "sprite", record(sprite), task)
+            assert entry.labels == (str(int(expected)),), task
+
+
+def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
+    dark = record(example(image=binary_picture(), label_x_position=[3]))
+    broken = record(example(image=b"no picture", label_x_position=[3]))
+    bright = encoded(np.full((8, 8), 7, np.uint8))
+    as_it_is = record(example(image=bright, label_x_position=[3]))
+    content = dark + broken + as_it_is
+    found = indexed(tmp_path / "a.tfrecord", content, "dspr-loc")
+    assert [entry.problem is None for entry in found] == [True, False, True]
+    pixels = np.asarray(Image.open(io.BytesIO(found[0].read())))
+    assert pixels.tolist() == [[255 if row in (2, 3) else 0] * 8 for row in range(8)]
+    assert found[2].read() == bright
+    # What stands before damage can be taken (`convert.keep_damaged_archives`).
+    before: list[IndexEntry] = []
+    (tmp_path / "cut.tfrecord").write_bytes((dark + as_it_is)[:-20])
+    unit = SourceUnit(
+        "tfrecord", str(tmp_path / "cut.tfrecord"), str(tmp_path), label_field="dspr-loc"
+    )
+    with pytest.raises(DamagedUnitError):
+        before.extend(index_unit(unit, locate(str(tmp_path / "cut.pack"))))
+    assert [Image.open(io.BytesIO(entry.read())).getextrema() for entry in before] == [(0, 255)]
+
+
+@pytest.mark.parametrize(
+    ("task", "features", "problem"),
+    [
+        ("clevr-count", {"label": [1]}, "of the feature 'objects/size', and it has only image, la"),
+        ("clevr-count", {"objects/size": [1] * 11}, "is 8, none of 0 to 7"),
+        ("clevr-dist", {"objects/pixel_coords": []}, "is -1, none of 0 to 5"),
+        ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
+        ("snorb-azim", {"label_azimuth": b"three"}, "is no list of numbers"),
+        ("snorb-azim", {"label_azimuth": [18]}, "is 18, none of 0 to 17"),
+    ],
+)
+def test_an_image_without_what_its_label_is_made_of_is_rejected(
+    task: str, features: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    content = record(example(image=jpeg(1), **features))
+    (entry,) = indexed(tmp_path / "a.tfrecord", content, task)
+    with pytest.raises(ValueError, match=problem):
+        entry.read()
 
 
 def cut(content: bytes) -> bytes:

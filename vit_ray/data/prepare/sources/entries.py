@@ -61,6 +61,7 @@ class SourceUnit:
         start, stop: bytes of a list; None = to its end.
         first_line: 1-based number of the line at `start`.
         columns: names of the fields that are passed through.
+        label_field: the feature of a TFRecord, or the task of VTAB, that is the label.
     """
 
     format: str
@@ -70,6 +71,7 @@ class SourceUnit:
     stop: int | None = None
     first_line: int = 1
     columns: tuple[str, ...] = ()
+    label_field: str | None = None
 
     @property
     def name(self) -> str:

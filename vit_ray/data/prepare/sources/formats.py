@@ -37,6 +37,13 @@ _DECLARED: Final[dict[str, Callable[[SourceUnit], list[str] | None]]] = {
     "huggingface": hub.declared_classes,
     "tfrecord": tfrecords.declared_classes,
 }
+_STEMS: Final[dict[str, Callable[[str], str]]] = {
+    "folder": str,
+    "webdataset": lambda name: name.removesuffix(".tar"),
+    "huggingface": lambda name: name.removesuffix(".parquet"),
+    "tfrecord": lambda name: name.replace(".tfrecord", ""),
+}
+"""From the name of a unit to what stands before the slash in its keys; lists have any keys."""
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 """Behind the suffix of a file of TensorFlow Datasets."""
 
@@ -49,6 +56,12 @@ def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         ValueError: the unit is not of its format.
     """
     yield from _INDEXERS[unit.format](unit, pack)
+
+
+def key_prefix(unit: SourceUnit) -> str:
+    """What the keys of all images of a unit begin with; empty where they may be anything."""
+    stem = _STEMS.get(unit.format)
+    return f"{stem(unit.name)}/" if stem else ""
 
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:

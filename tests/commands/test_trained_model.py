@@ -23,14 +23,14 @@ from vit_ray.commands.inspect import inspect, read_images
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.launch.preflight import check_weights
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.storage import locate
 from vit_ray.train import init_weights
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
-from vit_ray.train.init_weights import initialize_weights
+from vit_ray.train.init_weights import initialize_weights, planned_load
 from vit_ray.train.progress import Progress
 
 ROOT = Path(__file__).parents[2]
@@ -232,13 +232,19 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
     exported, report = load_trained_model(recipe(bucket, init_from=path), None)
-    check_weights(recipe(bucket, init_from=path))
+    planned = planned_load(size_of_model(), 9, path, False, "bilinear")
+    assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     trained = small_model("ViT", num_classes=9).apply(_clear)
     initialize_weights(trained, path, new_head=False)
     assert report.source.startswith(path)
     for key, tensor in source.state_dict().items():
         assert torch.equal(exported.state_dict()[key], tensor)
         assert torch.equal(trained.state_dict()[key], tensor)
+
+
+def size_of_model() -> ModelConfig:
+    """What `small_model("ViT")` is built by."""
+    return ModelConfig(name="ViT", image_size=32, **TINY_VIT)
 
 
 def _clear(module: nn.Module) -> None:
@@ -258,8 +264,8 @@ def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -
     ]:
         with pytest.raises(ValueError, match=message):
             load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
-    with pytest.raises(ValueError, match="init_from='s3://models/gone"):
-        check_weights(recipe(bucket, init_from="s3://models/gone.npz"))
+        with pytest.raises(ValueError, match=message):
+            planned_load(size_of_model(), 9, f"s3://models/{name}", False, "bilinear")
 
 
 @pytest.mark.parametrize("has_layer", [True, False])
@@ -374,7 +380,7 @@ def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
     Image.new("RGB", (40, 48)).save(tmp_path / "image.png")
     for path, message in [
         ("s3://models/figures", "is remote; give a local folder"),
-        (str(tmp_path / "file"), "cannot be made a folder"),
+        (str(tmp_path / "file"), "is to be a folder, but"),
     ]:
         inspection = {"images": str(tmp_path), "path": path}
         with pytest.raises(ValueError, match=message):

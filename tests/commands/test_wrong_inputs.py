@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 from click.testing import CliRunner
 
+from tests.data.pictures import jpeg
+from tests.data.small_sets import write_set
+from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
+from vit_ray.lock import is_lock_file
+from vit_ray.models.weights import save_weights
 
 RECIPE = "base: digits\nname: mine\ntracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
 FILES = {
@@ -29,6 +36,18 @@ FILES = {
     "based_on_two.yaml": b"base: [digits, cifar10]\nname: x\n",
     "recipes/inner.yaml": RECIPE.encode(),
     "note.txt": b"hello\n",
+    "tiny.yaml": (
+        "name: mine\n"
+        f"model: {json.dumps({'name': 'ViT', 'image_size': 32, **TINY_VIT})}\n"
+        "data: {train: sets/train, eval: sets/train}\n"
+        "optim: {steps: 2}\n"
+        "train: {global_batch_size: 4, micro_batch_size: 4}\n"
+        "workers: {num_workers: 1}\n"
+        "sweep: {learning_rates: [0.1], dev_fraction: 0.4}\n"
+        "vtab: {data: sets/vtab, tasks: [{name: pets, group: natural}]}\n"
+        "inspect: {images: sets/pictures}\n"
+        "tracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
+    ).encode(),
     "text.db": b"no database, but long enough that it might be one" * 100,
 }
 CONVERT = "convert mine.yaml convert.source=recipes convert.destination=data"
@@ -106,6 +125,173 @@ MISTAKES = [
     ("report mine.yaml tracking.uri=foo://x", "MLflow at foo://x cannot be used: .*Supported"),
 ]
 
+CLASSES = ["ant", "bee", "cow"]
+VALIDATION = [f"n{number:08d}" for number in range(4)]
+REAL = (
+    "evaluate tiny.yaml data.train=null data.eval=sets/val init_from=sets/of4.npz "
+    "benchmark.kind=imagenet_real"
+)
+SHOTS = (
+    "few_shot tiny.yaml init_from=sets/fits.npz evaluate.few_shot_train=sets/train "
+    "evaluate.few_shot_test=sets/train evaluate.shots=[1]"
+)
+EXTRACT = "extract_features tiny.yaml extract.data=sets/train extract.path=features"
+STARTS = [
+    "pretrain tiny.yaml", "sweep tiny.yaml", "vtab tiny.yaml",
+    "vtab tiny.yaml vtab.sweep_each=true", "evaluate tiny.yaml", SHOTS, EXTRACT,
+    "inspect_model tiny.yaml", "export tiny.yaml export.path=x.npz",
+]  # fmt: skip
+BAD_WEIGHTS = {
+    "sets/none.npz": "init_from: weights .*none.npz do not exist; give a .npz or .safetensors file",
+    "sets/junk.npz": "init_from: weights .*junk.npz cannot be read: ",
+    "sets/junk.safetensors": "init_from: weights .*junk.safetensors cannot be read: ",
+    "sets/cut.safetensors": "init_from: weights .*cut.safetensors cannot be read: ",
+    "sets/wide.npz": r"init_from: .*wide.npz \(layout jax\) does not fit this ViT:.*of another "
+    r"shape:.*blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model by",
+    "sets/bit.npz": r"init_from: .*does not fit this ViT:.*unexpected: .*resnet/root_block/.*"
+    "missing: .*Transformer/encoder_norm/scale",
+    "sets/other.npz": "init_from: the tensors are named in no known layout .*: words",
+    "sets/pictures": "init_from: .* holds no whole checkpoint; give a run folder, ",
+}
+TRANSFERS = [
+    *((f"finetune tiny.yaml init_from={path}", told) for path, told in BAD_WEIGHTS.items()),
+    *(
+        (f"{words} init_from={path}", BAD_WEIGHTS[path])
+        for words in STARTS
+        for path in ("sets/junk.npz", "sets/wide.npz")
+    ),
+    (
+        "evaluate tiny.yaml init_from=sets/of4.npz",
+        "init_from: .*does not fit this ViT:.*of another shape: head.weight is 4x32, the model has "
+        "3x32",
+    ),
+    (
+        "sweep tiny.yaml sweep.learning_rates=[]",
+        r"sweep.*learning_rates=\[\] must hold one or more",
+    ),
+    (
+        "sweep tiny.yaml sweep.learning_rates=[0.1,0.1]",
+        r"sweep.*learning_rates=\[0\.1, 0\.1\] must hold one or more different rates",
+    ),
+    (
+        "sweep tiny.yaml sweep.learning_rates=[0.1,-1.0]",
+        r"sweep\.learning_rates\.1=-1\.0: .*greater than 0",
+    ),
+    ("sweep tiny.yaml sweep.learning_rates=[0.0]", r"sweep\.learning_rates\.0=0\.0: .*greater"),
+    (
+        'sweep tiny.yaml sweep.space={"optim.learning_rate":[0.1,0.1]}',
+        r"sweep.*space: optim\.learning_rate=\[0\.1, 0\.1\] has a value twice; list each once",
+    ),
+    (
+        'sweep tiny.yaml sweep.space={"optim.learning_rate":[0.1,-0.1]}',
+        r"sweep\.space: learning_rate=-0\.1: optim\.learning_rate=-0\.1: .*greater than",
+    ),
+    (
+        'sweep tiny.yaml sweep.space={"optim.steps":[0]}',
+        r"sweep\.space: steps=0: optim\.steps=0: .*greater than 0",
+    ),
+    (
+        'sweep tiny.yaml sweep.space={"optim.learning_rte":[0.1]}',
+        r"sweep\.space: .*unknown key optim\.learning_rte.*optim\.learning_rate",
+    ),
+    (
+        "sweep tiny.yaml data.train=sets/scarce init_from=sets/fits.npz",
+        r"sweep\.dev_fraction=0\.4: class 'cow' has a single image, so the dev split or the rest",
+    ),
+    (
+        "sweep tiny.yaml sweep.dev_fraction=0.1 init_from=sets/fits.npz",
+        "of 12 images is 1, fewer than the 3 classes: class 'ant' would be empty in the dev split; "
+        r"use at least 0\.25",
+    ),
+    (
+        "sweep tiny.yaml sweep.dev_fraction=0.9 init_from=sets/fits.npz",
+        "of 12 images is 11: class 'ant' would have none left to train on; use at most 0.75",
+    ),
+    (
+        "vtab tiny.yaml vtab.data=nosuch init_from=sets/fits.npz",
+        "vtab.data: no task has its data; the first would be .*nosuch/pets/train",
+    ),
+    (
+        "vtab tiny.yaml sweep=null vtab.sweep_each=true init_from=sets/fits.npz",
+        "sweep is not set; give the points that vtab.sweep_each=true chooses from",
+    ),
+    (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch': the folder does not"),
+    (f"{SHOTS} evaluate.few_shot_train=null", "evaluate: few_shot_train and few_shot_test go toge"),
+    (
+        f"{SHOTS} evaluate.shots=[1,5]",
+        r"evaluate\.shots=\[1, 5\]: class 0 \('ant'\) has 4 examples .* 5 are needed; use shots up "
+        "to 4 or",
+    ),
+    (
+        "evaluate tiny.yaml init_from=sets/fits.npz evaluate.few_shot_train=sets/train "
+        "evaluate.few_shot_test=sets/train evaluate.shots=[9]",
+        r"class 0 \('ant'\) has 4 examples in evaluate\.few_shot_train, 9 are needed; use shots up",
+    ),
+    (f"{SHOTS} evaluate.shots=[0]", r"evaluate\.shots\.0=0: .*greater than 0"),
+    (f"{SHOTS} evaluate.few_shot_test=sets/val", "few_shot_test: .*val has other classes than"),
+    (REAL, "benchmark.label_file is not set; give real.json, which is published at https://github"),
+    (
+        f"{REAL} benchmark.label_file=nosuch.json",
+        "benchmark.label_file: there is no file .*nosuch.json; give real.json, which is published",
+    ),
+    (
+        f"{REAL} benchmark.label_file=sets/short.json",
+        "short.json has labels of 3 images and data.eval has 4 images; give the whole validation",
+    ),
+    (
+        f"{REAL} benchmark.label_file=sets/turned.json",
+        "turned.json has the label of data.eval for 0.0% of the images: its order, or that of the",
+    ),
+    (f"{REAL} benchmark.label_file=note.txt", "note.txt is not JSON .*; give real.json, which"),
+    (
+        f"{REAL} benchmark.label_file=sets/junk.npz",
+        "junk.npz is (no text|not JSON).*; give real.json",
+    ),
+    (
+        "evaluate tiny.yaml data.eval=sets/val init_from=sets/of4.npz benchmark.kind=objectnet",
+        "benchmark.label_file is not set; give the folder `mappings` of objectnet-1.0.zip, publish",
+    ),
+    (
+        "evaluate tiny.yaml data.eval=sets/val init_from=sets/fits.npz",
+        r"data\.eval: .*val has 4 classes and the model has 3, .*benchmark\.model_classes",
+    ),
+    (
+        "evaluate tiny.yaml init_from=sets/fits.npz benchmark.model_classes=nosuch.txt",
+        "benchmark.model_classes: there is no file .*nosuch.txt; give a list of the model's c",
+    ),
+    ("extract_features tiny.yaml init_from=sets/fits.npz", "extract is not set; give extract.data"),
+    (f"{EXTRACT} extract.data=nosuch init_from=sets/fits.npz", "no data set at .*nosuch'"),
+    (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*is to be a folde"),
+    ("inspect_model tiny.yaml inspect.path=note.txt", "inspect.path=.*note.txt' is to be a folder"),
+]
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets, weights and label files, good ones and bad ones."""
+    folder = tmp_path_factory.mktemp("sets")
+    rows = [(str(k), [k % 3]) for k in range(12)]
+    for name in ("train", "vtab/pets/train", "vtab/pets/test"):
+        write_set(folder / name, rows, CLASSES)
+    write_set(folder / "scarce", [*rows[:2], *rows[3:6], *rows[:2], *rows[9:11]], CLASSES)
+    named = [(f"ILSVRC2012_val_{k + 1:08d}", [k]) for k in range(4)]
+    write_set(folder / "val", named, VALIDATION)
+    (folder / "short.json").write_text("[[0], [1], [2]]")
+    (folder / "turned.json").write_text("[[1], [2], [3], [0]]")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.jpg").write_bytes(jpeg(1))
+    save_weights(small_model("ViT", 3), folder / "fits.npz")
+    save_weights(small_model("ViT", 4), folder / "of4.npz")
+    save_weights(small_model("ViT", 3, mlp_dim=96), folder / "wide.npz")
+    save_weights(small_model("ResNet", 3), folder / "bit.npz")
+    np.savez(folder / "other.npz", words=np.zeros(3))
+    (folder / "junk.npz").write_bytes(b"PK no archive")
+    (folder / "junk.safetensors").write_bytes(bytes(range(256)) * 9)
+    save_weights(small_model("ViT", 3), folder / "cut.safetensors", "timm")
+    content = (folder / "cut.safetensors").read_bytes()
+    (folder / "cut.safetensors").write_bytes(content[:-100])
+    return folder
+
 
 @pytest.fixture
 def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -129,10 +315,23 @@ def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_mistake_is_told_at_once_and_in_one_message(
     words: str, told: str, newcomers_folder: Path
 ) -> None:
-    before = set(newcomers_folder.rglob("*"))
+    _told_in_one_message(words, told, newcomers_folder)
+
+
+@pytest.mark.parametrize(("words", "told"), TRANSFERS, ids=[words for words, _ in TRANSFERS])
+def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(
+    words: str, told: str, newcomers_folder: Path, sets: Path
+) -> None:
+    (newcomers_folder / "sets").symlink_to(sets)
+    _told_in_one_message(words, told, newcomers_folder)
+
+
+def _told_in_one_message(words: str, told: str, folder: Path) -> None:
+    before = set(folder.rglob("*"))
     done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
     assert isinstance(done.exception, SystemExit), repr(done.exception)  # else a traceback
     assert done.exit_code in (1, 2)
     _, message = re.split(r"^(?=[Ee]rror: )", done.stderr, flags=re.M)
     assert re.search(told, message, re.S)
-    assert set(newcomers_folder.rglob("*")) - before <= {newcomers_folder / "text.db.lock"}
+    left = {path.name for path in set(folder.rglob("*")) - before if not path.is_dir()}
+    assert {name for name in left if not is_lock_file(name)} <= {"text.db.lock"}

@@ -1,4 +1,4 @@
-"""Features, few-shot accuracy and accuracy of each class by workers, against one plain forward."""
+"""Features, few-shot accuracy and accuracy of each class by workers, against transformers' ViT."""
 
 import csv
 import io
@@ -8,11 +8,14 @@ from typing import Any
 import mlflow
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from tests.conftest import Digits
 from tests.end_to_end.runs import runs_of, small_recipe
 from vit_ray.commands.features import run_few_shot_job
+from vit_ray.commands.train import evaluate
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import training_crop
@@ -20,10 +23,30 @@ from vit_ray.evaluate.features import read_features
 from vit_ray.launch.extraction import extract_features
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import augmentation_of
-from vit_ray.launch.run import evaluate
-from vit_ray.models import build_model
-from vit_ray.models.weights import save_weights
-from vit_ray.train.objective import normalize
+
+PROCESSOR = ViTImageProcessor(
+    do_resize=False, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]
+)
+
+
+def published(recipe: Recipe, folder: Path) -> ViTForImageClassification:
+    """A ViT of transformers: other inputs than ours, and classes in another order."""
+    size = recipe.model
+    config = ViTConfig(
+        hidden_size=size.width, intermediate_size=size.mlp_dim, num_hidden_layers=size.depth,
+        num_attention_heads=size.num_heads, patch_size=size.patch_size, image_size=size.image_size,
+        hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6,
+        id2label={k: str(9 - k) for k in range(10)}, label2id={str(9 - k): k for k in range(10)},
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = ViTForImageClassification(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        torch.nn.init.normal_(model.classifier.weight, std=0.5)
+    model.save_pretrained(folder)
+    PROCESSOR.save_pretrained(folder)
+    return model
 
 
 def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any, Any, Any]:
@@ -32,25 +55,24 @@ def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any
     tables = [pq.read_table(f"{manifest.root}/{file.path}") for file in manifest.files]
     rows = [row for table in tables for row in table.to_pylist()]
     augmentation = augmentation_of(recipe, recipe.data.eval_augment)
-    images = np.stack([training_crop(row["image"], augmentation, (0, 0, 0)) for row in rows])
-    inputs: list[torch.Tensor] = []
-    hook = model.head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    images = [training_crop(row["image"], augmentation, (0, 0, 0)) for row in rows]
     with torch.no_grad():
-        logits = model.eval()(normalize(torch.from_numpy(images), torch.float32))
-    hook.remove()
+        found = model(**PROCESSOR(images, return_tensors="pt"), output_hidden_states=True)
+        features = model.vit.layernorm(found.hidden_states[-1])[:, 0]
     labels = np.array([row["labels"][0] for row in rows])
-    return [row["key"] for row in rows], labels, inputs[0].numpy(), logits.numpy()
+    return [row["key"] for row in rows], labels, features.numpy(), found.logits.numpy()
 
 
 def test_workers_write_what_one_forward_gives_and_measure_each_class(
-    digits: Digits, tmp_path: Path
+    digits: Digits, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = tmp_path / "weights.safetensors"
+    hub = tmp_path / "hub"
     recipe = small_recipe(
         "features",
         digits,
         tmp_path,
-        init_from=str(weights),
+        init_from=str(hub),
+        model={"representation": False},
         train={"averaging": 0.0},
         extract={"data": digits.test, "path": str(tmp_path / "features"), "rows_per_file": 64},
         evaluate={
@@ -60,17 +82,12 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
             "shots": [1, 5],
         },
     )
-    torch.manual_seed(3)
-    config = recipe.model
-    model = build_model(config.name, 10, config.image_size, **config.options())
-    torch.nn.init.normal_(model.get_parameter("head.weight"), std=0.5)
-    save_weights(model, weights, layout="vit_ray")
-    keys, labels, features, logits = plain_forward(recipe, model, digits.test)
+    peer = published(recipe, hub)
+    keys, labels, features, logits = plain_forward(recipe, peer, digits.test)
     with kept_lanes():
         folder = extract_features(recipe)
-        metrics = evaluate(
-            recipe.with_changes(evaluate={"few_shot_train": None, "few_shot_test": None})
-        )
+        without = {"few_shot_train": None, "few_shot_test": None}
+        assert evaluate(recipe.with_changes(evaluate=without)) == 0
         assert run_few_shot_job(recipe) == 0
 
     columns = ["key", "label", "sample", "feature", "logits"]
@@ -82,12 +99,24 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
     np.testing.assert_allclose(found["feature"][order], features, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found["logits"][order], logits, rtol=1e-4, atol=1e-5)
 
-    right = logits.argmax(axis=1) == labels
-    assert np.isclose(metrics["eval/top1"], right.mean(), atol=1e-6)
+    # The outputs are in the order that the folder's config.json names.
+    right = 9 - logits.argmax(axis=1) == labels
+    assert 0.0 < right.mean() < 1.0
     runs = {run.data.tags["vit_ray.kind"]: run for run in runs_of(recipe)}
+    assert np.isclose(runs["evaluate"].data.metrics["eval/top1"], right.mean(), atol=1e-6)
+    assert "proxy" in capsys.readouterr().out
     mlflow.set_tracking_uri(recipe.tracking.uri)
+    (row,) = csv.DictReader(
+        io.StringIO(
+            mlflow.artifacts.load_text(f"runs:/{runs['evaluate'].info.run_id}/paper/row.csv")
+        )
+    )
+    assert row["label"] == "proxy"
+    assert float(row["top-1 %"]) == pytest.approx(right.mean())
     uri = f"runs:/{runs['evaluate'].info.run_id}/evaluation/per_class.csv"
     rows = list(csv.reader(io.StringIO(mlflow.artifacts.load_text(uri))))[1:]
-    assert [int(row[3]) for row in rows] == [int(right[labels == k].sum()) for k in range(10)]
+    assert {row[1]: int(row[3]) for row in rows} == {
+        str(k): int(right[labels == k].sum()) for k in range(10)
+    }
     assert 0.0 < runs["few_shot"].data.metrics["few_shot/5_shot_top1"] < 1.0
     assert 0.0 < runs["few_shot"].data.metrics["knn/1_shot_top1"] < 1.0

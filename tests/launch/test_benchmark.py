@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.small_sets import write_set
+from tests.models.small import TINY_VIT, small_model
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.format.labels import keys
@@ -17,6 +18,7 @@ from vit_ray.evaluate.answers import Answers
 from vit_ray.launch import benchmark
 from vit_ray.launch.benchmark import answers_of
 from vit_ray.launch.preflight import prepare_evaluation
+from vit_ray.models.weights import save_weights
 
 CLASSES = [f"n{number:08d}" for number in range(6)]
 KEYS = [f"ILSVRC2012_val_{number:08d}" for number in (6, 1, 5, 2, 4, 3)]
@@ -153,10 +155,11 @@ def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
 ) -> None:
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
     weights = tmp_path / "weights.npz"
-    weights.write_bytes(b"")  # looked at when it is loaded
+    save_weights(small_model("ViT", num_classes=6), weights)
     recipe = recipe_with(kind="class_names", model_classes=validation.path).with_changes(
-        data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs")
-    )
+        data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs"),
+        model={"name": "ViT", "image_size": 32, **TINY_VIT},
+    )  # fmt: skip
     prepared = prepare_evaluation(recipe)
     assert prepared.num_classes == 6
     assert prepared.answers is not None

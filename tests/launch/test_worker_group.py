@@ -149,6 +149,32 @@ def test_a_lane_that_is_started_early_is_the_first_trainings(
     assert not started[0].is_open
 
 
+@pytest.mark.parametrize(
+    ("is_private", "dashboard", "keeps"),
+    [(True, "0", False), (True, "1", True), (False, "0", True)],
+)
+def test_processes_of_reading_tasks_import_beside_the_server_where_ray_is_this_drivers(
+    is_private: bool, dashboard: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 CPUs two workers take 2 x 1.5, and reading tasks 0.66 each of the rest."""
+    started: list[Any] = []
+    options = SimpleNamespace(remote=lambda **how: started.append(how))
+    actor = SimpleNamespace(options=lambda **_: options)
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "remote", lambda _: actor)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 5.0})
+    monkeypatch.setattr(lane, "start_beside_server", started.append)
+    monkeypatch.setattr(lane.Lane, "_run_workers", lambda *_: None)
+    monkeypatch.setenv("VIT_RAY_DASHBOARD", dashboard)
+    lane.Lane(
+        replace(shape(), num_workers=2, cpus_per_worker=1.5, reading_cpus=0.66),
+        is_private=is_private,
+    )
+    how = {"keeps_statistics": keeps, "warms_up": not is_private}
+    assert started == [how, *([3] if is_private else [])]
+
+
 DIED = [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("the host has no memory")]
 
 

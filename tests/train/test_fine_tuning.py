@@ -19,6 +19,7 @@ from tests.train.engine_runs import (
 from tests.train.ranks import run_ranks
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.launch import preflight
 from vit_ray.launch.preflight import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.models.parts import chosen_parts, part_of, parts_of
@@ -210,6 +211,17 @@ def test_a_new_head_that_is_frozen_is_refused(
     with pytest.raises(ValueError, match="leave head out") if is_refused else nullcontext():
         check_head_is_trained(chosen, kind)
     check_head_is_trained(chosen.with_changes(optim={"frozen": ("norm",)}), kind)
+    # The objective has a head of its own, which is no part of the model.
+    check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
+
+
+def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "resolve_run", lambda recipe: None)
+    refused = preflight.prepared_training(recipe({"frozen": ["head"]}), "pretrain")
+    with pytest.raises(ValueError, match="leave head out"), refused:
+        pass
 
 
 def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:

@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,14 +112,32 @@ def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> 
     assert caught.value.is_agreed
 
 
-def test_a_head_that_the_weights_lack_is_not_frozen(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("classes", "kind", "frozen", "is_refused"),
+    [
+        (7, "train", ["head"], True),
+        (7, "train", ["norm"], False),
+        (3, "train", ["head"], False),  # the head that the weights have fits
+        (7, "evaluate", ["head"], False),
+    ],
+)
+def test_a_head_that_the_weights_lack_is_not_frozen(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    classes: int,
+    kind: Any,
+    frozen: list[str],
+    is_refused: bool,
+) -> None:
+    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda *_, **__: None)
     weights = tmp_path / "weights.safetensors"
     options: dict[str, Any] = {key: value for key, value in TINY.items() if key != "name"}
-    save_weights(build_model("ViT", 7, 16, **options), weights, "vit_ray")
+    save_weights(build_model("ViT", classes, 16, **options), weights, "vit_ray")
     model = {**TINY, "image_size": 16}
-    job = make_job(tmp_path, model=model, init_from=str(weights), optim={"frozen": ["head"]})
-    job = replace(job, new_head="auto")
-    with pytest.raises(UnrecoverableError, match="new one of zeros would never learn"):
+    job = make_job(tmp_path, kind, model=model, init_from=str(weights), optim={"frozen": frozen})
+    job = replace(job, new_head="auto", num_classes=3)
+    refused = pytest.raises(UnrecoverableError, match="new one of zeros would never learn")
+    with refused if is_refused else nullcontext():
         build_engine(job, 4, 1, loads_weights=True)
 
 

@@ -31,9 +31,10 @@ def inspect(recipe: Recipe) -> int:
     """
     config = _inspect_of(recipe)
     images = read_images(recipe, config)
-    folder = _folder_of(config)
+    place = _local_place(config)
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
+    folder = _made_folder(place, config)
     results = inspect_model(model, images, folder)
     for name, result in results.items():
         print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
@@ -41,22 +42,32 @@ def inspect(recipe: Recipe) -> int:
     return 0
 
 
-def _folder_of(config: InspectConfig) -> Path:
-    """Where the figures go, made where it is missing.
+def _local_place(config: InspectConfig) -> Location:
+    """Where the figures go.
 
     Raises:
-        ValueError: it is remote, or no folder can be there.
+        ValueError: it is remote, or a file is there.
     """
     location = locate(config.path)
     if not location.is_local:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
+    location.refuse_file_in_its_place("inspect.path")
+    return location
+
+
+def _made_folder(place: Location, config: InspectConfig) -> Path:
+    """The folder of a place, made where it is missing.
+
+    Raises:
+        ValueError: no folder can be there.
+    """
     try:
-        Path(location.path).mkdir(parents=True, exist_ok=True)
+        Path(place.path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"inspect.path={config.path!r} cannot be made a folder: {error}") from None
-    return Path(location.path)
+    return Path(place.path)
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from vit_ray.config import Recipe, require
+from vit_ray.launch.preflight import errors_of_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.train.init_weights import open_weights
@@ -25,7 +26,10 @@ def load_trained_model(recipe: Recipe, averaged: bool | None) -> tuple[nn.Module
         ValueError: nothing is given, or it is not whole, or it does not fit the model.
     """
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
-    weights = open_weights(source, averaged)
-    config, classes = recipe.model, weights.num_classes or _NO_CLASSES
+    config = recipe.model
+    with errors_of_weights():
+        weights = open_weights(source, averaged)
+    classes = weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
-    return model, weights.load_into(model, "auto", recipe.init_resize)
+    with errors_of_weights():
+        return model, weights.load_into(model, "auto", recipe.init_resize)

@@ -86,6 +86,11 @@ def connect(recipe: Recipe) -> ClusterShape:
     return shape(time.time())
 
 
+def has_dashboard() -> bool:
+    """Whether a Ray that is started for one command has one."""
+    return os.environ.get(DASHBOARD, "0") == "1"
+
+
 def _start(num_cpus: int) -> None:
     """Start a Ray on this machine.
 
@@ -96,7 +101,7 @@ def _start(num_cpus: int) -> None:
         ray.init(
             address="local",  # not another one that happens to run here
             num_cpus=num_cpus,
-            include_dashboard=os.environ.get(DASHBOARD, "0") == "1",
+            include_dashboard=has_dashboard(),
             log_to_driver=_shows_logs(),
             logging_level=logging.ERROR,
         )

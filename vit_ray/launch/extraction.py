@@ -9,7 +9,12 @@ from typing import Any, Final
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExtractConfig
 from vit_ray.evaluate.features import FACTS_FILE, read_facts, whole_parts, write_facts
-from vit_ray.launch.preflight import PreparedRun, check_weights, resolve_run
+from vit_ray.launch.preflight import (
+    PreparedRun,
+    check_weights,
+    errors_of_weights,
+    resolve_run,
+)
 from vit_ray.launch.run import run_prepared
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
@@ -56,10 +61,9 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
         evaluate={"few_shot_train": None, "few_shot_test": None},
     )
     resolved = resolve_run(recipe, needs_train=False)
-    check_weights(recipe)
     spec = replace(resolved.streams["eval"], gives_keys=True)
     outputs = _weights_outputs(recipe)
-    return PreparedRun(
+    prepared = PreparedRun(
         resolved.recipe,
         "extract",
         replace(resolved, streams={"train": spec, "eval": spec}),
@@ -68,14 +72,17 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
             config.path, config.logits and outputs is not None, config.rows_per_file
         ),
     )
+    check_weights(prepared)
+    return prepared
 
 
 def _weights_outputs(recipe: Recipe) -> int | None:
     """Outputs of the weights' head; None where they have none."""
-    from vit_ray.train.init_weights import open_weights  # with torch, which takes seconds
+    from vit_ray.train.init_weights import outline_of  # with torch, which takes seconds
 
     assert recipe.init_from is not None
-    return open_weights(recipe.init_from).num_classes
+    with errors_of_weights():
+        return outline_of(recipe.init_from).num_classes
 
 
 def _facts(prepared: PreparedRun) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.actor_calls import PROCESS_DIED, answer
-from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.cluster import ClusterShape, has_dashboard
 from vit_ray.launch.lane_server import LaneServer
 from vit_ray.launch.placement_wait import NoPlaceError, PlacementWait, missing_now
 from vit_ray.launch.ray_policies import (
@@ -101,6 +102,11 @@ class LaneShape:
         """What a worker reserves."""
         return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
 
+    def reading_tasks(self, cpus: float) -> int:
+        """Reading tasks that have a place beside the largest group."""
+        left = cpus - self.most_workers * self.cpus_per_worker
+        return max(0, int(left / self.reading_cpus))
+
     @property
     def least_workers(self) -> int:
         """Workers of the smallest group."""
@@ -143,8 +149,11 @@ class Lane:
                 max_concurrency=3 * shape.most_workers + 8,
                 label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
             )
-            .remote()
+            .remote(keeps_statistics=not is_private or has_dashboard(), warms_up=not is_private)
         )
+        if is_private:
+            cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+            start_beside_server(shape.reading_tasks(cpus))
         self._thread = threading.Thread(
             target=self._run_workers, args=(is_private,), daemon=True, name="lane"
         )

@@ -16,8 +16,9 @@ ANSWER_S: Final = 5.0
 class LaneServer:
     """Runs as an actor with a thread for every call; the driver that made it owns it."""
 
-    def __init__(self) -> None:
-        self._streams = StreamServer()
+    def __init__(self, **how: bool) -> None:
+        """`how`: of `StreamServer`."""
+        self._streams = StreamServer(**how)
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
         self._has_ended = True

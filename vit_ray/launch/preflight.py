@@ -46,6 +46,7 @@ from vit_ray.models.catalog import (
     find_spec,
 )
 from vit_ray.models.parts import chosen_parts, parts_of
+from vit_ray.models.sizes import Grid
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.job import Extraction
@@ -53,7 +54,6 @@ from vit_ray.train.micro_batch import micro_batch_size
 from vit_ray.train.run_checkpoints import (
     NoUsableCheckpointError,
     begin_without_checkpoint,
-    find_weights,
     newest_checkpoint,
     newest_verified_checkpoint,
 )
@@ -61,6 +61,7 @@ from vit_ray.train.run_checkpoints import (
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give the weights they start from a new head."""
+_HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,16 @@ class PreparedRun:
         return self.outputs or self.resolved.manifest.num_classes
 
     @property
+    def new_head(self) -> bool | Literal["auto"]:
+        """What becomes of the head of the weights it starts from, as in `initialize_weights`.
+
+        Features want the whole of weights that have a head, and what there is of others.
+        """
+        if self.kind == "extract" and self.outputs is not None:
+            return False
+        return _HEADS.get(self.kind, "auto")
+
+    @property
     def is_over(self) -> bool:
         """Whether the run, or this part of it, has ended before."""
         if self.resume_from is None:
@@ -151,7 +162,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
         changes: list[str] = []
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is None:
-            check_weights(recipe)
+            check_weights(PreparedRun(resolved.recipe, kind, resolved))
             begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = recorded_order(resume_from.position.recipe)
@@ -178,12 +189,12 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     recipe = recipe.with_absolute_paths()
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
-    check_weights(recipe)
     prepared = PreparedRun(resolved.recipe, "evaluate", resolved)
-    if "eval" not in resolved.streams:
-        return prepared
-    answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
-    return replace(prepared, answers=answers, outputs=answers.num_outputs)
+    if "eval" in resolved.streams:
+        answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
+        prepared = replace(prepared, answers=answers, outputs=answers.num_outputs)
+    check_weights(prepared)
+    return prepared
 
 
 def resolve_run(
@@ -376,22 +387,44 @@ def _holds_a_run(folder: Location) -> bool:
     return any(not is_lock_file(info.base_name) for info in folder.list_files())
 
 
-def check_weights(recipe: Recipe) -> None:
-    """What `init_from` names is there; its tensors are checked when they are loaded.
+def check_weights(prepared: PreparedRun) -> None:
+    """What `init_from` names is there and fits the model, by names and shapes.
 
     Raises:
-        ValueError: there is nothing, or no checkpoint in it is good.
+        ValueError: there is nothing, no checkpoint in it is good, or the tensors that are missing,
+            unexpected or of another shape.
     """
-    path = recipe.init_from
-    if path is None:
+    recipe = prepared.recipe
+    if recipe.init_from is None:
         return
-    from vit_ray.train.init_weights import find_weight_file  # with torch, which takes seconds
+    from vit_ray.train.init_weights import planned_load  # with torch, which takes seconds
 
-    file = find_weight_file(path)
-    if file is None:
-        find_weights(path)
-    elif not file.exists():
-        raise ValueError(f"init_from={path!r}: no such file")
+    model, told = recipe.model, (prepared.new_head, recipe.init_resize)
+    with errors_of_weights():
+        report = planned_load(model, prepared.num_classes, recipe.init_from, *told)
+    if report.grids is not None and not prepared.trains:
+        _warn_of_resolution(model.sides, *report.grids)
+
+
+@contextmanager
+def errors_of_weights() -> Iterator[None]:
+    """Errors in the block name the key that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("init_from") else f"init_from: {text}") from None
+
+
+def _warn_of_resolution(sides: tuple[int, int], trained: Grid, own: Grid) -> None:
+    theirs = [side * old // new for side, old, new in zip(sides, trained, own, strict=True)]
+    logger.warning(
+        "init_from: the weights are of %d x %d pixels, and their positions are resized to "
+        "model.image_size=%s; set model.image_size=%s for their own resolution",
+        *theirs,
+        list(sides),
+        theirs,
+    )
 
 
 def _add_evaluation(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
@@ -21,7 +21,6 @@ from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.open_record import OpenRecord, end_record, open_record
 from vit_ray.launch.paper_tables import PAPER_FILE, evaluation_table
 from vit_ray.launch.preflight import (
-    NEW_HEADS,
     Kind,
     PreparedRun,
     ResolvedRun,
@@ -42,8 +41,6 @@ from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 logger = logging.getLogger(__name__)
-
-_HEADS: dict[str, bool] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
         run_folder=recipe.run_folder,
-        new_head=_new_head(prepared),
+        new_head=prepared.new_head,
         few_shot_classes=resolved.few_shot_classes,
         ray_ready_s=cluster.ready_s,
         recorder=recorder,
@@ -204,13 +201,6 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         answers=prepared.answers,
         until_step=prepared.until_step,
     )
-
-
-def _new_head(prepared: PreparedRun) -> bool | Literal["auto"]:
-    """Features want the whole of weights that have a head, and what there is of others."""
-    if prepared.kind == "extract" and prepared.outputs is not None:
-        return False
-    return _HEADS.get(prepared.kind, "auto")
 
 
 def _few_shot_labels(resolved: ResolvedRun) -> Callable[[], NDArray[np.int32]] | None:

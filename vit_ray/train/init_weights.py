@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import torch
 from pyarrow import fs
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
@@ -19,8 +23,10 @@ from vit_ray.models.weights.files import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_WEIGHTS,
+    Opener,
     Origin,
     origin_of,
+    parse_settings,
     parts_of,
 )
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
@@ -34,6 +40,8 @@ from vit_ray.train.run_checkpoints import find_weights
 _WEIGHT_FILES = (".npz", ".safetensors")
 # A remote file is fetched in pieces, so that a fault costs one of them.
 _PIECE_BYTES = 64 * 2**20
+# Of a remote file whose names and shapes are looked at: those of small tensors lie side by side.
+_LOOK_BYTES = 8 * 2**10
 
 
 @dataclass(frozen=True)
@@ -71,25 +79,97 @@ def initialize_weights(
     return open_weights(path, averaged).load_into(model, new_head, resize)
 
 
-def open_weights(path: str, averaged: bool | None = None) -> SavedWeights:
+@lru_cache(maxsize=8)
+def planned_load(
+    config: ModelConfig, num_classes: int, path: str, new_head: NewHead, resize: ResizeMode
+) -> LoadReport:
+    """What `initialize_weights` would do, by names and shapes; once for all trials.
+
+    Raises:
+        ValueError: as `initialize_weights`.
+    """
+    weights = outline_of(path)
+    try:
+        with _ShapesAlone():
+            return weights.load_into(_model_without_values(config, num_classes), new_head, resize)
+    except (RuntimeError, IndexError) as error:  # of torch, for a tensor of too few dimensions
+        raise ValueError(f"{path} does not fit this model: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def outline_of(path: str) -> SavedWeights:
+    """Names and shapes of the weights at a path, looked at once for all tasks and trials.
+
+    Raises:
+        ValueError: as `open_weights`.
+    """
+    return open_weights(path, has_values=False)
+
+
+def _model_without_values(config: ModelConfig, num_classes: int) -> nn.Module:
+    with torch.device("meta"), _ShapesAlone():
+        return build_model(config.name, num_classes, config.image_size, **config.options())
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """Does on `meta` what torch would import its compiler for, which takes seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = _SHAPES.get(getattr(func, "__name__", ""))
+        return (known or func)(*args, **(kwargs or {}))
+
+
+def _undrawn(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shapes = [list(tensor.shape) for tensor in tensors]
+    length = sum(shape[dim] for shape in shapes)
+    for shape in shapes:
+        shape[dim] = length
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"tensors of the shapes {[tuple(t.shape) for t in tensors]} are one")
+    return tensors[0].new_empty(shapes[0])
+
+
+def _resampled(image: Tensor, size: int | tuple[int, ...], **_: Any) -> Tensor:
+    sides = (size,) if isinstance(size, int) else size
+    return image.new_empty((*image.shape[:2], *sides))
+
+
+_SHAPES: dict[str, Callable[..., Tensor]] = {
+    "normal_": _undrawn,
+    "uniform_": _undrawn,
+    "cat": _joined,
+    "interpolate": _resampled,
+}
+
+
+def open_weights(
+    path: str, averaged: bool | None = None, *, has_values: bool = True
+) -> SavedWeights:
     """The weights of a run or of a file; a GPU is not needed.
 
     Args:
         path: a run folder, a checkpoint folder, a `.npz` or `.safetensors` file, or a folder that
             Hugging Face transformers wrote, local or `s3://`; or `hf://OWNER/NAME` on its hub.
         averaged: take the averaged weights of a checkpoint; None = if it has any.
+        has_values: False = names and shapes alone, of a few megabytes, for a model on `meta`.
 
     Raises:
         ValueError: there are no weights at `path`, or they are not whole.
     """
     location = find_weight_file(path)
     if location is not None:
-        file = _read_file(location)
+        file = _read_file(location, has_values)
         return SavedWeights(
             file.num_classes,
             lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
         )
-    return _of_checkpoint(find_weights(path), averaged)
+    return _of_checkpoint(find_weights(path), averaged, has_values)
 
 
 def find_weight_file(path: str) -> Location | None:
@@ -126,49 +206,96 @@ def published_classes(path: str) -> tuple[str, ...] | None:
     file = find_weight_file(path)
     if file is None:
         return None
-    config = Location(file.filesystem, str(PurePosixPath(file.path).with_name(FOLDER_CONFIG)))
+    config = _beside(file, FOLDER_CONFIG)
     if not config.exists():
         return None
-    told = json.loads(config.read())
-    labels = told.get("id2label") if isinstance(told, dict) else None
-    labels = labels or (told.get("label_names") if isinstance(told, dict) else None)
+    told = parse_settings(config.read(), config.uri)
+    labels = told.get("id2label") or told.get("label_names")
     if isinstance(labels, dict):
         labels = [labels.get(str(index)) for index in range(len(labels))]
-    if not labels or not all(isinstance(label, str) for label in labels):
+    if not isinstance(labels, list) or not labels:
+        return None
+    if not all(isinstance(label, str) for label in labels):
         return None
     is_placeholder = all(label == f"LABEL_{index}" for index, label in enumerate(labels))
     return None if is_placeholder else tuple(labels)
 
 
-def _read_file(location: Location) -> WeightFile:
+def _read_file(location: Location, has_values: bool) -> WeightFile:
     if location.is_local:
-        return read_weights(location.path)
-    place = PurePosixPath(location.path)
+        return read_weights(location.path, opener=None if has_values else _open_here)
     with tempfile.TemporaryDirectory() as folder:
-        for name in {place.name, FOLDER_CONFIG, FOLDER_PREPROCESSOR}:
-            _fetch_beside(location, name, Path(folder))
-        if place.name == FOLDER_INDEX:
-            for name in parts_of(Path(folder) / FOLDER_INDEX, location.uri):
-                _fetch_beside(location, name, Path(folder))
-        return read_weights(Path(folder) / place.name, source=location.uri)
+        here, name = Path(folder), PurePosixPath(location.path).name
+        heavy = [name]
+        for small in (FOLDER_CONFIG, FOLDER_PREPROCESSOR):
+            _fetch(_beside(location, small), here / small)
+        if name == FOLDER_INDEX:
+            _fetch(location, here / name)
+            heavy = list(parts_of(here / name, location.uri))
+        for part in heavy:
+            _fetch(_beside(location, part), here / part, is_whole=has_values)
+        opener = None if has_values else _opener_of(location)
+        return read_weights(here / name, source=location.uri, opener=opener)
 
 
-def _fetch_beside(location: Location, name: str, folder: Path) -> None:
-    remote = Location(location.filesystem, str(PurePosixPath(location.path).with_name(name)))
-    _fetch(remote, folder / name)
+def _open_here(path: Path) -> IO[bytes]:
+    return path.open("rb")
 
 
-def _fetch(location: Location, copy: Path) -> None:
-    """Copy a file, where there is one."""
+def _opener_of(location: Location) -> Opener:
+    """Opens a remote file, or one beside it, that a file of the same name here stands for."""
+
+    def open_there(path: Path) -> IO[bytes]:
+        return io.BufferedReader(_Ranges(_beside(location, path.name)), _LOOK_BYTES)
+
+    return open_there
+
+
+class _Ranges(io.RawIOBase):
+    """A remote file, of which each range is read again after a fault."""
+
+    def __init__(self, location: Location) -> None:
+        self._location, self._size, self._at = location, location.info().size or 0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._size)[whence]
+        if at < 0:
+            raise OSError(f"byte {at} of {self._location.uri}")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(0, self._size - self._at))
+        content = self._location.read_range(self._at, count) if count else b""
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def _beside(location: Location, name: str) -> Location:
+    return Location(location.filesystem, str(PurePosixPath(location.path).with_name(name)))
+
+
+def _fetch(location: Location, copy: Path, *, is_whole: bool = True) -> None:
+    """Copy a file, where there is one; if not whole, an empty one says that it is there."""
     size = location.info().size
     if size is None:
         return
     with copy.open("wb") as file:
-        for start in range(0, size, _PIECE_BYTES):
+        for start in range(0, size if is_whole else 0, _PIECE_BYTES):
             file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
 
 
-def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeights:
+def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bool) -> SavedWeights:
     position = checkpoint.position
     takes_average = checkpoint.has_average() if averaged is None else averaged
     if takes_average and not checkpoint.has_average():
@@ -176,12 +303,15 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None) -> SavedWeight
     kind = "averaged weights" if takes_average else "weights"
     source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 
+    shapes = position.shapes
+    outline = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
     def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
-        weights = checkpoint.weights(averaged=takes_average)
+        weights = checkpoint.weights(averaged=takes_average) if has_values else outline
         origin = origin_of_checkpoint(position)
         return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
-    head = position.shapes.get("head.bias")
+    head = shapes.get("head.bias")
     return SavedWeights(head[0] if head else None, load_into)
 
 
@@ -190,5 +320,4 @@ def origin_of_checkpoint(position: Position) -> Origin:
     if "model" not in position.recipe:
         return NOT_TOLD
     config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
-    with torch.device("meta"):  # sizes without memory
-        return origin_of(build_model(config.name, 1, config.image_size, **config.options()))
+    return origin_of(_model_without_values(config, 1))

@@ -7,11 +7,10 @@ import contextlib
 import json
 import os
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,6 +23,12 @@ from vit_ray.models.resnet import BitResNet
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 from vit_ray.models.weights.name_maps import Tensors
+from vit_ray.models.weights.outlines import npz_outline, safetensors_outline
+from vit_ray.retry import is_transient
+
+Opener = Callable[[Path], IO[bytes]]
+Content = tuple[Tensors, dict[str, str]]
+"""Tensors, and the metadata beside them."""
 
 # What a folder of Hugging Face transformers holds.
 FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
@@ -62,12 +67,14 @@ def origin_of(model: nn.Module) -> Origin:
     return Origin(model.grid, model.size.num_heads, options.positions_at, options.positions)
 
 
-def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
+def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple[Tensors, Origin]:
     """Tensors of a file, and the origin that it records.
 
     Args:
         path: the file, or a folder that Hugging Face transformers wrote, in one file or several.
         source: what errors call it.
+        opener: opens a file of which names and shapes alone are wanted: tensors are on the device
+            `meta`; None = with their values.
 
     Raises:
         ValueError: if there is no such file, or it is broken, or of a format that could run code.
@@ -78,31 +85,57 @@ def read_tensors(path: Path, source: str) -> tuple[Tensors, Origin]:
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file.")
     if path.name == FOLDER_INDEX:
-        return _read_split(path, source)
+        return _read_split(path, source, opener)
     if path.suffix not in _READERS:
         raise ValueError(
             f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
             "because other formats can run code. Convert the file first."
         )
     try:
-        return _READERS[path.suffix](path)
-    except (*_BROKEN, SafetensorError, zipfile.BadZipFile) as error:
+        tensors, told = _content(path, opener)
+        return tensors, _origin(path, tensors, told)
+    except MemoryError:
+        raise
+    except Exception as error:  # of zip, numpy, JSON and others, as junk may have it
+        if isinstance(error, OSError) and is_transient(error):
+            raise
         raise ValueError(f"weights {source} cannot be read: {error}") from error
 
 
-def _read_split(index: Path, source: str) -> tuple[Tensors, Origin]:
+def _content(path: Path, opener: Opener | None) -> Content:
+    if opener is None:
+        return _READERS[path.suffix](path)
+    with opener(path) as file:
+        return _OUTLINES[path.suffix](file)
+
+
+def _origin(path: Path, tensors: Tensors, told: dict[str, str]) -> Origin:
+    # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
+    by_shape = (
+        t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name) and t.dim() > 1
+    )
+    grid, heads = told.get(_GRID_KEY), told.get(_HEADS_KEY) or _heads_beside(path)
+    rows, _, columns = grid.partition("x") if grid else ("", "", "")
+    return Origin(
+        (int(rows), int(columns)) if grid else None,
+        int(heads) if heads else next(by_shape, None),
+        told.get(_POSITIONS_AT_KEY),
+        told.get(_POSITIONS_KEY),
+    )
+
+
+def _read_split(index: Path, source: str, opener: Opener | None) -> tuple[Tensors, Origin]:
     """Every part that an index names; none may be missing, nor a tensor in it."""
     tensors: Tensors = {}
     for name, promised in parts_of(index, source).items():
-        found, _ = read_tensors(index.with_name(name), f"{source}, part {name},")
+        found, _ = read_tensors(index.with_name(name), f"{source}, part {name},", opener)
         missing = sorted(set(promised) - set(found))
         if missing:
             raise ValueError(
                 f"weights {source} are not whole: {name} lacks {', '.join(missing)}; fetch it again"
             )
         tensors.update(found)
-    heads = _heads_beside(index)
-    return tensors, Origin(num_heads=int(heads) if heads else None)
+    return tensors, _origin(index, tensors, {})
 
 
 def parts_of(index: Path, source: str) -> dict[str, list[str]]:
@@ -124,12 +157,9 @@ def parts_of(index: Path, source: str) -> dict[str, list[str]]:
     return parts
 
 
-def _read_npz(path: Path) -> tuple[Tensors, Origin]:
+def _read_npz(path: Path) -> Content:
     with np.load(path, allow_pickle=False) as arrays:
-        tensors = {name: _from_numpy(arrays[name]) for name in arrays.files}
-    # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
-    heads = (t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name))
-    return tensors, Origin(num_heads=next(heads, None))
+        return {name: _from_numpy(arrays[name]) for name in arrays.files}, {}
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
@@ -139,31 +169,43 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _read_safetensors(path: Path) -> tuple[Tensors, Origin]:
+def _read_safetensors(path: Path) -> Content:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        told = file.metadata() or {}
-    grid, heads = told.get(_GRID_KEY), told.get(_HEADS_KEY) or _heads_beside(path)
-    rows, _, columns = grid.partition("x") if grid else ("", "", "")
-    return tensors, Origin(
-        (int(rows), int(columns)) if grid else None,
-        int(heads) if heads else None,
-        told.get(_POSITIONS_AT_KEY),
-        told.get(_POSITIONS_KEY),
-    )
+        return tensors, file.metadata() or {}
 
 
 def _heads_beside(path: Path) -> int | None:
     """Heads that transformers would build the model of its folder with."""
-    config = path.with_name(FOLDER_CONFIG)
-    if path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX) or not config.is_file():
+    if path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX):
         return None
-    told = json.loads(config.read_text())
-    return told.get("num_attention_heads") if isinstance(told, dict) else None
+    return read_settings(path.with_name(FOLDER_CONFIG)).get("num_attention_heads")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a JSON file beside weights says; nothing where there is none.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return parse_settings(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def parse_settings(content: bytes, source: str) -> dict[str, Any]:
+    """The content of such a file.
+
+    Raises:
+        ValueError: as `read_settings`.
+    """
+    try:
+        told = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON ({error}); fetch it again") from None
+    return told if isinstance(told, dict) else {}
 
 
 def _told(origin: Origin) -> dict[str, str]:
-    """The metadata that `_read_safetensors` reads."""
+    """The metadata that `_origin` reads."""
     told: dict[str, Any] = {
         _HEADS_KEY: origin.num_heads,
         _POSITIONS_KEY: origin.positions,
@@ -174,9 +216,13 @@ def _told(origin: Origin) -> dict[str, str]:
     return {key: str(value) for key, value in told.items() if value is not None}
 
 
-_READERS: dict[str, Callable[[Path], tuple[Tensors, Origin]]] = {
+_READERS: dict[str, Callable[[Path], Content]] = {
     ".npz": _read_npz,
     ".safetensors": _read_safetensors,
+}
+_OUTLINES: dict[str, Callable[[IO[bytes]], Content]] = {
+    ".npz": npz_outline,
+    ".safetensors": safetensors_outline,
 }
 
 

@@ -7,7 +7,6 @@ are others, an equal function of inputs in [-1, 1] has another kernel and bias i
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,12 @@ import torch
 from torch import nn
 
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
-from vit_ray.models.weights.files import FOLDER_CONFIG, FOLDER_INDEX, FOLDER_WEIGHTS
+from vit_ray.models.weights.files import (
+    FOLDER_CONFIG,
+    FOLDER_INDEX,
+    FOLDER_WEIGHTS,
+    read_settings,
+)
 from vit_ray.models.weights.name_maps import Tensors
 
 FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
@@ -50,14 +54,15 @@ def statistics_beside(path: Path) -> InputStatistics | None:
         path: the folder, or the file of weights in it.
 
     Raises:
-        ValueError: what it says is no mean and deviation of three channels.
+        ValueError: what it says is no mean and deviation of three channels, or not JSON.
     """
     if not path.is_dir() and path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX):
         return None
     folder = path if path.is_dir() else path.parent
-    timm = _read(folder / FOLDER_CONFIG)
-    timm = timm.get("pretrained_cfg", timm)
-    hub = _read(folder / FOLDER_PREPROCESSOR)
+    timm = read_settings(folder / FOLDER_CONFIG)
+    inner = timm.get("pretrained_cfg")
+    timm = inner if isinstance(inner, dict) else timm
+    hub = read_settings(folder / FOLDER_PREPROCESSOR)
     if hub.get("do_normalize") is False:
         return InputStatistics((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     for told, names in ((hub, ("image_mean", "image_std")), (timm, ("mean", "std"))):
@@ -65,13 +70,6 @@ def statistics_beside(path: Path) -> InputStatistics | None:
             mean, std = (_three(told[name], name, folder) for name in names)
             return InputStatistics(mean, std)
     return None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    told = json.loads(file.read_text())
-    return told if isinstance(told, dict) else {}
 
 
 def _three(values: Any, name: str, folder: Path) -> tuple[float, float, float]:
@@ -102,6 +100,8 @@ def with_our_inputs(
             f"{source} takes inputs normalised by {statistics}; models here take pixels in [-1, 1] "
             "(0.5 and 0.5), and only a ViT on patches of the image can be changed to that"
         )
+    if state[_KERNEL].is_meta:  # values alone would change
+        return state
     mean, std = (
         torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
         for values in (statistics.mean, statistics.std)

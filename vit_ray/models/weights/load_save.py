@@ -13,7 +13,7 @@ from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.models.weights.aliases import canonical_names, detect_layout, without_training_state
-from vit_ray.models.weights.files import Origin, read_tensors, write_tensors
+from vit_ray.models.weights.files import Opener, Origin, read_tensors, write_tensors
 from vit_ray.models.weights.input_statistics import (
     OURS,
     InputStatistics,
@@ -85,7 +85,12 @@ class WeightFile:
         return report
 
 
-def read_weights(path: str | Path, layout: str = "auto", source: str | None = None) -> WeightFile:
+def read_weights(
+    path: str | Path,
+    layout: str = "auto",
+    source: str | None = None,
+    opener: Opener | None = None,
+) -> WeightFile:
     """Read a published checkpoint whole.
 
     Args:
@@ -97,7 +102,7 @@ def read_weights(path: str | Path, layout: str = "auto", source: str | None = No
         ValueError: if the file is broken, of no known layout, or of a format that could run code.
     """
     source = source or str(path)
-    tensors, origin = read_tensors(Path(path), source)
+    tensors, origin = read_tensors(Path(path), source, opener)
     tensors, beside = without_training_state(tensors)
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     check_layout(layout)

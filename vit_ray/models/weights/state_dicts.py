@@ -30,7 +30,8 @@ class LoadReport:
     """What became of every tensor of a file and of a model; prints as a short table.
 
     `loaded` are names of the model; `resized` adds the shapes; `new` kept their fresh values;
-    `ignored` are names of the file that the model has no use for.
+    `ignored` are names of the file that the model has no use for; `grids` are those (rows,
+    columns) that positions were trained at and were resized to; None where they were not.
     """
 
     source: str
@@ -38,6 +39,7 @@ class LoadReport:
     resized: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    grids: tuple[Grid, Grid] | None = None
 
     def __str__(self) -> str:
         lines = [f"weights from {self.source}", f"  loaded   {len(self.loaded)} tensors"]
@@ -109,6 +111,7 @@ def fit_state_dict(
         else:
             report.resized.append(f"{name} {before} to {after}")
     problems.raise_if_any()
+    report.grids = positions.resized
     with torch.no_grad():
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)
@@ -195,6 +198,7 @@ class _Positions:
         self.drops_class_row = has_class_row and getattr(model, "class_token", None) is None
         self.resize = resize
         self.source_grid = source_grid
+        self.resized: tuple[Grid, Grid] | None = None
 
     def fit(self, name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
         """The very tensor where nothing has to change."""
@@ -220,6 +224,7 @@ class _Positions:
                 "give source_grid=(rows, columns) of the checkpoint, or its weights as a "
                 ".safetensors file of ours, which tells its grid."
             )
+        self.resized = (old_grid, self.grid) if old_grid != self.grid else None
         return resize_table(table, old_grid, self.grid, self.resize)
 
 

@@ -1,0 +1,158 @@
+"""Files with the names of published ones go through every command, and mean there what they are.
+
+The commands are followed up to what they hand to the workers; `tests/end_to_end/test_features.py`
+has the workers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.data.small_sets import write_set
+from tests.models.small import FAMILIES, small_model, some_images
+from tests.models.weights.test_load_save import jax_vit_logits, relative_difference
+from tests.models.weights.test_published_layouts import (
+    SIZES,
+    drawn,
+    huggingface_tensors,
+    jax_shapes,
+    timm_tensors,
+)
+from vit_ray.commands.trained_model import load_trained_model
+from vit_ray.config import Recipe
+from vit_ray.config.schema import recipe_from_dict
+from vit_ray.launch import extraction
+from vit_ray.launch.preflight import PreparedRun, prepare_evaluation, prepared_training
+from vit_ray.models.weights import save_weights
+from vit_ray.train.init_weights import initialize_weights
+from vit_ray.train.objective import build_objective, normalize
+
+TINY = {"width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 16}
+OURS = {"mean": [0.5] * 3, "std": [0.5] * 3}
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+CLASSES = ["ant", "bee", "cow"]
+
+
+def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
+    """A tiny ViT under the names of a layout, and its arrays under those of the JAX files.
+
+    What stands beside timm's and transformers' files says that inputs are normalised by ImageNet's
+    mean and deviation, and that the classes are in another order than the data set's.
+    """
+    folder.mkdir()
+    arrays = drawn(jax_shapes("tiny", 3, has_representation=False))
+    if layout == "jax":
+        np.savez(folder / "ViT-B_16.npz", **arrays)  # type: ignore[arg-type]
+        return str(folder / "ViT-B_16.npz"), arrays
+    tensors = timm_tensors(arrays)
+    config: dict[str, Any] = {"pretrained_cfg": IMAGENET, "label_names": CLASSES[::-1]}
+    if layout == "huggingface":
+        tensors = huggingface_tensors(tensors, "vit.")
+        config = {"num_attention_heads": 2, "id2label": dict(enumerate(CLASSES[::-1]))}
+        told = {f"image_{key}": value for key, value in IMAGENET.items()}
+        (folder / "preprocessor_config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder), arrays
+
+
+def recipe_of(folder: Path, path: str, **model: Any) -> Recipe:
+    rows = [(str(k), [k % 3]) for k in range(6)]
+    data = write_set(folder / "set", rows, CLASSES).path
+    tree = {
+        "name": "published", "output": str(folder / "runs"), "init_from": path, "model": model,
+        "data": {"train": data, "eval": data}, "optim": {"steps": 1},
+        "train": {"global_batch_size": 2, "micro_batch_size": 2},
+        "workers": {"num_workers": 1},
+        "extract": {"data": data, "path": str(folder / "features")},
+    }  # fmt: skip
+    return recipe_from_dict(tree, "test")
+
+
+def prepared_by(recipe: Recipe) -> dict[str, PreparedRun]:
+    assert recipe.extract is not None
+    with prepared_training(recipe, "finetune") as finetuning:
+        return {
+            "finetune": finetuning,
+            "evaluate": prepare_evaluation(recipe),
+            "extract": extraction._prepare(recipe, recipe.extract),  # and few_shot
+        }
+
+
+def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
+    """The model as a worker builds it."""
+    recipe = prepared.recipe
+    model = build_objective(recipe, prepared.num_classes).eval()
+    assert recipe.init_from is not None
+    initialize_weights(
+        model, recipe.init_from, new_head=prepared.new_head, resize=recipe.init_resize
+    )
+    return model
+
+
+@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
+def test_a_published_vit_goes_through_every_command(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    path, arrays = write_published(tmp_path / "published", layout)
+    recipe = recipe_of(tmp_path, path, name="ViT", depth=1, **TINY)
+    pixels = torch.randint(0, 256, (2, 224, 224, 3), dtype=torch.uint8)
+    statistics = OURS if layout == "jax" else IMAGENET
+    mean, std = (torch.tensor(statistics[key]) for key in ("mean", "std"))
+    inputs = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)
+    expected = jax_vit_logits(arrays, inputs, patch=16, depth=1)
+
+    def logits(model: torch.nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(normalize(pixels, torch.float32)).double()
+
+    runs = prepared_by(recipe)
+    for command in ("evaluate", "extract"):
+        assert relative_difference(logits(loaded_by(runs[command])), expected) < 1e-4, command
+    inspected, _ = load_trained_model(recipe, None)
+    assert relative_difference(logits(inspected), expected) < 1e-4
+    tuned = loaded_by(runs["finetune"])
+    assert torch.equal(logits(tuned), torch.zeros(2, 3, dtype=torch.float64))  # a new head
+    block = dict(inspected.named_parameters())["blocks.0.mlp.expand.weight"]
+    assert torch.equal(dict(tuned.named_parameters())["blocks.0.mlp.expand.weight"], block)
+    answers = runs["evaluate"].answers
+    assert answers is not None
+    assert answers.classes == tuple(CLASSES if layout == "jax" else CLASSES[::-1])
+
+
+def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -> None:
+    source = small_model("ResNet", 3).eval()
+    save_weights(source, tmp_path / "BiT-M-R50x1.npz")
+    size = {"name": "ResNet", "image_size": 32, **FAMILIES["ResNet"]}
+    recipe = recipe_of(tmp_path, str(tmp_path / "BiT-M-R50x1.npz"), **size)
+    inspected, _ = load_trained_model(recipe, None)
+    runs = prepared_by(recipe)
+    with torch.no_grad():
+        expected = source(some_images())
+        assert torch.equal(inspected(some_images()), expected)
+        for command in ("evaluate", "extract"):
+            assert torch.equal(loaded_by(runs[command])(some_images()), expected)
+        assert not loaded_by(runs["finetune"])(some_images()).any()
+
+
+def test_another_resolution_than_the_weights_is_told_where_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    path, _ = write_published(tmp_path / "published", "timm")
+    recipe = recipe_of(tmp_path, path, name="ViT", depth=1, image_size=160, **TINY)
+    with prepared_training(recipe, "finetune"):
+        assert not caplog.text
+    prepare_evaluation(recipe)
+    assert "the weights are of 224 x 224 pixels" in caplog.text
+    assert "set model.image_size=[224, 224] for their own resolution" in caplog.text
+    caplog.clear()
+    prepare_evaluation(recipe.with_changes(model={"image_size": 224}))
+    assert not caplog.text

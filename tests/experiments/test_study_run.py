@@ -263,6 +263,16 @@ def test_a_finished_cell_still_gets_the_transfers_that_it_misses(
     assert stored == [("id", {"transfer/pets_top1": 0.7}, {"tag": "pets"})]
 
 
+def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> None:
+    batch = cells[0].recipe.train.global_batch_size
+    alone = {"study/exaflops": 2.0, "study/images_seen": 10.0 * batch}
+    whole = CellResult(cells[0], alone, "id")
+    branched = CellResult(cells[1], alone, "id", branched_from="long at step 8")
+    unrecorded = CellResult(cells[2], {}, "id", branched_from="long at step 8")
+    total = study._totals([whole, branched, unrecorded])["study/exaflops_total"]
+    assert total == pytest.approx(2.0 + 2.0 * 2 / 10)
+
+
 def test_accuracies_of_transfers_are_in_the_printed_table(
     cells: list[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,10 +65,25 @@ def test_the_workers_of_the_first_trial_start_with_the_sweep(
     }  # fmt: skip
     monkeypatch.setattr(sweep, "resolve_run", lambda recipe: SimpleNamespace(total_steps=1))
     monkeypatch.setattr(sweep, "_dev_split", lambda *_: None)
+    monkeypatch.setattr(sweep, "check_weights", lambda _: None)
     monkeypatch.setattr(sweep, "newest_checkpoint", lambda folder: None if is_new else "step-9")
     monkeypatch.setattr(sweep, "open_parent", opened)
     with pytest.raises(OpenedError, match="^s-lr0.1$" if is_new else "^None$"):
         sweep.run_sweep(recipe_from_dict(tree, "test"))
+
+
+@pytest.mark.parametrize("parent_id", [None, "study"])
+def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
+    parent_id: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "newest_run", lambda _, *asked: "/".join(map(str, asked)))
+    whole = swept(tmp_path).with_changes(tracking={"parent_run_id": parent_id})
+    points = [{RATE: 0.1}]
+    resolved: Any = None
+    plan = sweep.SweepPlan(whole, resolved, points, [trial_recipe(whole, points[0])], [1])
+    assert sweep._earlier_run(plan) is None
+    (tmp_path / "s-lr0.1" / "step-00000001").mkdir(parents=True)
+    assert sweep._earlier_run(plan) == f"s/sweep/{parent_id}"
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +209,25 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
     # Another recipe of the same name is tried.
     parent, _ = trained(monkeypatch, [result(top1=0.5)])
     assert outcome_of(whole, trial.with_changes(seed=1), parent).error == ""
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "cluster", "count"),
+    [
+        ("auto", {"GPU": 4.0, "CPU": 64.0}, 2),
+        (True, {"GPU": 4.0, "CPU": 64.0}, 2),
+        (False, {"GPU": 4.0, "CPU": 20.0}, 8),  # CPUs alone bound what uses no GPU
+        ("auto", {"CPU": 8.0}, 3),
+        ("auto", {"CPU": 1.0}, 1),
+    ],
+)
+def test_trials_run_side_by_side_as_the_cluster_holds_them(
+    use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.ray, "cluster_resources", lambda: cluster)
+    workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
+    chosen = recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
+    assert stage.max_concurrent(chosen) == count
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:

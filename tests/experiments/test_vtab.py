@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.data.small_sets import write_set
+from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import recipe_from_dict
@@ -27,6 +28,7 @@ from vit_ray.experiments.vtab import (
 )
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.models.weights import save_weights
 from vit_ray.report.paper import TABLE_9, VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.
@@ -78,6 +80,7 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
         for part in ("train", "test"):
             rows = [(str(i), [i % 2]) for i in range(images)]
             write_set(folder / "vtab" / task / part, rows, ["a", "b"])
+    save_weights(small_model("ViT"), folder / "weights.npz")
     tasks = [
         {"name": "pets", "group": "natural"},
         {"name": "svhn", "group": "natural"},
@@ -85,7 +88,8 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
         {"name": "dmlab", "group": "structured"},
     ]
     tree = {
-        "name": "v", "output": str(folder / "runs"), "init_from": "x",
+        "name": "v", "output": str(folder / "runs"), "init_from": str(folder / "weights.npz"),
+        "model": {"name": "ViT", "image_size": 32, **TINY_VIT},
         "optim": {"steps": 2}, "train": {"global_batch_size": 4, "micro_batch_size": 4},
         "vtab": {"data": str(folder / "vtab"), "tasks": tasks},
     }  # fmt: skip
@@ -98,6 +102,7 @@ class Record:
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {"stop_reason": None, "hint": "a link"}
         self.is_complete = False
+        self.earlier: str | None = None
         self.recorder = SimpleNamespace(event=SimpleNamespace(remote=lambda *_: None))
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -112,7 +117,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     kept = Record()
 
     @contextmanager
-    def opened(*_: Any) -> Any:
+    def opened(*arguments: Any) -> Any:
+        kept.earlier = arguments[4]
         fakes: Any = (kept, "parent", None)
         yield OpenParent(*fakes)
 
@@ -139,7 +145,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert errors == ["", "absent: no converted data", "", "failed: no memory"]
     assert not result.is_complete
     assert not record.is_complete
-    assert record.asked["metrics"][1] == {
+    assert record.asked["outcome"][1] == {
         "vtab/pets_top1": 0.5,
         "vtab/eurosat_top1": 0.5,
         "vtab/specialized_1_of_4_top1": 0.5,
@@ -154,6 +160,18 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     shown = capsys.readouterr().out
     assert "svhn" in shown
     assert "absent" in shown
+
+
+def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vtab, "newest_run", lambda _, *asked: "/".join(map(str, asked)))
+    recipe = small_vtab(tmp_path, ("pets", "eurosat"))
+    run_vtab(recipe)
+    assert record.earlier is None
+    (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
+    run_vtab(recipe)
+    assert record.earlier == "v/vtab/None"
 
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])

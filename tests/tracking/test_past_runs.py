@@ -28,8 +28,10 @@ def _run(tracking, name, *, parent=None, kind=None, status=None, start=None):
 def test_the_newest_run_of_a_name_without_a_parent_is_found(tracking):
     _run(tracking, "grid", start=1000)
     newest = _run(tracking, "grid", kind="study", start=2000)
-    _run(tracking, "grid", parent=newest, start=3000)
+    nested = _run(tracking, "grid", parent=newest, kind="sweep", start=3000)
     _run(tracking, "other", start=4000)
+    assert newest_run(tracking, "grid", "sweep", newest) == nested
+    assert newest_run(tracking, "grid", "sweep", nested) is None
     assert newest_run(tracking, "grid") == newest
     assert newest_run(tracking, "grid", "study") == newest
     assert newest_run(tracking, "grid", "sweep") is None

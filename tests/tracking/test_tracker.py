@@ -23,6 +23,7 @@ from tests.ports import free_ports
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import batch_sender, mlflow_client
+from vit_ray.tracking.metrics_log import MetricsLog, Sent
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,
@@ -162,6 +163,53 @@ def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, log_path)
     tracker.metrics(1, {"train/loss": 1.0})
     assert tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+@pytest.mark.parametrize("resume_step", [2, None])
+def test_a_point_that_a_kill_lost_before_a_later_one_comes_with_the_repeated_steps(
+    config, log_path, tmp_path, has_log, resume_step
+):
+    first = Tracker.start(config, "killed", log_path)
+    for step in (1, 2, 3, 5):  # 4 was on its way, in another thread
+        first.metrics(step, {"train/loss": float(step)})
+    assert first.flush(20)
+    first._points.end(5)
+    log = log_path if has_log else tmp_path / "elsewhere.jsonl"
+    second = Tracker.start(config, "killed", log, run_id=first.run_id, resume_step=resume_step)
+    for step in (3, 4, 5, 6):
+        second.metrics(step, {"train/loss": float(step)})
+    assert second.finish()
+    expected = [(step, float(step)) for step in range(1, 7)]
+    assert _history(config.uri, first.run_id, "train/loss") == expected
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
+    first = Tracker.start(config, "sweep", log_path, awaited_metric="eval/top1")
+    first.metrics(0, {"eval/top1": 0.5, "failed": 1.0}, is_again=True)
+    assert first.finish()
+    time.sleep(0.002)  # MLflow's times are milliseconds
+    log = log_path if has_log else tmp_path / "elsewhere.jsonl"
+    second = Tracker.start(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
+    second.metrics(0, {"eval/top1": 0.4, "failed": 0.0}, is_again=True)
+    assert second.finish()
+    run = MlflowClient(config.uri).get_run(first.run_id)
+    assert run.data.metrics == {"eval/top1": 0.4, "failed": 0.0}
+    assert replay(log, config.uri).num_points == 0
+
+
+def test_a_note_of_how_far_mlflow_has_a_log_may_have_more_or_less(log_path):
+    log = MetricsLog(log_path)
+    log.append({"kind": "event", "event": {}})
+    note = log_path.with_name(log_path.name + ".sent")
+    note.write_text('{"offset": 3, "files_offset": 2, "run_id": "r", "attempt_ms": 7}')
+    assert log.sent() == Sent(3, 2, "r")
+    note.write_text('{"offset": 3}')
+    assert log.sent() == Sent(3)
+    for damaged in ("[]", "{}", "3", '{"offset": "3"}', ""):
+        note.write_text(damaged)
+        assert log.sent() == Sent()
 
 
 def test_workers_that_repeat_steps_within_one_attempt_add_nothing(config, log_path):

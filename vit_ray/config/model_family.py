@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_FAMILIES: Final = {"Axial": "Axial", "Hybrid": r".*\+", "ViT": "ViT", "ResNet": r"R\d"}
+_FAMILIES: Final = {"Axial": "Axial", "Hybrid": r".*\+", "ViT": "ViT", "ResNet": r"R\d|ResNet"}
 
 
 def model_family(name: str) -> str:

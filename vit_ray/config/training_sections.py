@@ -204,7 +204,8 @@ class DataConfig(Section):
     decode: Literal["host", "device"] = "host"
     """Where training images become pixels: in reading tasks, or in the training workers, on the GPU
     by nvImageCodec, where the CPUs cannot keep up. The crops are the same; pixels differ a little
-    (an antialiased resize of the region at full scale, where reading tasks decode it coarser)."""
+    (an antialiased resize of the region at full scale, where reading tasks decode it coarser). What
+    of it a CPU does, each worker does in `workers.cpus_per_worker` threads."""
     task_memory_mib: Positive = 256
     """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
     object_store_mib: Positive | None = None
@@ -500,7 +501,7 @@ class WorkersConfig(Section):
     use_gpu: bool | Literal["auto"] = "auto"
     """One GPU per worker; `auto` = if the cluster has any."""
     cpus_per_worker: PositiveFloat = 1.0
-    """CPUs that a worker reserves; the rest of the cluster feeds it."""
+    """CPUs that a worker reserves, and has threads for; the rest of the cluster feeds it."""
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
     number. Passes that do not fit into memory and nodes that are preempted are not counted."""

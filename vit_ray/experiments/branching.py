@@ -95,6 +95,15 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
     return origin
 
 
+def steps_before(origin: str) -> int:
+    """Steps of the trunk that a branch went on from; 0 for a cell that did not branch.
+
+    Args:
+        origin: as `begin_branch` returns it.
+    """
+    return int(origin.rpartition(" ")[2]) if origin else 0
+
+
 def _of_cell(position: Position, cell: Cell) -> Position:
     """The trunk's position as the cell's own, which is recorded in a run of its own."""
     optim = cell.recipe.optim

@@ -18,7 +18,6 @@ from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.evaluate.features import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
-from vit_ray.launch.cluster import connect
 from vit_ray.launch.extraction import extract_features
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.storage import Location
@@ -62,7 +61,6 @@ def run_few_shot(recipe: Recipe) -> list[FewShotRow]:
     labels = all_first_labels(pool.path)
     examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
     require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
-    connect(recipe)
     with kept_lanes():
         examples_at, tests_at = (_extracted(recipe, part) for part in ("train", "test"))
     return measure(recipe, examples_at, tests_at, labels, pool.num_classes)

@@ -14,6 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vit_ray.config import Recipe
+
 Result = TypeVar("Result")
 
 POLL_S = 5.0
@@ -37,6 +39,14 @@ class Room:
             and sum(one.cpus for one in whole) <= self.cpus + 1e-6
             and len(whole) <= self.runs
         )
+
+
+def room_of(recipe: Recipe, cluster: Room) -> Room:
+    """What a training takes: its workers, at least, and one task that reads their data."""
+    workers, size = recipe.workers, recipe.group_sizes[0]
+    uses_gpus = cluster.gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
+    cpus = size * workers.cpus_per_worker + recipe.data.cpus_per_task
+    return Room(float(size) if uses_gpus else 0.0, cpus)
 
 
 def starting_now(

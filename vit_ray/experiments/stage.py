@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from vit_ray.experiments.asha import RememberedAsha, RungRecord, rung_steps
 from vit_ray.experiments.diverged_trials import DivergedTrials, trial_key
 from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.retries import train_with_retries
+from vit_ray.experiments.side_by_side import Room, room_of
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.open_record import tag_ended_run
@@ -44,13 +46,12 @@ def deciding_metric(recipe: Recipe) -> str:
 
 
 def max_concurrent(recipe: Recipe) -> int:
-    """Trials that the cluster holds at a time, each with its workers and one data task."""
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    workers = recipe.workers
-    size = recipe.group_sizes[0]
-    by_cpu = resources.get("CPU", 1) // (size * workers.cpus_per_worker + recipe.data.cpus_per_task)
-    by_gpu = resources.get("GPU", 0) // size if resources.get("GPU", 0) else by_cpu
-    return max(1, int(min(by_cpu, by_gpu)))
+    """Trials that the cluster holds at a time."""
+    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cluster = Room(has.get("GPU", 0.0), has.get("CPU", 1.0))
+    trial = room_of(recipe, cluster)
+    by_gpu = cluster.gpus // trial.gpus if trial.gpus else math.inf
+    return max(1, int(min(by_gpu, cluster.cpus // trial.cpus)))
 
 
 class Stage:

@@ -20,6 +20,7 @@ from vit_ray.experiments.branching import (
     begin_branch,
     branch_step,
     in_groups,
+    steps_before,
     with_kept_steps,
 )
 from vit_ray.experiments.finished_cells import finished_cells
@@ -27,7 +28,7 @@ from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import points_of, with_point
-from vit_ray.experiments.side_by_side import Room, run_side_by_side, starting_now
+from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.transfer import run_transfer, task_recipe, task_tags
 from vit_ray.launch.preflight import ResolvedRun, check_batch, check_model, resolve_run
@@ -76,7 +77,7 @@ def run_study(recipe: Recipe) -> StudyResult:
         recipe, "study", resolved, total_steps, parent_id, first=first, tags=tags
     ) as parent:
         results = _run_cells(study_of(recipe), cells, resolved_runs, finished, parent)
-        parent.record.ask("metrics", len(results), _totals(results))
+        parent.record.ask("outcome", len(results), _totals(results))
         page = page_of(recipe, parent.run_id, parent.record.recorder)
         hint = parent.record.ask("hint")
         outcome = StudyResult(results, len(cells), parent.run_id, page, hint)
@@ -263,7 +264,7 @@ def _in_order(groups: list[Group], room: Room) -> list[Group]:
 
 
 def _needs(group: Group, room: Room) -> Room:
-    return cell_room(group[0][0].recipe, room)
+    return room_of(group[0][0].recipe, room)
 
 
 def cluster_room(study: StudyConfig) -> Room:
@@ -274,19 +275,19 @@ def cluster_room(study: StudyConfig) -> Room:
     return Room(most, has.get("CPU", 1.0), study.max_concurrent or math.inf)
 
 
-def cell_room(recipe: Recipe, cluster: Room) -> Room:
-    """What a cell takes: its workers, at least, and one task that reads their data."""
-    workers, size = recipe.workers, recipe.group_sizes[0]
-    uses_gpus = cluster.gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
-    cpus = size * workers.cpus_per_worker + recipe.data.cpus_per_task
-    return Room(float(size) if uses_gpus else 0.0, cpus)
-
-
 def _totals(results: list[CellResult]) -> dict[str, float]:
-    exaflops = sum(result.metrics.get("study/exaflops", 0.0) for result in results)
     failed = sum(bool(result.error) for result in results)
     return {
         "study/cells": float(len(results) - failed),
         "study/failed_cells": float(failed),
-        "study/exaflops_total": exaflops,
+        "study/exaflops_total": sum(map(_exaflops_computed, results)),
     }
+
+
+def _exaflops_computed(result: CellResult) -> float:
+    """Of a branch those of its cool-down alone: its trunk has computed the rest."""
+    found = result.metrics
+    if "study/exaflops" not in found:
+        return 0.0
+    before = steps_before(result.branched_from) * result.cell.recipe.train.global_batch_size
+    return found["study/exaflops"] * (1 - before / found["study/images_seen"])

@@ -36,11 +36,12 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.stage import Stage, Trained, deciding_metric
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.launch.paper_tables import PAPER_FILE, sweep_table
-from vit_ray.launch.preflight import ResolvedRun, resolve_run
+from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import ParentRun, RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
+from vit_ray.tracking.past_runs import newest_run
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     if recipe.init_from is None:
         logger.warning("init_from is not set: the models of this sweep begin with random weights")
     resolved = resolve_run(recipe)
+    if not _has_begun(recipe, points):
+        check_weights(PreparedRun(recipe, "sweep_trial", resolved))
     try:
         split = _dev_split(recipe, points)
     except ValueError as error:
@@ -182,6 +185,7 @@ def run_sweep(
         "sweep",
         plan.resolved,
         plan.total_steps,
+        _earlier_run(plan),
         first=first,
         under=under,
         tags=tags,
@@ -189,6 +193,14 @@ def run_sweep(
         outcome = _run_and_record(plan, parent)
         parent.record.is_complete = outcome is not None
         return outcome
+
+
+def _earlier_run(plan: SweepPlan) -> str | None:
+    """The sweep's own run in MLflow, under which its finished trials are; None if it is new."""
+    recipe, tracking = plan.recipe, plan.recipe.tracking
+    if not _has_begun(recipe, plan.points):
+        return None
+    return newest_run(tracking, recipe.name, "sweep", tracking.parent_run_id)
 
 
 def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:
@@ -199,10 +211,16 @@ def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:
     """
     config, train_set = sweep_of(recipe), recipe.data.train
     folder = locate(recipe.run_folder).child("dev-split")
-    began = [locate(trial_recipe(recipe, point).run_folder).list_folders() for point in points]
-    if not isinstance(train_set, str) or (any(began) and not folder.list_folders()):
+    began_without = _has_begun(recipe, points) and not folder.list_folders()
+    if not isinstance(train_set, str) or began_without:
         return None
     return split_by_class(train_set, folder.uri, fraction=config.dev_fraction, seed=config.seed)
+
+
+def _has_begun(recipe: Recipe, points: list[Point]) -> bool:
+    """Whether a trial has a checkpoint, or had one."""
+    trials = (trial_recipe(recipe, point) for point in points)
+    return any(locate(trial.run_folder).list_folders() for trial in trials)
 
 
 def _run_and_record(plan: SweepPlan, parent: OpenParent) -> SweepResult | None:
@@ -227,7 +245,7 @@ def _run_and_record(plan: SweepPlan, parent: OpenParent) -> SweepResult | None:
         [run.metrics["eval/top1"] for run in swept.finals] if recipe.train.averaging else [],
         table,
     )
-    record.ask("metrics", 0, sweep_metrics(outcome))
+    record.ask("outcome", 0, sweep_metrics(outcome))
     if parent.is_nested:
         return outcome
     return replace(outcome, page=page_of(recipe, parent.run_id, record.recorder))

@@ -21,12 +21,14 @@ from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.sweep import SweepPlan, plan_sweep, run_planned
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
-from vit_ray.launch.preflight import ResolvedRun, resolve_run
+from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import train
 from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.report.paper import SOURCE_9, TABLE_9, VTAB_TASKS
+from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
 from vit_ray.storage import locate
+from vit_ray.tracking.past_runs import newest_run
+from vit_ray.train.run_checkpoints import newest_checkpoint
 
 NUM_IMAGES: Final = 1000
 """Of each task's training set in VTAB-1k: 800 and 200."""
@@ -109,6 +111,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     recipe = recipe.with_absolute_paths()
     tasks = vtab_of(recipe).tasks
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
+    has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
     plans = {name: _plan(one) for name, one in recipes.items() if _has_data(one)}
     if not plans:
         first = next(iter(recipes.values())).data
@@ -119,14 +122,19 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     total = sum(plan.total_steps for plan in plans.values())
     shown = next(iter(plans.values()))
     resolved = shown.resolved if isinstance(shown, SweepPlan) else shown
-    with open_parent(recipe, "vtab", resolved, total) as parent:
+    # Its own run goes on, under which the finished tasks are.
+    tracking = recipe.tracking
+    earlier = (
+        newest_run(tracking, recipe.name, "vtab", tracking.parent_run_id) if has_begun else None
+    )
+    with open_parent(recipe, "vtab", resolved, total, earlier) as parent:
         rows = []
         for task in tasks:
             row = _run_task(task, recipes[task.name], plans.get(task.name), parent)
             if row is None:
                 return None
             rows.append(row)
-        parent.record.ask("metrics", 0, vtab_metrics(rows))
+        parent.record.ask("outcome", 0, vtab_metrics(rows))
         parent.record.ask("text", "vtab/tasks.csv", vtab_table(rows).csv())
         outcome = VtabResult(rows, parent.run_id, parent.record.ask("hint"))
         parent.record.is_complete = outcome.is_complete
@@ -140,7 +148,10 @@ def _has_data(recipe: Recipe) -> bool:
 
 def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     if recipe.sweep is None:
-        return resolve_run(recipe)
+        resolved = resolve_run(recipe)
+        if newest_checkpoint(locate(recipe.run_folder)) is None:
+            check_weights(PreparedRun(recipe, "finetune", resolved))
+        return resolved
     # 200 images cannot have all of Sun397's classes.
     return plan_sweep(recipe, needs_every_class=False)
 
@@ -242,7 +253,7 @@ def vtab_table(rows: Sequence[TaskResult]) -> Table:
         values = (of[group] for of in means)
         label = _label(_members(group, rows))
         lines.append([_title(group, rows), "", None, *values, None, "", label, note])
-    return Table(f"VTAB-1k; the paper's columns are {SOURCE_9}", columns, lines)
+    return Table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", columns, lines)
 
 
 def _label(rows: Sequence[TaskResult]) -> str:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -65,8 +65,6 @@ class Sent:
     """Bytes up to which it has all files; None: as many as of the rest."""
     run_id: str | None = None
     """The run that has them."""
-    attempt_ms: int | None = None
-    """When the attempt began that the next records belong to."""
 
 
 class MetricsLog:
@@ -146,7 +144,8 @@ class MetricsLog:
     def sent(self) -> Sent:
         """How far MLflow has the file, as noted by `mark_sent`; of a file that is gone, nothing."""
         try:
-            sent = Sent(**json.loads(self._sent_path.read_text()))
+            noted = json.loads(self._sent_path.read_text())
+            sent = Sent(**{one.name: noted[one.name] for one in fields(Sent) if one.name in noted})
             return Sent(run_id=sent.run_id) if sent.offset > self.size else sent
         except (OSError, ValueError, TypeError):
             return Sent()

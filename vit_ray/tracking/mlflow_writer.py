@@ -2,7 +2,7 @@
 
 Everything here may raise what MLflow raises; `tracking` decides what that means. A step that a key
 already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
-replay logs a step twice.
+replay logs a step twice; but for the outcome of a parent run, of which the newest counts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class RunWriter:
         start: Record,
         folder: Path,
         run_id: str | None,
-        attempt_ms: int | None = None,
     ) -> None:
         """
         Args:
@@ -61,9 +60,7 @@ class RunWriter:
             start: the record that opened the log: run name, experiment, parent.
             folder: the run's own; what a record names outside of it is never sent.
             run_id: the run to continue, if one is known.
-            attempt_ms: when the attempt began whose records come first, if not with its start.
         """
-        self.attempt_ms = attempt_ms
         self.run_id: str | None = None
         self.experiment_id: str | None = None
         self._uri = uri
@@ -71,7 +68,8 @@ class RunWriter:
         self._folder = folder.resolve()
         self._wanted = run_id
         self._client: MlflowClient | None = None
-        self._seen: dict[str, SeenSteps] = {}
+        self._seen: dict[str, SeenSteps] | None = None
+        self._latest_ms: dict[str, int] = {}
         self._num_nonfinite: dict[str, float] = {}
         self._senders: dict[str, Callable[[Record], None]] = {
             "start": self._send_start,
@@ -97,8 +95,6 @@ class RunWriter:
         """Find the run and what it already holds, or create it."""
         self._client = open_client(self._uri)
         run = self._find() or self._create()
-        if self.attempt_ms is not None:
-            self._load_steps(run, self.attempt_ms)
         self.experiment_id = str(run.info.experiment_id)
         self.run_id = run.info.run_id
 
@@ -158,8 +154,7 @@ class RunWriter:
 
     def _send_start(self, record: Record) -> None:
         run = self.client.get_run(self._id)
-        self.attempt_ms = record["time_ms"]
-        self._load_steps(run, record["time_ms"])
+        self._seen = self._steps_of(run, record["resume_step"])
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
         self._send_params(record["params"], run)
@@ -206,20 +201,30 @@ class RunWriter:
         if inputs:
             self.client.log_inputs(self._id, inputs)
 
-    def _load_steps(self, run: Run, attempt_ms: int) -> None:
-        """What earlier attempts logged, up to which an attempt repeats, and what it has itself."""
-        self._seen, self._num_nonfinite = {}, {}
+    def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
+        """What a run has, by key.
+
+        The steps after `resume_step` are repeated, and are read one by one: points come from
+        several threads, so a killed attempt may have lost some of them before its last.
+        """
+        found: dict[str, SeenSteps] = {}
         for latest in run.data.to_proto().metrics:
-            points = [latest]
-            if latest.timestamp >= attempt_ms:
-                points = self.client.get_metric_history(run.info.run_id, latest.key)
-            before = [point.step for point in points if point.timestamp < attempt_ms]
-            seen = self._seen[latest.key] = SeenSteps(max(before, default=-1))
-            seen.add(point.step for point in points if point.timestamp >= attempt_ms)
+            if latest.key.startswith("system/"):  # of MLflow's own sampler
+                continue
             if latest.key.endswith(NONFINITE):
                 self._num_nonfinite[latest.key] = latest.value
+            self._latest_ms[latest.key] = latest.timestamp
+            seen = found[latest.key] = SeenSteps()
+            if resume_step is not None and latest.step <= resume_step:
+                seen.add_up_to(latest.step)
+            else:
+                history = self.client.get_metric_history(run.info.run_id, latest.key)
+                seen.add(point.step for point in history)
+        return found
 
     def _send_metrics(self, records: Sequence[Record]) -> int:
+        if self._seen is None:  # the log goes on in the middle of an attempt
+            self._seen = self._steps_of(self.client.get_run(self._id))
         new: dict[str, set[int]] = {}
         counts = dict(self._num_nonfinite)
         points: list[Metric] = []
@@ -229,7 +234,8 @@ class RunWriter:
                 is_finite = math.isfinite(value)
                 key = key if is_finite else key + NONFINITE
                 step, steps = record["step"], new.setdefault(key, set())
-                if step in steps or step in self._seen.get(key, ()):
+                is_newer = record.get("again") and record["time_ms"] > self._latest_ms.get(key, 0)
+                if not is_newer and (step in steps or step in self._seen.get(key, ())):
                     continue
                 steps.add(step)
                 if not is_finite:
@@ -239,6 +245,8 @@ class RunWriter:
             self.client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
         # Only now: a batch that failed must be sent again in full.
         self._num_nonfinite = counts
+        for point in points:
+            self._latest_ms[point.key] = max(point.timestamp, self._latest_ms.get(point.key, 0))
         for key, steps in new.items():
             self._seen.setdefault(key, SeenSteps()).add(steps)
         return len(points)
@@ -287,12 +295,16 @@ class SeenSteps:
 
     NUM_KEPT = 256
 
-    def __init__(self, low: int = -1) -> None:
-        self._low = low
+    def __init__(self) -> None:
+        self._low = -1
         self._above: set[int] = set()
 
     def __contains__(self, step: int) -> bool:
         return step <= self._low or step in self._above
+
+    def add_up_to(self, step: int) -> None:
+        """Remember all steps up to this one."""
+        self._low = max(self._low, step)
 
     def add(self, steps: Iterable[int]) -> None:
         """Remember these; the lowest of too many move the bound up."""
@@ -300,7 +312,7 @@ class SeenSteps:
         num_over = len(self._above) - self.NUM_KEPT
         if num_over > 0:
             lowest = sorted(self._above)[:num_over]
-            self._low = max(self._low, lowest[-1])
+            self.add_up_to(lowest[-1])
             self._above.difference_update(lowest)
 
 

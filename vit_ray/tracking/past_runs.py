@@ -20,23 +20,44 @@ Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
 
-def newest_run(tracking: TrackingConfig, name: str, kind: str | None = None) -> str | None:
-    """Id of the newest run of this name that has no parent, of one `vit_ray.kind` if given."""
+def newest_run(
+    tracking: TrackingConfig, name: str, kind: str | None = None, parent_id: str | None = None
+) -> str | None:
+    """Id of the newest run of this name and `vit_ray.kind`, if given, under a parent.
 
-    def ask(client: MlflowClient) -> str | None:
-        experiment = client.get_experiment_by_name(tracking.experiment)
-        if experiment is None:
-            return None
-        wanted = f"attributes.run_name = '{name}'"
-        if kind is not None:
-            wanted += f" and tags.`vit_ray.kind` = '{kind}'"
-        found = client.search_runs(
-            [experiment.experiment_id], wanted, order_by=["attributes.start_time DESC"]
-        )
-        roots = [run for run in found if "mlflow.parentRunId" not in run.data.tags]
-        return str(roots[0].info.run_id) if roots else None
+    Args:
+        parent_id: the parent's run; None for a run that has none.
+    """
+    return _asked(
+        tracking,
+        lambda client: find_newest_run(client, tracking.experiment, name, kind, parent_id),
+        None,
+    )
 
-    return _asked(tracking, ask, None)
+
+def find_newest_run(
+    client: MlflowClient,
+    experiment: str,
+    name: str,
+    kind: str | None = None,
+    parent_id: str | None = None,
+) -> str | None:
+    """As `newest_run`, for whom an MLflow that is away is no answer.
+
+    Raises:
+        MlflowException: it does not answer.
+    """
+    place = client.get_experiment_by_name(experiment)
+    if place is None:
+        return None
+    wanted = f"attributes.run_name = '{name}'"
+    if kind is not None:
+        wanted += f" and tags.`vit_ray.kind` = '{kind}'"
+    found = client.search_runs(
+        [place.experiment_id], wanted, order_by=["attributes.start_time DESC"]
+    )
+    its = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent_id]
+    return str(its[0].info.run_id) if its else None
 
 
 def is_finished(tracking: TrackingConfig, run_id: str) -> bool:

@@ -121,6 +121,12 @@ class Recorder:
         self._note_metrics(step, values)
         self._tracker.metrics(step, self._renamed(values, "eval/", self._measured_on))
 
+    def outcome(self, step: int, values: dict[str, float]) -> None:
+        """What runs under this one have come to; in the place of an earlier start's."""
+        self._note_metrics(step, values)
+        values = self._renamed(values, "eval/", self._measured_on)
+        self._tracker.metrics(step, values, is_again=True)
+
     def event(self, kind: str, text: str, step: int) -> None:
         """Record an event in the run's history."""
         event = Event(kind, text, step, time.time())

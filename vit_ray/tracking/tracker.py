@@ -107,7 +107,7 @@ class Tracker:
         first = file.first_start() or record
         if not key or file.opened(key) is None:
             file.append({**record, "opening": key})
-        writer = RunWriter(uri, first, log_path.parent, run_id or sent.run_id, sent.attempt_ms)
+        writer = RunWriter(uri, first, log_path.parent, run_id or sent.run_id)
         tracker = cls(uri, file, writer, sent)
         tracker._points.start()
         tracker._files.start()
@@ -124,10 +124,15 @@ class Tracker:
         """The command or link that opens MLflow's page."""
         return page_hint(self._uri, self._writer.experiment_id)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values at a step; a value that is not finite counts up `<key>_nonfinite`."""
+    def metrics(self, step: int, values: Mapping[str, float], *, is_again: bool = False) -> None:
+        """Record values at a step; a value that is not finite counts up `<key>_nonfinite`.
+
+        Args:
+            is_again: the later value of a step counts; else the first one does.
+        """
         plain = {key: float(value) for key, value in values.items()}
-        self._record({"kind": "metrics", "step": int(step), "values": plain})
+        again = {"again": True} if is_again else {}
+        self._record({"kind": "metrics", "step": int(step), "values": plain, **again})
 
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
@@ -219,7 +224,7 @@ class Tracker:
     def _note_progress(self) -> None:
         with self._noting:
             points, files = self._points.offset, self._files.offset
-            self._log.mark_sent(Sent(points, files, self.run_id, self._writer.attempt_ms))
+            self._log.mark_sent(Sent(points, files, self.run_id))
 
     def _note_away(self, error: Exception) -> None:
         logger.warning(

@@ -37,7 +37,7 @@ def write_study(folder: Path) -> Path:
         tags["mlflow.parentRunId"] = study
         accuracy = 0.9 - 0.1 * abs(math.log10(rate / 0.01))
         params = {"optim.learning_rate": str(rate), "seed": "0", "model.name": "ViT-B/16"}
-        metrics = [Metric("eval/top1", accuracy, STARTED_MS, 100)]
+        metrics = [Metric("dev/top1", accuracy, STARTED_MS, 100)]
         _run(client, experiment, f"synthetic-sweep-lr{rate}", tags, params, metrics)
     return build_report(uri, study, folder / "report.html")
 

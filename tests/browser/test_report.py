@@ -201,6 +201,19 @@ def test_print_is_one_page_wide_and_light(page: Path, browser: webdriver.Chrome)
     assert browser.execute_script(ground) == "rgb(255, 255, 255)"
 
 
+def test_a_script_that_somebody_brought_into_the_page_does_not_run(
+    shown: webdriver.Chrome,
+) -> None:
+    brought = (
+        "const script = document.createElement('script');"
+        "script.textContent = 'window.brought = true';"
+        "document.body.append(script); return window.brought ?? false"
+    )
+    assert not shown.execute_script(brought)
+    told: Any = shown.get_log("browser")  # and so not of the next test
+    assert "Content Security Policy" in str(told)
+
+
 def test_without_scripts_the_figures_are_there(page: Path, browser: webdriver.Chrome) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:

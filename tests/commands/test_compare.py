@@ -1,5 +1,8 @@
 """`report compare A B` as it is typed."""
 
+import json
+import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -41,12 +44,34 @@ def test_two_runs_are_compared_and_their_curves_drawn_over_each_other(
     for text in ("A: a: a single run", "optim.learning_rate", "0.3", "75.00", "+25.00", "one seed"):
         assert text in shown
     folder = tmp_path / "runs" / "compare-a-b"
+    assert f"with curves over each other: {folder}/compare.html" in shown
     assert {path.name for path in folder.iterdir()} == {
-        "training_loss_compared.svg", "training_loss_compared.png",
+        "compare.html", "figures.csv", "training_loss_compared.svg", "training_loss_compared.png",
     }  # fmt: skip
     drawing = (folder / "training_loss_compared.svg").read_text()
     assert "A: a" in drawing
     assert "B: b" in drawing
+
+
+def test_a_page_shows_the_differences_and_both_runs_curves(uri: str, tmp_path: Path) -> None:
+    words = (f"tracking.uri={uri}", "tracking.experiment=mine", f"output={tmp_path}/runs")
+    assert compare("a", "b", *words) == 0
+    page = (tmp_path / "runs" / "compare-a-b" / "compare.html").read_text()
+    body = page[page.index("<body") : page.index("<footer>")]
+    cells = [unescape(re.sub("<.*?>", "", c)) for c in re.findall("<t[hd] .*?</t[hd]>", body)]
+    assert cells[cells.index("top-1 accuracy %") :][:4] == [
+        "top-1 accuracy %", "50.00", "75.00", "+25.00",
+    ]  # fmt: skip
+    assert cells[cells.index("optim.learning_rate") :][1:3] == ["0.1", "0.3"]
+    assert "one seed on a side" in body
+    assert body.count("experiment mine") == 2
+    (spec,) = re.findall('<script type="application/json"[^>]*>(.*?)</script>', body)
+    lines = json.loads(spec)["transform"][0]["from"]["data"]["values"]
+    rows = json.loads(spec)["data"]["values"]
+    for line, letter, top1 in zip(lines, ("A: a", "B: b"), (0.5, 0.75), strict=True):
+        assert line["series"] == letter
+        drawn = [(row["x"], row["y"]) for row in rows if row["line"] == line["line"]]
+        assert drawn == [(step, pytest.approx(3 / (1 + step * top1))) for step in range(5)]
 
 
 def test_a_recipe_says_where_the_runs_are(

@@ -151,6 +151,21 @@ def test_an_mlflow_that_goes_away_amid_a_page_is_told(recipe, monkeypatch, capsy
             report(recipe)
 
 
+def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):
+    """The page of a run must not become that of the whole experiment."""
+    _run(recipe, "mine")
+    page = report(recipe)
+    before = page.read_text()
+
+    def search(*_, **__):
+        raise MlflowException("the database is locked")
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", search)
+    with pytest.raises(RuntimeError, match="cannot be used: the database is locked"):
+        report(recipe)
+    assert page.read_text() == before
+
+
 def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe):
     with pytest.raises(ValueError, match="no such file"):
         report_page(recipe.with_changes(report={"watch_s": 7}))

@@ -104,6 +104,13 @@ def test_what_is_not_ours_is_hollow_and_has_its_own_switch() -> None:
     assert THEIRS in svg(both)
 
 
+def test_lines_are_dashed_where_they_are_not_ours_alone() -> None:
+    ours = one((1, 1), (2, 2))
+    assert "dasharray" not in svg(chart(ours))
+    theirs = Series("two", [Point(1, 2), Point(2, 3)], source=THEIRS)
+    assert 'stroke-dasharray="6,4"' in svg(chart(ours, theirs))
+
+
 def test_a_switch_takes_its_points_away() -> None:
     both = chart(one((1, 1)), Series("two", [Point(2, 2)], source=THEIRS))
     for hidden, left in (([], 2), (["two"], 1), ([THEIRS], 1), (["one", THEIRS], 0)):

@@ -111,6 +111,15 @@ def test_cells_are_compared_and_not_their_fine_tunings_nor_failed_attempts(store
     assert not found.only_a
 
 
+def test_an_accuracy_on_held_out_images_is_compared_with_its_like_alone(store):
+    store.run("a", {"dev/top1": 0.5, "train/loss": 1.0})
+    store.run("b", {"dev/top1": 0.6, "train/loss": 1.0})
+    store.run("tested", {"eval/top1": 0.9, "train/loss": 1.0})
+    rows = {row[1] for row in store.compare("a", "b").difference_table().rows}
+    assert rows == {"top-1 accuracy, dev split %", "training loss"}
+    assert {one.metric for one in store.compare("a", "tested").differences} == {"train/loss"}
+
+
 def test_other_seeds_are_compared_by_their_means(store):
     store.study("old", 0)
     parent = store.run("new", tags={"vit_ray.kind": "study"})

@@ -12,8 +12,10 @@ COMPUTE = np.geomspace(1, 200, 6)
 MODELS = {"ViT": "ViT-S/16", "ResNet": "R50x1"}
 
 
-def recorded(family, compute, top1, *, images=1000.0, status="FINISHED", tags=None):
-    metrics = {"study/exaflops": compute, "study/train_images": images, "eval/top1": top1}
+def recorded(
+    family, compute, top1, *, images=1000.0, status="FINISHED", tags=None, key="eval/top1"
+):
+    metrics = {"study/exaflops": compute, "study/train_images": images, key: top1}
     info = SimpleNamespace(run_id=f"{family}{compute}{images}", run_name=family, status=status)
     data = SimpleNamespace(
         metrics=metrics, params={"model.name": MODELS[family]}, tags=dict(tags or {})
@@ -83,6 +85,7 @@ def test_what_is_no_result_of_the_largest_data_set_is_left_out(runs):
         recorded("ViT", 500.0, 0.2, images=100.0),
         recorded("ViT", 600.0, 0.2, status="FAILED"),
         recorded("ViT", 700.0, 0.2, tags={"vit_ray.sweep_stage": "sweep_trial"}),
+        recorded("ViT", 800.0, 0.2, key="dev/top1"),
     ]
     assert fit_table(laws_of([*runs, *others])).rows == fit_table(laws_of(runs)).rows
 

@@ -128,6 +128,14 @@ def test_figures_of_a_study_compare_its_cells_alone(store, tmp_path):
     assert not {0.9, 0.99} & {*drawn}
 
 
+def test_an_accuracy_on_held_out_images_is_told(store, tmp_path):
+    store.run("cell-a", metrics=WHOLE)
+    store.run("cell-b", metrics={"study/exaflops": 2.0, "dev/top1": 0.5})
+    text = store.page(tmp_path)[0]
+    assert "1 measured on images held out of the training set" in text
+    assert "or a law: cell-b" in text
+
+
 def test_an_experiment_without_runs_is_a_page_that_says_so(store, tmp_path):
     store.client.create_experiment("empty")
     page = build_report(store.uri, "empty", tmp_path / "page.html")

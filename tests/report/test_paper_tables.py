@@ -1,19 +1,41 @@
 """The paper's tables from runs: means over seeds by hand, and what nobody ran left open."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from vit_ray.report import figures
-from vit_ray.report.paper_tables import paper_tables, table_2, table_5, table_6, transfers
+from vit_ray.report.page import _tiles
+from vit_ray.report.paper_tables import (
+    paper_tables,
+    table_2,
+    table_5,
+    table_6,
+    task_of,
+    transfers,
+)
 from vit_ray.report.runs import RecordedRun, with_tasks
 
 
-def run(name, kind="study_cell", metrics=None, params=None, status="FINISHED", **tags):
+def run(name, kind="study_cell", metrics=None, params=None, status="FINISHED", test=None, **tags):
+    """`test`: numbers of images and classes of its test set."""
     known = {"vit_ray.kind": kind, "data.train": "s3://bucket/i21k/train", **tags}
     info = SimpleNamespace(run_id=name, run_name=name, status=status, start_time=0, end_time=1)
     data = SimpleNamespace(metrics=metrics or {}, params=params or {}, tags=known)
-    return RecordedRun(SimpleNamespace(info=info, data=data))
+    profile = test and json.dumps(dict(zip(("num_images", "num_classes"), test, strict=True)))
+    sets = [("training", '{"num_images": 50000, "num_classes": 10}'), ("evaluation", profile)]
+    inputs = SimpleNamespace(
+        dataset_inputs=[
+            DatasetInput(
+                Dataset("d", "0", "vit_ray", "{}", profile=text),
+                [InputTag("mlflow.data.context", context)],
+            )
+            for context, text in sets
+        ]
+    )
+    return RecordedRun(SimpleNamespace(info=info, data=data, inputs=inputs))
 
 
 def cell(label, seed, epochs=7.0, **metrics):
@@ -23,9 +45,9 @@ def cell(label, seed, epochs=7.0, **metrics):
     return run(name, metrics=held, params=params)
 
 
-def finetune(name, origin, task, top1, **tags):
-    tags |= {"init_from": f"/runs/{origin}/step-00000100", "data.train": f"data/{task}/train"}
-    return run(name, "finetune", {"eval/top1": top1}, **tags)
+def finetune(name, origin, task, top1, test=None, **tags):
+    places = {"init_from": f"/runs/{origin}/step-00000100", "data.train": f"data/{task}/train"}
+    return run(name, "finetune", {"eval/top1": top1}, test=test, **{**places, **tags})
 
 
 def test_a_studys_figures_have_its_cells_and_not_their_fine_tunings():
@@ -61,16 +83,158 @@ def texts(table):
 def test_means_are_over_seeds_with_their_deviation():
     cells = [cell("ViT-B/32", seed) for seed in range(3)]
     tuned = [
-        finetune(f"t{seed}", cells[seed].name, "pets", top1)
+        finetune(f"t{seed}", cells[seed].name, "pets", top1, (3669, 37))
         for seed, top1 in enumerate((0.90, 0.92, 0.94))
     ]
     found = transfers([*cells, *tuned])
     assert {one.pretrained_on for one in found} == {"i21k"}
     row = texts(table_5(found))[0]
     assert row == {"pre-trained on": "i21k", "task": "pets", "ViT-B/32": "92.00 +- 2.00"}
-    first = texts(table_2(found, cells))[0]
+    first = texts(table_2(found, [*cells, *tuned]))[0]
     assert first["ViT-B/32 (i21k)"] == "92.00 +- 2.00"
-    assert first["the paper's ViT-H/14 (JFT)"] == "97.56"
+    assert first["the paper's ViT-H/14 (JFT-300M)"] == "97.56"
+
+
+@pytest.mark.parametrize(
+    ("task", "test", "printed"),
+    [
+        ("CIFAR-10", (10_000, 10), "99.50"),
+        ("cifar10", (300, 10), None),
+        ("cifar10", (10_000, 2), None),
+        ("cifar10", None, None),
+        ("digits", (10_000, 10), None),
+    ],
+)
+def test_the_papers_numbers_stand_beside_its_own_test_sets_alone(task, test, printed):
+    tuned = finetune("t", "elsewhere", task, 0.9, test)
+    pets = finetune("p", "elsewhere", "pets", 0.8, (3669, 37))
+    table = texts(table_2(transfers([tuned, pets]), [tuned, pets]))
+    assert [row["the paper's ViT-H/14 (JFT-300M)"] for row in table] == [
+        printed or "-", "97.56", "2500",
+    ]  # fmt: skip
+    heads = [column.title for column in table_2(transfers([tuned]), [tuned]).columns]
+    assert ("the paper's ViT-H/14 (JFT-300M)" in heads) is bool(printed)
+
+
+def test_the_test_set_of_a_cells_own_transfer_is_that_of_its_fine_tunings():
+    one = cell("ViT-B/32", 0, **{"transfer/cifar10_top1": 0.9})
+    of_cell = {"vit_ray.study_cell": one.name, "vit_ray.transfer_task": "cifar10"}
+    for size, printed in ((10_000, "99.50"), (300, None)):
+        child = finetune("child", one.name, "elsewhere/cifar", 0.9, (size, 10), **of_cell)
+        first = texts(table_2(transfers([one, child]), [one, child]))[0]
+        assert first["data set"] == "cifar10"
+        assert first.get("the paper's ViT-H/14 (JFT-300M)") == printed
+
+
+@pytest.mark.parametrize(
+    ("recorded", "name"),
+    [
+        ("s3://bucket/i21k/train", "i21k"),
+        ('[{"path": "data/faces", "weight": 2.0}]', "faces"),
+        ('[{"path": "data/faces/train", "weight": 2.0}, {"path": "s3://b/digits"}]',
+         "faces + digits"),
+        ("", "unknown data"),
+    ],
+)  # fmt: skip
+def test_data_is_called_by_the_names_of_its_sets(recorded, name):
+    assert task_of(run("one", **{"data.train": recorded})) == name
+
+
+@pytest.mark.parametrize(
+    ("init_from", "is_known"),
+    [
+        ("/runs/digits", True),
+        ("/runs/digits/", True),
+        ("s3://b/runs/digits/step-00000100", True),
+        ("/mnt/digits/weights.npz", False),
+        ("/digits/other/step-00000100", False),
+        ("/runs/benchmark", False),
+        ("", False),
+    ],
+)
+def test_weights_are_of_the_pre_training_whose_folder_they_were_in(init_from, is_known):
+    runs = [run("digits"), run("benchmark", "model_benchmark")]
+    tuned = finetune("t", "", "pets", 0.9, init_from=init_from)
+    (found,) = transfers([*runs, tuned])
+    assert (found.pretrained_on == "i21k") is is_known
+
+
+def held_out(one):
+    """The same training, whose accuracy is of a part of its training set."""
+    metrics = one.run.data.metrics
+    metrics["dev/top1"] = metrics.pop("eval/top1")
+    return one
+
+
+def test_an_accuracy_on_held_out_images_is_no_result():
+    tested, other = (cell("ViT-B/32", seed, **{"eval/top1": 0.5 + seed / 4}) for seed in (0, 1))
+    runs = [tested, held_out(other)]
+    assert other.metrics["eval/top1"] == 0.75
+    assert texts(table_6(runs, []))[0]["top-1 accuracy %"] == "50.00"
+    assert _tiles(runs)["best top-1 accuracy: ViT-B/32"] == "50.00 %"
+    assert "best" not in " ".join(_tiles([other]))
+    assert [row["measured on"] for row in texts(figures.cells(runs))] == ["-", "dev split"]
+    tuned = held_out(finetune("t", "elsewhere", "pets", 0.9))
+    assert transfers([tuned]) == []
+    chart = figures.accuracy_against_compute(runs, "eval/top1")
+    told = [p.details.get("measured on") for p in chart.series[0].points]
+    assert told == [None, "dev split"]
+
+
+def test_of_both_accuracies_that_of_the_test_set_counts():
+    both = run("both", metrics={"eval/top1": 0.5, "dev/top1": 0.9})
+    other_order = run("both", metrics={"dev/top1": 0.9, "eval/top1": 0.5})
+    assert [one.metrics["eval/top1"] for one in (both, other_order)] == [0.5, 0.5]
+    assert not both.is_on_dev("eval/top1")
+
+
+def test_accuracy_against_data_has_a_line_for_each_length_and_means_over_seeds(lengths):
+    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    drawn = {one.name: [(p.x, p.y, p.low, p.high) for p in one.points] for one in chart.series}
+    about = pytest.approx
+    assert drawn == {
+        "ViT-B/32, 7 epochs": [(1e6, about(0.81), about(0.7958579), about(0.8241421))],
+        "ViT-B/32, 14 epochs": [
+            (1e5, about(0.41), about(0.3958579), about(0.4241421)),
+            (1e6, about(0.92), about(0.8917157), about(0.9482843)),
+        ],
+    }
+    one_seed = figures.accuracy_against_data(lengths[1::2], "transfer/pets_top1")
+    assert [p.low for one in one_seed.series for p in one.points] == [None] * 3
+
+
+def test_amounts_of_data_are_joined_where_the_length_is_in_images(lengths):
+    for one in lengths:
+        del one.run.data.params["optim.epochs"]
+        one.run.data.params["optim.images"] = "2121000000"
+    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    assert [(one.name, [p.x for p in one.points]) for one in chart.series] == [
+        ("ViT-B/32", [1e5, 1e6])
+    ]
+
+
+def test_a_mean_over_seeds_is_of_finished_and_tested_runs_where_there_are_any(lengths):
+    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    whole = {(one.name, p.x): p.y for one in chart.series for p in one.points}
+    cut, key = lengths[0], "transfer/pets_top1"
+    cut.run.info.status = "RUNNING"
+    chart = figures.accuracy_against_data(lengths, key)
+    now = {(one.name, p.x): p.y for one in chart.series for p in one.points}
+    assert cut.metrics[key] not in now.values()
+    assert len([at for at in whole if whole[at] != now[at]]) == 1
+
+
+def test_what_a_branch_shares_with_its_trunk_is_counted_once():
+    sizes = {"study/images_seen": 100 * 32.0, "cost/core_days": 2.0}
+    trunk, branch, unknown = (
+        cell("ViT-B/32", seed, **{**sizes, "study/exaflops": 10.0}) for seed in range(3)
+    )
+    for one in (branch, unknown):
+        one.run.data.tags["vit_ray.branched_from"] = f"{trunk.name} at step 80"
+    branch.run.data.params["train.global_batch_size"] = "32"
+    tiles = _tiles([trunk, branch, unknown])
+    assert tiles["exaFLOPs in all"] == "12"  # the last fifth of the branch
+    assert tiles["core-days in all"] == "2.4"
 
 
 def test_a_cells_own_transfers_are_rows_and_its_fine_tunings_are_not_counted_twice():

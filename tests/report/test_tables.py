@@ -5,8 +5,9 @@ import io
 
 import pytest
 
+from vit_ray.config.model_family import model_family
+from vit_ray.models.catalog import model_names
 from vit_ray.report.paper import TABLE_6
-from vit_ray.report.runs import model_family, thinned
 from vit_ray.report.tables import Column, Table, duration, number, percent
 
 
@@ -43,6 +44,8 @@ def test_durations_read_as_people_say_them(seconds, text):
         ("ViT-H/14", "ViT"),
         ("ViT", "ViT"),
         ("R152x2", "ResNet"),
+        ("ResNet", "ResNet"),
+        ("R+ViT", "Hybrid"),
         ("R50x1+ViT-L/16", "Hybrid"),
         ("Axial-ViT-B/16", "Axial"),
         ("AxialResNet50", "Axial"),
@@ -53,13 +56,9 @@ def test_families_follow_the_catalog_names(name, family):
     assert model_family(name) == family
 
 
-def test_thinning_keeps_the_mean_and_leaves_short_curves_alone():
-    short = [(0.0, 1.0), (1.0, 2.0)]
-    assert thinned(short) == short
-    long = [(float(i), float(i % 7)) for i in range(3000)]
-    kept = thinned(long)
-    assert len(kept) == 300
-    assert sum(y for _, y in kept) / 300 == pytest.approx(sum(y for _, y in long) / 3000)
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_of_the_catalog_has_a_family(name):
+    assert model_family(name) != "Other"
 
 
 def test_the_papers_table_holds_its_18_rows_in_three_families():

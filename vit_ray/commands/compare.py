@@ -13,14 +13,14 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import recipe_without_file
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.report.compare import Comparison, compare
-from vit_ray.report.page import write_figures
+from vit_ray.report.compare_page import notes, write_comparison
 from vit_ray.report.runs import require_store
 from vit_ray.report.tables import Table
 from vit_ray.tracking.mlflow_client import absolute_uri, asking, reached_client
 
 
 def compare_words(words: tuple[str, ...]) -> int:
-    """Print how two runs differ, and draw their curves over each other, as SVG and PNG.
+    """Print how two runs differ, and write a page of it with their curves over each other.
 
     Args:
         words: two names or ids of runs, a recipe whose `tracking` says where they are, which may be
@@ -41,12 +41,10 @@ def compare_words(words: tuple[str, ...]) -> int:
 def _show(pair: tuple[str, str], recipe: Recipe) -> None:
     found = compare(absolute_uri(recipe.tracking.uri), recipe.tracking.experiment, pair)
     print_comparison(found)
-    if curves := found.curves():
-        name = re.sub(r"[^A-Za-z0-9._+]+", "-", f"compare-{pair[0]}-{pair[1]}")
-        folder = metrics_log_path(recipe.with_changes(name=name)).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        write_figures(folder, curves)
-        print(f"curves over each other: {folder.resolve()}")
+    name = re.sub(r"[^A-Za-z0-9._+]+", "-", f"compare-{pair[0]}-{pair[1]}")
+    page = metrics_log_path(recipe.with_changes(name=name)).with_name("compare.html").resolve()
+    write_comparison(found, page)
+    print(f"with curves over each other: {page}")
 
 
 def parse_words(words: Sequence[str]) -> tuple[tuple[str, str], Recipe]:
@@ -72,24 +70,15 @@ def parse_words(words: Sequence[str]) -> tuple[tuple[str, str], Recipe]:
 def print_comparison(found: Comparison) -> None:
     """Recipe keys, metrics, and cells that only one side has."""
     console = Console()
-    sides = ((side, side.root) for side in (found.a, found.b))
-    for letter, (side, root) in zip("AB", sides, strict=True):
-        where = f"{root.status.lower()}, experiment {side.archive.experiment}, {root.run_id}"
-        console.print(escape(f"{letter}: {root.name}: {side.kind}, {where}"), soft_wrap=True)
+    for letter, side, told in found.described():
+        console.print(escape(f"{letter}: {side.root.name}: {told}"), soft_wrap=True)
     if found.keys:
         _print(found.key_table(), console)
     else:
         console.print("no recorded key of the recipe differs")
     _print(found.difference_table(), console)
-    if all(one.standard_error is None for one in found.differences):
-        console.print(
-            "one seed on a side: nothing tells a difference from the spread between seeds; train "
-            "more seeds of both"
-        )
-    for side, cells in ((found.a, found.only_a), (found.b, found.only_b)):
-        if cells:
-            told = f"only in {side.root.name}, not compared: {'; '.join(cells)}"
-            console.print(escape(told), soft_wrap=True)
+    for note in notes(found):
+        console.print(escape(note), soft_wrap=True)
 
 
 def _print(table: Table, console: Console) -> None:

@@ -11,7 +11,7 @@ from vit_ray.experiments.page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.report.runs import require_store
 from vit_ray.tracking.mlflow_client import asking, reached_client
-from vit_ray.tracking.past_runs import newest_run
+from vit_ray.tracking.past_runs import find_newest_run
 
 MAX_FAILURES: Final = 10
 """Pages in a row that may fail for a store that does not answer, before a watch ends."""
@@ -41,7 +41,11 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
 
 def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | None) -> Written:
     client = reached_client(recipe.tracking.uri)
-    run_id = None if whole_experiment else newest_run(recipe.tracking, recipe.name)
+    run_id = (
+        None
+        if whole_experiment
+        else find_newest_run(client, recipe.tracking.experiment, recipe.name)
+    )
     written = write_page(recipe, run_id)
     is_kept = recipe.report.watch_s is None or not written.is_live
     if is_kept and (keeper := keep_with or run_id):

@@ -128,11 +128,14 @@ class Chart:
     note: str = ""
     order: Sequence[str] = ()
     """Groups that have the same colour in every chart, in the order of the colours."""
+    number: int = 1
+    """Among charts of one page whose titles make the same name."""
 
     @property
     def name(self) -> str:
         """Of its files, and of its place in the page."""
-        return re.sub(r"[^a-z0-9]+", "_", self.title.lower()).strip("_")
+        name = re.sub(r"[^a-z0-9]+", "_", self.title.lower()).strip("_")
+        return name if self.number == 1 else f"{name}_{self.number}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -286,7 +289,10 @@ class Chart:
                 "mark": {"type": "line", "strokeJoin": "round"},
                 "transform": [{"filter": f"indexof({lines}, datum.line) >= 0"}],
                 "encoding": {
-                    "strokeDash": {"condition": dash, "value": [1, 0]},
+                    # A PNG with dashes of no gap, which look solid, too, takes twice as long.
+                    **(
+                        {"strokeDash": {"condition": dash, "value": [1, 0]}} if self.sources else {}
+                    ),
                     "strokeWidth": {"condition": width, "value": 2},
                     "opacity": {"condition": faint, "value": 1},
                 },
@@ -333,7 +339,7 @@ _CONFIG: Final[dict[str, Any]] = {
     },
     "legend": {
         "orient": "bottom", "columns": 4, "labelColor": "var(--text)", "labelFontSize": 12,
-        "labelLimit": 240, "symbolSize": 75,
+        "labelLimit": 240, "symbolSize": 75, "symbolOpacity": 1,
     },
 }  # fmt: skip
 
@@ -348,8 +354,8 @@ def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Seven digits are more than anybody measures, and half as long."""
-    return float(f"{value:.7g}")
+    """Counts are kept; of others seven digits are more than anybody measures, and half as long."""
+    return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def svg(chart: Chart) -> str:

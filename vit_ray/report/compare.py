@@ -21,8 +21,9 @@ from vit_ray.report.charts import Axis, Chart, Point, Series
 from vit_ray.report.figures import (
     ACCURACIES,
     CURVES,
+    DEV,
     accuracy_name,
-    is_tested,
+    is_trial,
     studied,
     trainings,
 )
@@ -38,17 +39,22 @@ from vit_ray.report.runs import (
 )
 from vit_ray.report.tables import Column, Table, Value, percent
 
+_EVALUATED: Final = {**ACCURACIES, "eval/top5": "top-5 accuracy", "eval/loss": "validation loss"}
 METRICS: Final = {
-    **ACCURACIES,
-    "eval/top5": "top-5 accuracy",
-    "eval/loss": "validation loss",
+    **_EVALUATED,
+    # Of images held out of the training set, which are no test set.
+    **{
+        key.replace("eval/", "dev/"): f"{name}, {DEV}"
+        for key, name in _EVALUATED.items()
+        if key.startswith("eval/")
+    },
     "train/loss": "training loss",
     "train/images_per_s": "images/s",
     "perf/mfu": "MFU",
     "study/exaflops": "exaFLOPs",
     "cost/core_days": "core-days",
 }
-_SHARES: Final = {*ACCURACIES, "eval/top5", "perf/mfu"}
+_SHARES: Final = {key for key in METRICS if "_top" in key or "/top" in key} | {"perf/mfu"}
 _AXES: Final = ("data.fraction", "optim.epochs", "optim.steps", "optim.images")
 _PARENTS: Final = ("study", "sweep", "vtab")
 _SEED: Final = "seed"
@@ -123,6 +129,13 @@ class Comparison:
     only_a: Sequence[str]
     """Cells without a counterpart."""
     only_b: Sequence[str]
+
+    def described(self) -> Iterator[tuple[str, Side, str]]:
+        """Letter of each side, the side, and where it is."""
+        for letter, side in (("A", self.a), ("B", self.b)):
+            root = side.root
+            where = f"{root.status.lower()}, experiment {side.archive.experiment}, {root.run_id}"
+            yield letter, side, f"{side.kind}, {where}"
 
     def key_table(self) -> Table:
         """Recipe keys that differ."""
@@ -234,7 +247,7 @@ def _side(uri: str, run_id: str) -> Side:
     assert root is not None
     below, _ = one_run_a_cell(run for run in archive.runs if run.run_id != run_id)
     counted = [
-        run for run in studied(trainings(below)) if is_tested(run) and run.status == "FINISHED"
+        run for run in studied(trainings(below)) if not is_trial(run) and run.status == "FINISHED"
     ]
     if root.kind in _PARENTS and not counted:
         raise ValueError(
@@ -258,7 +271,7 @@ def _compared(a: Side, b: Side) -> Comparison:
         if (difference := _difference(cell, metric, cells_a[cell], cells_b[cell])) is not None
     ]
     if not differences:
-        held = [sorted({key for run in side.runs for key in run.metrics}) for side in (a, b)]
+        held = [sorted({key for run in side.runs for key in run.recorded}) for side in (a, b)]
         raise ValueError(
             f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: "
             f"{_some(held[0]) or 'none'} here, {_some(held[1]) or 'none'} there"
@@ -271,7 +284,7 @@ def _compared(a: Side, b: Side) -> Comparison:
 def _transfers(a: Side, b: Side) -> list[str]:
     """Accuracies on tasks of both, and their mean where both have the same tasks."""
     held = [
-        {key for run in side.runs for key in run.metrics if TRANSFER.fullmatch(key)}
+        {key for run in side.runs for key in run.recorded if TRANSFER.fullmatch(key)}
         for side in (a, b)
     ]
     is_same = held[0] == held[1]
@@ -319,9 +332,9 @@ def _difference(
 def _by_seed(runs: Sequence[RecordedRun], metric: str) -> dict[str, float]:
     """A seed that was trained twice counts once, by the later run."""
     return {
-        run.params.get(_SEED, run.run_id): run.metrics[metric]
+        run.params.get(_SEED, run.run_id): run.recorded[metric]
         for run in runs
-        if metric in run.metrics
+        if metric in run.recorded
     }
 
 

@@ -19,6 +19,7 @@ FAMILIES = ("ViT", "Hybrid", "ResNet", "Axial", "Other")
 PAPER: Final = "the paper, Table 6: ImageNet top-1 after JFT-300M"
 EXAFLOPS: Final = Axis("training compute (exaFLOPs, log scale)", is_log=True)
 IMAGES: Final = Axis("different training images (log scale)", is_log=True)
+_IMAGES_KEY: Final = "study/train_images"
 MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
 
@@ -38,8 +39,10 @@ CURVES = {
     "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
 }
 
+DEV: Final = "dev split"
+"""Images held out of the training set."""
 # Tag of a sweep's run, what its accuracy was measured on.
-_SWEEP_STAGES = {"sweep_trial": "dev split", "finetune": "test set"}
+_SWEEP_STAGES: Final = {"sweep_trial": DEV, "finetune": "test set"}
 
 
 def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
@@ -105,14 +108,15 @@ def _points(runs: Sequence[RecordedRun], x: str, y: str) -> list[Point]:
     """One for each run that has both metrics, by x."""
     held = [run for run in runs if {x, y} <= run.metrics.keys()]
     points = [
-        Point(run.metrics[x], run.metrics[y], _point_name(run), details=_details(run))
+        Point(run.metrics[x], run.metrics[y], _point_name(run), details=_details(run, y))
         for run in held
     ]
     return sorted(points, key=lambda point: point.x)
 
 
-def _details(run: RecordedRun) -> dict[str, str]:
+def _details(run: RecordedRun, key: str) -> dict[str, str]:
     told = {"run": run.name, "status": run.status.lower(), "seed": run.params.get("seed", "")}
+    told["measured on"] = "" if is_tested(run, key) else DEV
     return {name: value for name, value in told.items() if value and value != "finished"}
 
 
@@ -125,20 +129,64 @@ def _paper_series() -> list[Series]:
 
 
 def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> Chart | None:
-    """The paper's Figure 4: one line per model; None where all saw the same data."""
-    images = "study/train_images"
-    if len({run.metrics[images] for run in runs if images in run.metrics}) < 2:
+    """The paper's Figure 4: a line per model and length; None where all saw the same data."""
+    held = [run for run in runs if {_IMAGES_KEY, key} <= run.metrics.keys()]
+    if len({run.metrics[_IMAGES_KEY] for run in held}) < 2:
         return None
-    labels = dict.fromkeys(run.label for run in runs)
+    lines: dict[tuple[str, str], list[RecordedRun]] = {}
+    for run in held:
+        lines.setdefault((run.label, _length(run)), []).append(run)
+    labels = [label for label, _ in lines]
     return Chart(
         f"{title_of(key)} against data (proxy data)",
         IMAGES,
         Axis(accuracy_name(key), is_percent=True),
         [
-            Series(label, _points([run for run in runs if run.label == label], images, key))
-            for label in labels
+            Series(
+                label if labels.count(label) == 1 else f"{label}, {length}",
+                _means_over_seeds(members, _IMAGES_KEY, key),
+            )
+            for (label, length), members in lines.items()
         ],
     )
+
+
+def _length(run: RecordedRun) -> str:
+    """As the recipe gives it, so that it is the same for all amounts of data."""
+    for unit in ("epochs", "steps", "images"):
+        told = run.params.get(f"optim.{unit}", "None")
+        if told != "None":
+            return f"{float(told):.12g} {unit}"
+    return "length not known"
+
+
+def epochs_of(run: RecordedRun) -> float | None:
+    """Length of a training; one in steps or images counts in epochs, too."""
+    told = run.params.get("optim.epochs", "None")
+    if told != "None":
+        return float(told)
+    images, seen = run.metrics.get(_IMAGES_KEY), run.metrics.get("study/images_seen")
+    return round(seen / images, 2) if seen and images else None
+
+
+def _means_over_seeds(runs: Sequence[RecordedRun], x: str, y: str) -> list[Point]:
+    """A point for each x, with the deviation on either side where there are several seeds."""
+    groups: dict[float, list[RecordedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.metrics[x], []).append(run)
+    return [_mean_point(at, groups[at], y) for at in sorted(groups)]
+
+
+def _mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
+    """Of the finished and tested ones, where there are any."""
+    runs = [run for run in runs if run.status == "FINISHED"] or runs
+    runs = [run for run in runs if is_tested(run, key)] or runs
+    if len(runs) == 1:
+        return Point(at, runs[0].metrics[key], _point_name(runs[0]), details=_details(runs[0], key))
+    values = [run.metrics[key] for run in runs]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    seeds = {"mean of": f"{len(values)} runs", "drawn": "+- one standard deviation"}
+    return Point(at, mean, _point_name(runs[0]), mean - deviation, mean + deviation, details=seeds)
 
 
 def title_of(key: str) -> str:
@@ -223,10 +271,7 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
             for n in (1, 5, 10, 25)
         ),
         (Column("top-1 %", percent), _metric("eval/top1")),
-        (
-            Column("measured on"),
-            lambda run: _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", "")),
-        ),
+        (Column("measured on"), _measured_on),
         (Column("transfer to"), lambda run: run.tags.get("vit_ray.transfer_task")),
         *(
             (Column(f"{accuracy_name(key)} %", percent), _metric(key))
@@ -251,6 +296,12 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
     links = [f"#run-{run.run_id}" for run in runs]
     heads = [column for column, _ in columns]
     return Table("Every training of this report", heads, rows, links).used()
+
+
+def _measured_on(run: RecordedRun) -> str | None:
+    if not is_tested(run, "eval/top1"):
+        return DEV
+    return _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""))
 
 
 def sweep_table(runs: Sequence[RecordedRun]) -> Table:
@@ -293,7 +344,7 @@ def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         if stage and isinstance(x, float) and y is not None:
             sweep = _sweep_name(run)
             groups.setdefault((sweep, stage), []).append(
-                Point(x, y, run.name, details=_details(run))
+                Point(x, y, run.name, details=_details(run, "eval/top1"))
             )
     series = [
         Series(f"{sweep}, {stage}" if sweep else stage, sorted(points, key=lambda p: p.x))
@@ -338,9 +389,28 @@ def decided_top1(run: RecordedRun) -> float | None:
     return run.metrics.get("eval/averaged_top1", run.metrics.get("eval/top1"))
 
 
-def is_tested(run: RecordedRun) -> bool:
-    """Whether its accuracy is of the evaluation set, not of a dev split that chose a rate."""
-    return run.tags.get("vit_ray.sweep_stage") != "sweep_trial"
+def is_trial(run: RecordedRun) -> bool:
+    """Whether it was trained to choose a learning rate, and measured on a dev split."""
+    return run.tags.get("vit_ray.sweep_stage") == "sweep_trial"
+
+
+def is_tested(run: RecordedRun, key: str) -> bool:
+    """Whether what it has of this accuracy is not of images held out of its training set."""
+    return not is_trial(run) and not run.is_on_dev(key)
+
+
+def own_share(run: RecordedRun) -> float:
+    """Of a training that branched off another one: the part of its compute that is its own.
+
+    0 where that is not known: the other one has counted most of it.
+    """
+    origin = re.search(r" at step (\d+)$", run.tags.get("vit_ray.branched_from", ""))
+    if origin is None:
+        return 1.0
+    batch, seen = _param("train.global_batch_size")(run), run.metrics.get("study/images_seen")
+    if not isinstance(batch, float) or not seen:
+        return 0.0
+    return max(0.0, 1 - int(origin.group(1)) * batch / seen)
 
 
 def short_names(runs: Sequence[RecordedRun]) -> dict[str, str]:

@@ -123,7 +123,9 @@ def _laws(runs: Sequence[RecordedRun], key: str) -> FamilyLaws:
     held = [
         run
         for run in runs
-        if {key, _COMPUTE} <= run.metrics.keys() and run.status == "FINISHED" and is_tested(run)
+        if {key, _COMPUTE} <= run.metrics.keys()
+        and run.status == "FINISHED"
+        and is_tested(run, key)
     ]
     most = max((run.metrics.get(_IMAGES, 0.0) for run in held), default=0.0)
     by_family: dict[str, list[RecordedRun]] = {}

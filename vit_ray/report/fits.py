@@ -108,7 +108,11 @@ class Fit:
         return low, high
 
     def predicted(self, compute: float) -> Estimate:
-        """Error of one more point: the law's interval, and the scatter about it."""
+        """Error of one more point: the law's interval, and the scatter about it.
+
+        A point is a mean over as many seeds as those of the fit are; a single further run scatters
+        more.
+        """
         at = np.array([compute])
         noise = np.random.default_rng(1).standard_normal(len(self.scatter))
         draws = self.draws.error_at(at)[:, 0] + self.scatter * noise
@@ -149,7 +153,10 @@ def fit_law(
     num_draws: int = NUM_DRAWS,
     seed: int = 0,
 ) -> Fit:
-    """The law of error = 1 - accuracy, by least squares; points of one compute count as their mean.
+    """The law of error = 1 - accuracy, by least squares.
+
+    Seeds of one compute are one point, their mean, which weighs as much as any other however many
+    they are.
 
     Args:
         compute: exaFLOPs.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from vit_ray.report.runs import Archive, RecordedRun
 
 CELL_KINDS = ("study_cell", "sweep_trial")
+MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
+"""Those whose accuracy is a result; trials of a sweep are measured so on purpose."""
 LONGEST_LIST = 12
 """Names in one sentence."""
 
@@ -31,6 +33,10 @@ def what_is_missing(
         ],
         "finished without an accuracy, and so in no figure of accuracy": [
             run for run in finished if not _has_accuracy(run)
+        ],
+        "measured on images held out of the training set, and so neither a best accuracy, nor in a "
+        "table of the paper or a law": [
+            run for run in finished if run.is_on_dev("eval/top1") and run.kind in MEASURED_KINDS
         ],
         "finished without exaFLOPs, and so not in figures over compute": [
             run for run in finished if run.kind == "study_cell" and not _has_compute(run)

@@ -7,29 +7,22 @@ figures as SVG and PNG.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from vit_ray.report import charts, figures
+from vit_ray.report import figures
 from vit_ray.report.ablations import ablation_charts
 from vit_ray.report.charts import Chart
+from vit_ray.report.document import named_apart, render, replace_file, write_figures
 from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_table, laws_of
 from vit_ray.report.missing import one_run_a_cell, what_is_missing
 from vit_ray.report.paper_tables import paper_tables
 from vit_ray.report.runs import Archive, PastEvent, RecordedRun
 from vit_ray.report.tables import Column, Table, number, percent
 
-# Names, labels and values come from recipes and folders of any origin: all are escaped.
-_TEMPLATES: Final = Environment(
-    loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
-)
 FACTS = {
     "vit_ray.git_commit": "git commit",
     "vit_ray.data_fingerprint": "data fingerprint",
@@ -84,7 +77,7 @@ def write_report(
     runs = figures.trainings(counted)
     compared = figures.studied(runs)
     laws = laws_of(compared)
-    parts = {
+    parts: dict[str, Sequence[Chart]] = {
         "fits": fit_charts(laws),
         "compute": figures.against_compute(compared),
         "sweep_charts": figures.sweep_charts(runs),
@@ -92,21 +85,23 @@ def write_report(
         "ablations": ablation_charts(archive, compared),
         "curves": figures.learning_curves(archive, compared),
     }
+    drawn = named_apart(parts)
     missing = what_is_missing(archive, runs, aside)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
-    refresh_s = watch_s if is_live else None
-    told = {"fit_table": fit_table(laws), "fit_sentences": fit_sentences(laws)}
-    _replace(page, _html(archive, runs, counted, parts, told, missing, refresh_s))
-    write_figures(_figures_folder(page), [chart for part in parts.values() for chart in part])
-    _replace(page.with_suffix(".csv"), figures.cells(runs).csv())
+    text = render(
+        "page.html",
+        [chart for part in drawn.values() for chart in part],
+        refresh_s=watch_s if is_live else None,
+        **drawn,
+        **_shown(archive, runs, counted),
+        fit_table=fit_table(laws),
+        fit_sentences=fit_sentences(laws),
+        missing=missing,
+    )
+    replace_file(page, text.encode())
+    write_figures(_figures_folder(page), [chart for part in drawn.values() for chart in part])
+    replace_file(page.with_suffix(".csv"), figures.cells(runs).csv().encode())
     return Written(page, missing, not archive.runs, is_live)
-
-
-def _replace(path: Path, text: str) -> None:
-    """In one step: who opens the file meanwhile sees the old one or the new one."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:
@@ -120,67 +115,28 @@ def _figures_folder(page: Path) -> Path:
     return page.with_name(f"{page.stem}-figures")
 
 
-def write_figures(folder: Path, drawn: Sequence[Chart]) -> None:
-    """Each chart as SVG and PNG, by its name."""
-    for chart in drawn:
-        folder.mkdir(exist_ok=True)
-        drawing = charts.svg(chart)
-        (folder / f"{chart.name}.svg").write_text(drawing, encoding="utf-8")
-        (folder / f"{chart.name}.png").write_bytes(charts.png(drawing))
-
-
-def _html(
-    archive: Archive,
-    runs: Sequence[RecordedRun],
-    counted: Sequence[RecordedRun],
-    parts: dict[str, list[Chart]],
-    told: dict[str, Any],
-    missing: Sequence[str],
-    refresh_s: float | None,
-) -> str:
-    drawn = [chart for part in parts.values() for chart in part]
-    style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
+def _shown(
+    archive: Archive, runs: Sequence[RecordedRun], counted: Sequence[RecordedRun]
+) -> dict[str, Any]:
+    """Texts and tables of the page."""
     histories = archive.histories(archive.runs)
-    text: str = _TEMPLATES.get_template("page.html").render(
-        **parts,
-        **told,
-        stills={chart.name: Markup(charts.still(chart)) for chart in drawn},
-        title=archive.parent.name if archive.parent else archive.experiment,
-        style=Markup(style),
-        # Code of our own and of libraries, without any text of a run.
-        scripts=Markup(charts.scripts()),
-        page_script=Markup(_source("page.js")),
-        licences=_source("licences.txt"),
-        opening=archive.opening,
-        experiment=archive.experiment,
-        parent_id=archive.parent.run_id if archive.parent else None,
-        now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        data=_data_names(runs),
-        missing=missing,
-        refresh_s=refresh_s,
-        tiles=_tiles(runs),
-        paper_tables=paper_tables(counted),
-        sweep=figures.sweep_table(runs),
-        sweep_summary=figures.sweep_summary(runs),
-        cells=figures.cells(runs),
-        runs=[_described(archive, run, histories.get(run.run_id, [])) for run in archive.runs],
-    )
-    return text
-
-
-def _source(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+    return {
+        "title": archive.parent.name if archive.parent else archive.experiment,
+        "opening": archive.opening,
+        "experiment": archive.experiment,
+        "parent_id": archive.parent.run_id if archive.parent else None,
+        "data": _data_names(runs),
+        "tiles": _tiles(runs),
+        "paper_tables": paper_tables(counted),
+        "sweep": figures.sweep_table(runs),
+        "sweep_summary": figures.sweep_summary(runs),
+        "cells": figures.cells(runs),
+        "runs": [_described(archive, one, histories.get(one.run_id, [])) for one in archive.runs],
+    }
 
 
 def _data_names(runs: Sequence[RecordedRun]) -> str:
-    recorded = (run.params["data.train"] for run in runs if "data.train" in run.params)
-    data = {_short_path(path) for text in recorded for path in _training_sets(text)}
-    return ", ".join(sorted(data))
-
-
-def _training_sets(recorded: str) -> list[str]:
-    """Paths in `data.train` as it is recorded: one, or a list of `{path, weight}`."""
-    return [one["path"] for one in json.loads(recorded)] if recorded.startswith("[") else [recorded]
+    return ", ".join(sorted({_short_path(path) for run in runs for path in run.training_sets}))
 
 
 def _short_path(path: str) -> str:
@@ -191,17 +147,20 @@ def _short_path(path: str) -> str:
 def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
     finished = sum(run.status == "FINISHED" for run in runs)
     tiles = {"trainings": str(len(runs)), "finished": str(finished)}
-    tested = [run for run in figures.studied(runs) if figures.is_tested(run)]
-    for key in figures.accuracies_of(tested):
-        best = max((run for run in tested if key in run.metrics), key=lambda run: run.metrics[key])
-        tiles[f"best {figures.accuracy_name(key)}: {best.label}"] = (
-            f"{percent(best.metrics[key])} %"
-        )
+    compared = figures.studied(runs)
+    for key in figures.accuracies_of(compared):
+        if tested := [
+            run for run in compared if key in run.metrics and figures.is_tested(run, key)
+        ]:
+            best = max(tested, key=lambda run: run.metrics[key])
+            tiles[f"best {figures.accuracy_name(key)}: {best.label}"] = (
+                f"{percent(best.metrics[key])} %"
+            )
     for key, name in (
         ("study/exaflops", "exaFLOPs in all"),
         ("cost/core_days", "core-days in all"),
     ):
-        values = [run.metrics[key] for run in runs if key in run.metrics]
+        values = [run.metrics[key] * figures.own_share(run) for run in runs if key in run.metrics]
         if values:
             tiles[name] = number(sum(values))
     return tiles

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from vit_ray.config.command_sections import PaperConfig
+from vit_ray.report.paper import SOURCE
 from vit_ray.report.tables import Column, Table, Value, percent
 
-SOURCE: Final = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2"
 PRETRAINING: Final = {
     "imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M",
 }  # fmt: skip

@@ -13,7 +13,17 @@ from pathlib import PurePosixPath
 from typing import NamedTuple, TypeVar
 
 from vit_ray.report import paper
-from vit_ray.report.figures import accuracies_of, accuracy_name, decided_top1, pretrainings, studied
+from vit_ray.report.figures import (
+    accuracies_of,
+    accuracy_name,
+    decided_top1,
+    epochs_of,
+    is_tested,
+    pretrainings,
+    studied,
+)
+from vit_ray.report.paper_results import PRETRAINING, TABLE_2, TEST_SETS
+from vit_ray.report.paper_results import table_2 as accuracy_of_paper
 from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
@@ -75,11 +85,11 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
     """Those that cells record of themselves, and every other fine-tuning that was tested."""
-    by_name = {run.name: run for run in runs}
+    by_name = {run.name: run for run in pretrainings(runs)}
     found = [one for run in _finished_pretrainings(runs) for one in _of_cell(run)]
     vtabs = {run.run_id for run in runs if run.kind == "vtab"}
     for run in runs:
-        top1 = decided_top1(run)
+        top1 = decided_top1(run) if is_tested(run, "eval/top1") else None
         is_of_parent = {"vit_ray.vtab_task", "vit_ray.study_cell"} & run.tags.keys()
         is_alone = not is_of_parent and run.parent_id not in vtabs
         if run.kind == "finetune" and is_alone and run.status == "FINISHED" and top1 is not None:
@@ -123,24 +133,31 @@ def _transfer(origin: RecordedRun, task: str, top1: float) -> Transfer:
 
 
 def _origin(run: RecordedRun, by_name: dict[str, RecordedRun]) -> RecordedRun | None:
-    """The pre-training among the runs whose folder the weights were taken from."""
-    parts = PurePosixPath(run.params.get("init_from", "")).parts
-    return next((by_name[part] for part in reversed(parts) if part in by_name), None)
+    """The pre-training among the runs whose folder, or checkpoint, the weights were taken from."""
+    place = PurePosixPath(run.params.get("init_from", ""))
+    return by_name.get(place.parent.name if place.name.startswith("step-") else place.name)
 
 
 def task_of(run: RecordedRun) -> str:
-    """Name of the data set that a run was trained on: the last folder that is none of a split."""
-    parts = PurePosixPath(run.params.get("data.train", "").rstrip("/")).parts
+    """Name of the data that a run was trained on; of a mixture the names of all."""
+    return " + ".join(map(_data_set, run.training_sets)) or "unknown data"
+
+
+def _data_set(path: str) -> str:
+    """The last folder that is none of a split."""
+    parts = PurePosixPath(path).parts
     return next((part for part in reversed(parts) if part not in SPLITS), "unknown data")
 
 
 def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     """Comparison: a row for each data set, a column for each of our models and of the paper's."""
     models = _in_order((one.model, one.pretrained_on) for one in found)
+    known = _of_papers_test_sets(runs)
+    theirs = [*TABLE_2] if known else []
     columns = [
         Column("data set"),
         *(Column(f"{model} ({data})") for model, data in models),
-        *(Column(f"the paper's {name}", percent) for name in paper.TABLE_2_MODELS),
+        *(Column(f"the paper's {name} ({PRETRAINING[data]})", percent) for name, data in theirs),
     ]
     rows: list[list[Value]] = []
     for task in _in_order(one.task for one in found):
@@ -150,13 +167,36 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
             )
             for m in models
         ]
-        theirs = paper.TABLE_2.get(task.lower().replace("-", ""), (None,) * 3)
-        rows.append([task, *ours, *(None if top1 is None else top1 / 100 for top1 in theirs)])
+        rows.append([task, *ours, *(_of_paper(model, task, known) for model in theirs)])
     if rows:
         days = [_core_days(runs, found, *model) for model in models]
-        rows.append(["core-days of pre-training", *days, *map(number, paper.TABLE_2_CORE_DAYS)])
-    caption = f"Table 2: accuracy after fine-tuning, %; the paper's columns are {paper.SOURCE_2}"
+        printed = map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
+        rows.append(["core-days of pre-training", *days, *printed])
+    caption = "Table 2: accuracy after fine-tuning, %"
+    if known:
+        caption += f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
     return Table(caption, columns, rows)
+
+
+def _of_paper(model: tuple[str, str], task: str, known: set[str]) -> float | None:
+    printed = accuracy_of_paper(*model, _key(task)) if task in known else None
+    return None if printed is None else printed[0]
+
+
+def _of_papers_test_sets(runs: Sequence[RecordedRun]) -> set[str]:
+    """Tasks whose fine-tunings say that they were tested on as many images as the paper's."""
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for run in runs:
+        if run.kind == "finetune":
+            task = run.tags.get("vit_ray.transfer_task") or task_of(run)
+            sizes.setdefault(task, set()).update(run.test_sets)
+    published = {name: {(one.num_images, one.num_classes)} for name, one in TEST_SETS.items()}
+    return {task for task, found in sizes.items() if found == published.get(_key(task))}
+
+
+def _key(task: str) -> str:
+    """A task as the paper's tables are keyed."""
+    return task.lower().replace("-", "")
 
 
 def _core_days(
@@ -208,7 +248,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
         row = theirs.get((mine[0].params.get("model.name", ""), cell.epochs or 0.0))
         rows.append([
             *cell, float(len(mine)),
-            *(_mean(run.metrics[key] for run in mine if key in run.metrics) for key in keys),
+            *(_mean(_tested(mine, key)) for key in keys),
             *(_mean(o.top1 for o in found if (o.cell, o.task) == (cell, task)) for task in tasks),
             statistics.fmean(run.metrics["study/exaflops"] for run in mine),
             row.imagenet if row else None, row.exaflops if row else None,
@@ -218,12 +258,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
 
 
 def _cell(run: RecordedRun) -> Cell:
-    """A length in steps or images counts in epochs, too."""
-    images, seen = run.metrics.get("study/train_images"), run.metrics.get("study/images_seen")
-    told = run.params.get("optim.epochs", "None")
-    if told != "None":
-        return Cell(run.label, images, float(told))
-    return Cell(run.label, images, round(seen / images, 2) if seen and images else None)
+    return Cell(run.label, run.metrics.get("study/train_images"), epochs_of(run))
 
 
 def table_7(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
@@ -244,7 +279,7 @@ def table_7(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     ]  # fmt: skip
     columns = [Column("task"), *(Column(f"{model}, {name}") for model, name in pairs)]
     theirs = "; ".join(f"{name} {adam} and {sgd}" for name, adam, sgd in paper.TABLE_7)
-    caption = f"Table 7: Adam and SGD, %; {paper.SOURCE_7} has means of {theirs}"
+    caption = f"Table 7: Adam and SGD, %; {paper.SOURCE} has means of {theirs}"
     return Table(caption, columns, rows)
 
 
@@ -264,14 +299,13 @@ def table_8(runs: Sequence[RecordedRun]) -> Table:
         *(Column(f"the paper's {p.replace('_', ' ')}", percent) for p in paper.POSITION_PLACES),
     ]
     rows: list[list[Value]] = [
-        [kind, *(_mean(
-            run.metrics[keys[0]] for run in held
+        [kind, *(_mean(_tested((
+            run for run in held
             if run.params["model.positions"] == kind and _place(run) == place
-            and keys[0] in run.metrics
-        ) for place in paper.POSITION_PLACES), *paper.TABLE_8.get(kind, (None,) * 3)]
+        ), keys[0])) for place in paper.POSITION_PLACES), *paper.TABLE_8.get(kind, (None,) * 3)]
         for kind in kinds
     ]  # fmt: skip
-    caption = f"Table 8: {accuracy_name(keys[0])} by positions, %; the paper's are {paper.SOURCE_8}"
+    caption = f"Table 8: {accuracy_name(keys[0])} by positions, %; the paper's are {paper.SOURCE}"
     return Table(caption, columns, rows)
 
 
@@ -296,7 +330,11 @@ def table_9(runs: Sequence[RecordedRun]) -> Table:
     columns = [Column("model"), *(Column(task, percent) for task in (*paper.VTAB_TASKS, "mean"))]
     rows: list[list[Value]] = [[name, *values] for name, values in ours.items()]
     rows += [[name, *values] for name, values in theirs.items()]
-    return Table(f"Table 9: VTAB-1k, top-1 %; {paper.SOURCE_9}", columns, rows)
+    return Table(f"Table 9: VTAB-1k, top-1 %; {paper.SOURCE}", columns, rows)
+
+
+def _tested(runs: Iterable[RecordedRun], key: str) -> list[float]:
+    return [run.metrics[key] for run in runs if key in run.metrics and is_tested(run, key)]
 
 
 def _in_order(values: Iterable[T]) -> list[T]:

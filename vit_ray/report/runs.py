@@ -13,37 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from mlflow.utils.rest_utils import http_request, verify_rest_response
 
 from vit_ray.config.decisive import TAGGED
 from vit_ray.config.model_family import model_family
 from vit_ray.config.secrets import redact
+from vit_ray.report.histories import CONNECTIONS, Curve, Histories
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(r"transfer/(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
 MEAN_TRANSFER: Final = "transfer/mean_top1"
 PARENT_TAG = "mlflow.parentRunId"
-MAX_POINTS = 300  # of a curve on the page; longer ones are averaged
-SAMPLED_POINTS: Final = 2500
-"""Asked of MLflow for each curve, evenly over its length: the most that its server gives."""
-RUNS_A_REQUEST: Final = 10
-"""Whose curves one request asks for: a server has its answer within its time limit."""
-CONNECTIONS: Final = 4
+MAX_POINTS: Final = 300
+"""Of a curve on the page."""
 MAX_POINTS_A_CHART: Final = 12_000
 """More than that, a browser draws for seconds."""
 MIN_POINTS: Final = 40
 EVENT_TAG: Final = "vit_ray.events."
 """With the kind behind it: how often it happened. A run that has none has no history."""
-_BULK: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
-"""What MLflow's own pages ask; its Python client has no call for it (MLflow 3.17)."""
-
-Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -92,19 +84,45 @@ class RecordedRun:
         return dict(self.run.data.tags)
 
     @cached_property
-    def metrics(self) -> dict[str, float]:
-        """Last value of every key that has one; `dev/...` as `eval/...`, see `measured_on`.
+    def recorded(self) -> dict[str, float]:
+        """Last value of every key that has one, `dev/...` of images held out of the training set.
 
         `transfer/mean_top1` is the mean over `tasks`, of a run that has all of them.
         """
-        held = {
-            re.sub("^dev/", "eval/", key): value
-            for key, value in self.run.data.metrics.items()
-            if math.isfinite(value)
-        }
+        held = {key: value for key, value in self.run.data.metrics.items() if math.isfinite(value)}
         if len(self.tasks) > 1 and self.tasks <= held.keys():
             held[MEAN_TRANSFER] = statistics.fmean(held[key] for key in self.tasks)
         return held
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """As `recorded`, and `dev/...` as `eval/...` where there is none, see `is_on_dev`."""
+        on_dev = {re.sub("^dev/", "eval/", key): value for key, value in self.recorded.items()}
+        return {**on_dev, **self.recorded}
+
+    def is_on_dev(self, key: str) -> bool:
+        """Whether the value of a key is of images held out of the training set, not a test set."""
+        return key not in self.recorded and key in self.metrics
+
+    @property
+    def training_sets(self) -> list[str]:
+        """Paths of the data it was trained on: one, those of a mixture, or none that is known."""
+        told = self.params.get("data.train", "")
+        if told.startswith("["):  # as recorded of a mixture: [{"path": ..., "weight": ...}]
+            return [one["path"] for one in json.loads(told)]
+        return [told] if told else []
+
+    @property
+    def test_sets(self) -> list[tuple[int, int]]:
+        """Numbers of images and of classes of what it was evaluated on, as far as recorded."""
+        inputs = getattr(self.run, "inputs", None)
+        profiles = [
+            json.loads(one.dataset.profile or "{}")
+            for one in (inputs.dataset_inputs if inputs else [])
+            if "evaluation" in {tag.value for tag in one.tags}
+        ]
+        sizes = ("num_images", "num_classes")
+        return [(one[sizes[0]], one[sizes[1]]) for one in profiles if {*sizes} <= {*one}]
 
     @property
     def kind(self) -> str:
@@ -149,6 +167,7 @@ class Archive:
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar a history
         self._client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
+        self._curves = Histories(self._client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
         self.selection = selection
         self.parent: RecordedRun | None = None
@@ -164,43 +183,21 @@ class Archive:
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:
         """Run id to steps and values in order, of each run that has any.
 
-        Of a long curve MLflow gives an even sample, which becomes means of equal parts, at most
-        `MAX_POINTS` and fewer where many runs share the page.
+        Of a long curve these are recorded points spread evenly over its length, at most
+        `MAX_POINTS` and fewer where many runs share the page, with the first and the last.
         """
-        found: dict[str, Curve] = {}
-        for name in (key, re.sub("^eval/", "dev/", key)):
-            holders = [run.run_id for run in runs if name in run.run.data.metrics]
-            if name != key:
-                holders = [run_id for run_id in holders if run_id not in found]
-            found |= self._histories(holders, name)
-        most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_A_CHART // max(len(found), 1)))
-        return {run_id: thinned(sorted(points), most) for run_id, points in found.items()}
-
-    def _histories(self, run_ids: Sequence[str], key: str) -> dict[str, Curve]:
-        starts = range(0, len(run_ids), RUNS_A_REQUEST)
-        parts = [run_ids[first : first + RUNS_A_REQUEST] for first in starts]
-        # A SQLite file is read by one at a time: threads would only wait for each other.
-        with ThreadPoolExecutor(CONNECTIONS if self.is_server else 1) as readers:
-            found: dict[str, Curve] = {}
-            for points in readers.map(lambda part: self._sampled(part, key), parts):
-                for run_id, step, value in points:
-                    if math.isfinite(value):
-                        found.setdefault(run_id, []).append((float(step), float(value)))
-        return found
-
-    def _sampled(self, run_ids: Sequence[str], key: str) -> list[tuple[str, int, float]]:
-        """Run id, step and value."""
-        # The client has no public way to its store.
-        store: Any = self._client._tracking_client.store
-        if self.is_server:
-            asked = {"run_ids": run_ids, "metric_key": key, "max_results": SAMPLED_POINTS}
-            reply = http_request(  # type: ignore[no-untyped-call]
-                store.get_host_creds(), _BULK, "GET", params=asked
-            )
-            held = verify_rest_response(reply, _BULK).json().get("metrics", [])
-            return [(m["run_id"], int(m.get("step", 0)), float(m["value"])) for m in held]
-        metrics = store.get_metric_history_bulk_interval(run_ids, key, SAMPLED_POINTS, None, None)
-        return [(m.run_id, m.step, m.value) for m in metrics]
+        on_dev = re.sub("^eval/", "dev/", key)
+        by_name: dict[str, list[str]] = {}
+        for run in runs:
+            if name := next((n for n in (key, on_dev) if n in run.run.data.metrics), None):
+                by_name.setdefault(name, []).append(run.run_id)
+        count = sum(map(len, by_name.values()))
+        most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_A_CHART // max(count, 1)))
+        return {
+            run_id: curve
+            for name, run_ids in by_name.items()
+            for run_id, curve in self._curves.curves(run_ids, name, most).items()
+        }
 
     def histories(self, runs: Sequence[RecordedRun]) -> dict[str, list[PastEvent]]:
         """Run id to what happened to each run that ended with events, in order of time.
@@ -269,16 +266,6 @@ class Archive:
             token = page.token
             if not token:
                 return found
-
-
-def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Curve:
-    """At most so many points; each stands for the mean of a run of neighbours."""
-    if len(points) <= most:
-        return list(points)
-    parts = [points[len(points) * i // most : len(points) * (i + 1) // most] for i in range(most)]
-    return [
-        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
-    ]
 
 
 def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

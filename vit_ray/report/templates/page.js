@@ -13,6 +13,7 @@ async function draw(figure) {
     // Errors alone: that no point of a line is picked is no news.
     mode: "vega-lite", logLevel: 1, renderer: "svg", actions: false, defaultStyle: false,
     tooltip: {theme: "page", disableDefaultStyle: true},
+    ast: true, // expressions are interpreted: the page's own rules forbid to make code of text
   };
   const drawing = document.createElement("div");
   drawing.style.width = "100%";

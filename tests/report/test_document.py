@@ -1,0 +1,92 @@
+"""Pages as files: their rules, their figures' names, and two writers of one page."""
+
+import base64
+import hashlib
+import os
+import re
+
+import pytest
+import vl_convert
+
+from vit_ray.report import charts, document
+from vit_ray.report.charts import Axis, Chart, Point, Series
+from vit_ray.report.document import FIGURES_LIST, named_apart, render, replace_file, write_figures
+
+
+def chart(title):
+    return Chart(title, Axis("x"), Axis("y"), [Series("one", [Point(1, 2)])])
+
+
+@pytest.fixture(scope="module")
+def page():
+    drawn = [chart("A figure")]
+    return render(
+        "compare.html", drawn, title="a and b", opening="", sides=[], notes=[], curves=drawn,
+        differences=document.Table("Differences", [], []), keys=document.Table("Keys", [], []),
+    )  # fmt: skip
+
+
+def test_the_browser_may_run_the_scripts_of_the_page_and_nothing_else(page):
+    policy = re.search('http-equiv="Content-Security-Policy" content="(.*?)"', page).group(1)
+    rules = dict(rule.split(" ", 1) for rule in policy.replace("&#39;", "'").split("; "))
+    assert rules["default-src"] == "'none'"
+    assert (rules["form-action"], rules["base-uri"]) == ("'none'", "'none'")
+    scripts = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    assert rules["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
+    assert len(scripts) == 2
+
+
+def test_expressions_of_charts_are_interpreted():
+    """To compile them to functions would need `unsafe-eval`."""
+    assert "ast: true" in document._source("page.js")
+    assert "expressionInterpreter" in vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def test_charts_whose_titles_differ_in_signs_alone_have_names_of_their_own():
+    titles = ("cifar-10 top-1", "cifar.10 top-1", "cifar 10 top 1 2", "cifar 10 top 1")
+    parts = named_apart({"a": [chart(title) for title in titles[:2]],
+                         "b": [chart(title) for title in titles[2:]]})  # fmt: skip
+    drawn = [*parts["a"], *parts["b"]]
+    assert [one.title for one in drawn] == [*titles]
+    assert [one.name for one in drawn] == [
+        "cifar_10_top_1", "cifar_10_top_1_2", "cifar_10_top_1_2_2", "cifar_10_top_1_3",
+    ]  # fmt: skip
+
+
+def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):
+    folder = tmp_path / "figures"
+    write_figures(folder, [])
+    assert not folder.exists()
+    write_figures(folder, [chart("First"), chart("Second")])
+    (folder / "mine.png").write_bytes(b"x")
+    (folder / FIGURES_LIST).open("a").write("../outside,crafted\n")
+    (tmp_path / "outside.svg").write_text("x")
+    write_figures(folder, [chart("Second")])
+    assert {path.name for path in folder.iterdir()} == {
+        "second.svg", "second.png", "mine.png", FIGURES_LIST,
+    }  # fmt: skip
+    assert (tmp_path / "outside.svg").exists()
+    assert (folder / FIGURES_LIST).read_text() == "name,title\nsecond,Second\n"
+    write_figures(folder, [])
+    assert {path.name for path in folder.iterdir()} == {"mine.png", FIGURES_LIST}
+
+
+def test_two_that_write_one_page_at_a_time_both_can(tmp_path, monkeypatch):
+    page, replace, others = tmp_path / "report.html", os.replace, [b"theirs"]
+
+    def between(source, target):
+        if others:
+            replace_file(page, others.pop())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", between)
+    replace_file(page, b"ours")
+    assert page.read_bytes() == b"ours"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_counts_are_drawn_exactly_and_fractions_to_seven_digits():
+    exact = Chart("t", Axis("x"), Axis("y"), [Series("s", [Point(14_197_122, 0.123456789)])])
+    assert exact.rows == [{"x": 14_197_122.0, "y": 0.1234568, "line": 0}]
+    assert "14197122" in charts.svg(exact)

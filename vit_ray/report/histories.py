@@ -1,0 +1,184 @@
+"""Curves of metrics: exact recorded points, few enough to draw, however long the histories are.
+
+Of a store in SQL only the points that are drawn are read, each by the index of run, key and step;
+of an uneven history all its steps, too.
+A server is asked for its own even sample, for which it reads every point of the histories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import sqlalchemy as sa
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+Curve = list[tuple[float, float]]
+"""Steps, ascending and each once, and finite values."""
+Record = tuple[int, int, float]
+"""Step, milliseconds since the epoch and value. Of several of one step the greatest counts, as the
+latest value does for MLflow."""
+
+RUNS_A_REQUEST: Final = 5
+"""Whose curves one request asks for: a server has its answer within its time limit."""
+CONNECTIONS: Final = 4
+# What MLflow's own pages ask (mlflow#11182); its Python client has no call for it as of 3.17.
+_BULK: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
+_NO_SUCH_CALL: Final = (404, 405, 501)
+# Without bounds SQLite takes the index of the primary key, and reads the points of every run.
+_ALL_STEPS: Final = (-(2**62), 2**62)
+_INDEX: Final = ["run_uuid", "key", "step"]
+_METRICS: Final = sa.table(
+    "metrics", *map(sa.column, ("run_uuid", "key", "step", "timestamp", "value", "is_nan"))
+)
+_STEP: Final = _METRICS.c.step
+_RECORD: Final = (_STEP, _METRICS.c.timestamp, _METRICS.c.value, _METRICS.c.is_nan)
+_OF_RUN: Final = sa.and_(
+    _METRICS.c.run_uuid == sa.bindparam("run_id"), _METRICS.c.key == sa.bindparam("key")
+)
+
+
+class Histories:
+    """Histories of the runs of one store, which are only read."""
+
+    def __init__(self, client: MlflowClient, *, is_server: bool) -> None:
+        self._client = client
+        # The client has no public way to its store.
+        self._store: Any = client._tracking_client.store
+        self._is_server = is_server
+        self._has_bulk = is_server
+        engine = None if is_server else getattr(self._store, "engine", None)
+        with _errors_of_mlflow():
+            self._engine: sa.Engine | None = engine if engine and _is_indexed(engine) else None
+
+    def curves(self, run_ids: Sequence[str], key: str, most: int) -> dict[str, Curve]:
+        """Run id to its curve, of each run that has any: at most so many points, at least two.
+
+        Of a longer history these are the first, the last, and others spread evenly between them.
+        """
+        found: dict[str, list[Record]] = {}
+        for run_id, record in self._records(run_ids, key, most):
+            found.setdefault(run_id, []).append(record)
+        return {run_id: _curve(records) for run_id, records in found.items()}
+
+    def _records(self, run_ids: Sequence[str], key: str, most: int) -> Iterator[tuple[str, Record]]:
+        if self._engine is not None:
+            with _errors_of_mlflow(), self._engine.connect() as connection:
+                for run_id in run_ids:
+                    for record in _sampled(connection, {"run_id": run_id, "key": key}, most):
+                        yield run_id, record
+        elif not self._is_server:
+            held = self._store.get_metric_history_bulk_interval(run_ids, key, most, *_ALL_STEPS)
+            yield from ((m.run_id, (m.step, m.timestamp, m.value)) for m in held)
+        else:
+            starts = range(0, len(run_ids), RUNS_A_REQUEST)
+            parts = [run_ids[first : first + RUNS_A_REQUEST] for first in starts]
+            with ThreadPoolExecutor(CONNECTIONS) as readers:
+                for part in readers.map(lambda ids: self._of_server(ids, key, most), parts):
+                    yield from part
+
+    def _of_server(self, run_ids: Sequence[str], key: str, most: int) -> list[tuple[str, Record]]:
+        if self._has_bulk:
+            start, end = _ALL_STEPS
+            asked = {"run_ids": run_ids, "metric_key": key, "max_results": most}
+            reply = http_request(  # type: ignore[no-untyped-call]
+                self._store.get_host_creds(),
+                _BULK,
+                "GET",
+                params={**asked, "start_step": start, "end_step": end},
+            )
+            if reply.status_code not in _NO_SUCH_CALL:
+                held = verify_rest_response(reply, _BULK).json().get("metrics", [])
+                return [(one["run_id"], _of_json(one)) for one in held]
+            self._has_bulk = False  # a proxy, or a managed server, without the pages' own calls
+        return [(run_id, one) for run_id in run_ids for one in self._thinned(run_id, key, most)]
+
+    def _thinned(self, run_id: str, key: str, most: int) -> list[Record]:
+        """Of the whole history."""
+        history = self._client.get_metric_history(run_id, key)
+        return _spread(sorted((m.step, m.timestamp, m.value) for m in history), most)
+
+
+@contextlib.contextmanager
+def _errors_of_mlflow() -> Iterator[None]:
+    """Inside this block an error of the database is one of MLflow, as in MLflow's own reading."""
+    try:
+        yield
+    except sa.exc.SQLAlchemyError as error:
+        raise MlflowException(str(error)) from error
+
+
+def _of_json(metric: dict[str, Any]) -> Record:
+    """What is 0 may be left out."""
+    return int(metric.get("step", 0)), int(metric.get("timestamp", 0)), float(metric["value"])
+
+
+def _curve(records: Iterable[Record]) -> Curve:
+    last = {step: value for step, _, value in sorted(records)}
+    # A store in SQL keeps infinity as the greatest float.
+    return [(float(s), float(v)) for s, v in last.items() if abs(v) < sys.float_info.max]
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of them, the first and the last included."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
+
+
+def _is_indexed(engine: sa.Engine) -> bool:
+    """Whether the schema is of an MLflow that indexes the points of a run, as 3.17 does."""
+    indices = sa.inspect(engine).get_indexes("metrics")
+    return any(index["column_names"][: len(_INDEX)] == _INDEX for index in indices)
+
+
+def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[Record]:
+    """All of a short history; of a long one what stands at evenly spaced steps.
+
+    Where these find too few, because it is uneven, at every so-manieth of its recorded steps.
+    """
+    beginning = _records(connection.execute(_BEGINNING.limit(most + 1), of))
+    if len(beginning) <= most:
+        return beginning
+    first, last = beginning[0][0], connection.execute(_LAST, of).scalar_one()
+    even = [first + (last - first) * i // (most - 1) for i in range(most)]
+    records = _records_at(connection, of, even)
+    if len({step for step, *_ in records}) >= min(most // 2, last - first + 1):
+        return records
+    recorded = [*dict.fromkeys(connection.execute(_STEPS, of).scalars())]
+    return _records_at(connection, of, _spread(recorded, most))
+
+
+def _records_at(connection: sa.Connection, of: dict[str, str], steps: list[int]) -> list[Record]:
+    """Records of the first recorded step from each of these on."""
+    each = {f"step_{i}": step for i, step in enumerate(dict.fromkeys(steps))}
+    return _records(connection.execute(_first_from_each(len(each)), {**of, **each}))
+
+
+def _records(rows: Iterable[Any]) -> list[Record]:
+    return [(step, at, float("nan") if is_nan else value) for step, at, value, is_nan in rows]
+
+
+_IN_ORDER: Final = (_OF_RUN, _STEP.between(*_ALL_STEPS))
+_BEGINNING: Final = sa.select(*_RECORD).where(*_IN_ORDER).order_by(_STEP)
+_STEPS: Final = sa.select(_STEP).where(*_IN_ORDER).order_by(_STEP)
+_LAST: Final = sa.select(sa.func.max(_STEP)).where(_OF_RUN)
+
+
+@functools.cache
+def _first_from_each(count: int) -> sa.CompoundSelect[Any]:
+    """One statement of as many parts, each of which an index answers in every dialect."""
+    return sa.union_all(*(_first_from(f"step_{i}") for i in range(count)))
+
+
+def _first_from(name: str) -> sa.Select[Any]:
+    wanted = sa.select(sa.func.min(_STEP)).where(_OF_RUN, _METRICS.c.step >= sa.bindparam(name))
+    step = wanted.correlate(None).scalar_subquery()
+    # SQLite would look for `step = ` by the index of the primary key, and read every run's points.
+    return sa.select(*_RECORD).where(_OF_RUN, _STEP.between(step, step))

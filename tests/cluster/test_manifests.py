@@ -143,7 +143,9 @@ def _patched(document, operations):
         for part in path:
             node = node[int(part)] if isinstance(node, list) else node[part]
         if operation["op"] == "test":
-            assert node[last] == operation["value"]
+            assert node[last] == operation["value"], (
+                f"{operation['path']} == {operation['value']!r}"
+            )
         else:
             assert operation["op"] == "add"
             assert last not in node  # it would be lost
@@ -155,6 +157,12 @@ NETWORKS = {
     "efa_patch.yaml": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
     "rdma_patch.yaml": {"rdma/rdma_shared_device_a": "1"},
 }
+# What chooses the adapters: libfabric's provider as AWS names it, NCCL's own variables.
+CHOICES = {
+    "efa_patch.yaml": {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"},
+    "rdma_patch.yaml": {"NCCL_IB_HCA": "mlx5", "NCCL_IB_GID_INDEX": "3"},
+}
+TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -169,10 +177,23 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(rayjob_schema, rayjob, 
         assert NETWORKS[name].items() <= resources[kind].items()
         assert not NETWORKS[name].keys() & _container(cpu)["resources"][kind].keys()
     assert _container(gpu)["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"} <= {e["name"] for e in _container(gpu)["env"]}
-    # On the host's network a pod finds the head by the cluster's names only if told so.
+    variables = {item["name"]: item["value"] for item in _container(gpu)["env"]}
+    assert variables.pop("NCCL_SOCKET_IFNAME")
+    assert variables == CHOICES[name] | TOLD
+    # InfiniBand's adapters are the host's. There a pod finds the head by the cluster's names only
+    # if told so.
     pod = gpu["template"]["spec"]
-    assert (pod.get("dnsPolicy") == "ClusterFirstWithHostNet") == ("hostNetwork" in pod)
+    is_on_host = name == "rdma_patch.yaml"
+    assert pod.get("hostNetwork", False) is is_on_host
+    assert (pod.get("dnsPolicy") == "ClusterFirstWithHostNet") == is_on_host
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_patch_stops_where_the_first_group_has_no_gpus(rayjob, name):
+    operations = yaml.safe_load((CLUSTER / name).read_text())
+    rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"].reverse()
+    with pytest.raises(AssertionError, match="== 'gpu'"):
+        _patched(rayjob, operations)
 
 
 def test_the_networks_are_as_fast_as_the_plan_and_the_engine_assume():

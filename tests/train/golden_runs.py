@@ -6,6 +6,7 @@ Renew it where an algorithm is meant to change, and say so in the commit:
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
     model: torch.nn.Module = build_model(family, 10, 32, **options)
     if train.loss == "masked_patch":
         model = MaskedPatchObjective(model, train.masked_target, seed=0)
-    _fill_zero_kernels(model)
+    fill_zero_kernels(model)
     engine = DeepSpeedEngine(
         model,
         train,
@@ -95,7 +96,7 @@ def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
     return losses
 
 
-def _fill_zero_kernels(model: torch.nn.Module) -> None:
+def fill_zero_kernels(model: torch.nn.Module) -> None:
     """Start heads at random: under a head of zeros all other gradients are zeros or nearly so,
     and Adam divides them by themselves, which makes steps of rounding errors.
     """
@@ -119,24 +120,27 @@ def _step(engine: DeepSpeedEngine, step: int, learning_rate: float) -> float:
     losses = []
     for first in range(engine.rank * MICRO, BATCH, WORKERS * MICRO):
         samples = torch.arange(step * BATCH + first, step * BATCH + first + MICRO)
-        losses.append(engine.backward(*_images(samples), samples))
+        losses.append(engine.backward(*images_of(samples), samples))
     engine.step(learning_rate)
     mean = torch.stack(losses).double().mean()
     torch.distributed.all_reduce(mean)
     return float(mean) / WORKERS
 
 
-def _images(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def images_of(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Real digits (UCI): uint8 (B, 32, 32, 3), 4 x 4 pixels for each of 8 x 8; labels (B, 1).
 
     With grain: on a flat region a standardised kernel sums to rounding errors around zero, and
     their signs decide what a ReLU lets through and which place a max pool takes.
     """
-    digits = load_digits()
+    digits = _digits()
     grey = (torch.from_numpy(digits.images)[samples] * 12).to(torch.uint8)
     large = grey.repeat_interleave(4, 1).repeat_interleave(4, 2)[..., None]
     grain = [_grain(int(sample)) for sample in samples]
     return large + torch.stack(grain), torch.from_numpy(digits.target)[samples][:, None]
+
+
+_digits = functools.cache(load_digits)
 
 
 def _grain(sample: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import io
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,30 @@ def test_what_the_codec_refuses_goes_through_pillow() -> None:
     (expected,) = decoded([files], 4, 8, decode=decode_with_pillow)
     (batch,) = decoded([files], 4, 8, decode=lambda files, boxes: [None] * len(files))
     np.testing.assert_array_equal(batch["image"], expected["image"])
+
+
+@pytest.mark.parametrize(
+    ("device", "backends"), [(CPU, ["CPU_ONLY"]), (torch.device("cuda", 3), None)]
+)
+def test_the_codec_has_the_threads_of_the_worker_and_its_device(
+    device: torch.device, backends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as `workers.cpus_per_worker`, which Ray has torch take."""
+    made: dict[str, Any] = {}
+    codec = SimpleNamespace(
+        Decoder=lambda **options: made.update(options),
+        DecodeParams=lambda **_: None,
+        Backend=lambda kind: kind,
+        BackendKind=SimpleNamespace(CPU_ONLY="CPU_ONLY"),
+        NVIMGCODEC_DEVICE_CURRENT=-1,
+        NVIMGCODEC_DEVICE_CPU_ONLY=-99999,
+    )
+    monkeypatch.setitem(sys.modules, "nvidia", SimpleNamespace(nvimgcodec=codec))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    NvImageCodec(device)
+    assert made["max_num_cpu_threads"] == 5
+    assert made["device_id"] == (3 if device.type == "cuda" else -99999)
+    assert made["backends"] == backends
 
 
 def test_a_gpu_without_its_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

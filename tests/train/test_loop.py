@@ -180,6 +180,38 @@ def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each(
     assert sorted(set(hooks.saved)) == [3, 7, 10]
 
 
+class LossesByStep(FakeHooks):
+    """Better at the ends of the parts than anywhere else."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
+
+
+def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
+    chosen = recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
+    whole, parts = Progress(), Progress()
+    assert "no better" in run(FakeEngine(), LossesByStep(), chosen, whole)
+    assert (whole.step, whole.best_eval_loss) == (10, 1.5)
+    for until in (3, 7, None):
+        context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=until)
+        run_training(
+            FakeEngine(), batches(parts.step), chosen, context, LossesByStep(), parts,
+            Compute(1_000_000),
+        )  # fmt: skip
+        assert parts.step == (until or TOTAL)
+    parts.train_seconds, parts.metrics = whole.train_seconds, whole.metrics
+    assert parts == whole
+
+
+def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> None:
+    hooks, progress = FakeHooks(), Progress(step=TOTAL, evaluation_due=True)
+    chosen = recipe(evaluate={"every_steps": 4})
+    context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=3)
+    run_training(FakeEngine(), batches(TOTAL), chosen, context, hooks, progress, Compute(1_000_000))
+    assert f"evaluate {TOTAL}" in hooks.order
+    assert not progress.evaluation_due
+
+
 def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
     hooks = FakeHooks()
     run(FakeEngine(), hooks, recipe())

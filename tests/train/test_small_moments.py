@@ -14,6 +14,7 @@ from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
+from vit_ray.train import small_moments
 from vit_ray.train.fragments import Fragment
 from vit_ray.train.optim import build_optimizer, bytes_per_element, state_types
 from vit_ray.train.run_checkpoints import newest_checkpoint
@@ -147,6 +148,21 @@ def test_a_bf16_first_moment_is_rounded_only_where_it_is_kept(name: str) -> None
             kept, unrounded = optimizer.state[ours]["exp_avg"], reference.state[theirs]["exp_avg"]
             assert kept.dtype == torch.bfloat16
             assert bool(((kept.float() - unrounded).abs() <= 1.01 * 2**-8 * unrounded.abs()).all())
+
+
+def test_a_large_tensor_is_stepped_in_pieces_as_if_it_were_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for piece in (small_moments.PIECE, 7):  # which divides none of the sizes but one
+        monkeypatch.setattr(small_moments, "PIECE", piece)
+        model, optimizer = prepared(config("adamw", "bf16"))
+        for step in range(3):
+            set_gradients(model, step)
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for whole, pieces in zip(*found, strict=True):
+        assert torch.equal(whole, pieces)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])

@@ -236,7 +236,7 @@ def run_training(
             if is_stopping and not is_last:
                 return _reason_to_stop(hooks)
         try:
-            is_best = _evaluate_if_due(recipe, progress, hooks, is_last)
+            is_best = _evaluate_if_due(recipe, progress, hooks, context)
         except EvaluationCutError as cut:
             saves.save(progress)
             if cut.is_stopping:
@@ -251,7 +251,7 @@ def run_training(
             return progress.ended
     while progress.evaluation_due:
         try:
-            _evaluate_if_due(recipe, progress, hooks, is_last=True)
+            _evaluate_if_due(recipe, progress, hooks, context)
         except EvaluationCutError as cut:
             if cut.is_stopping:
                 return _reason_to_stop(hooks)
@@ -332,9 +332,16 @@ def _window_metrics(
     }
 
 
-def _evaluate_if_due(recipe: Recipe, progress: Progress, hooks: LoopHooks, is_last: bool) -> bool:
-    """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
-    if not is_last and not Cadence(recipe.evaluate.every_steps).is_due_at(progress.step):
+def _evaluate_if_due(
+    recipe: Recipe, progress: Progress, hooks: LoopHooks, context: RankContext
+) -> bool:
+    """Evaluate by cadence and at the end; whether the validation loss is the best so far.
+
+    What is measured only because a part of the run ends counts for nothing: the whole run would not
+    have looked there.
+    """
+    is_due = Cadence(recipe.evaluate.every_steps).is_due_at(progress.step)
+    if not is_due and progress.step < context.last_step:
         return False
     metrics: dict[str, Any] = hooks.evaluate(progress.step)
     if not metrics:
@@ -342,7 +349,7 @@ def _evaluate_if_due(recipe: Recipe, progress: Progress, hooks: LoopHooks, is_la
     progress.metrics |= metrics
     hooks.log(progress.step, metrics)
     loss = metrics.get("eval/loss")
-    if loss is None:
+    if loss is None or not (is_due or progress.step == context.total_steps):
         return False
     progress.eval_step = progress.step
     best = progress.best_eval_loss

@@ -1,11 +1,15 @@
 """Conversion: images per second and peak memory, at two sizes of data, from files and tar shards.
 
     python benchmarks/data_convert.py FOLDER_OF_JPEGS [--images 4000 16000] [--out FILE.md]
+    python benchmarks/data_convert.py FOLDER_OF_JPEGS --index --images 4000 [--out FILE.md]
 
 The images are linked into class folders (or written into tar shards of 1,000) as often as it takes,
 and converted on all cores by a Ray of the run's own, every one decoded. Memory is what belongs to a
 process alone (resident less shared), sampled ten times a second: of the driver, of the largest
 task, and of all processes together, Ray's own included. Bounded memory shows in the last column.
+
+With `--index`: what a restart index (`convert.index_jpeg`) costs, with each program that can write
+the markers, in rounds that alternate between these and none.
 """
 
 import argparse
@@ -20,6 +24,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import psutil
 
@@ -32,12 +38,29 @@ import json, sys, time
 import ray
 from vit_ray.data.prepare.convert import convert
 
-ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+source, target, shard_mib, kind = sys.argv[1:]
+
+def choose_writer():
+    from vit_ray.data.prepare import restart_markers
+
+    found = restart_markers._writers
+    restart_markers._writers = lambda: (w for w in found() if type(w).__name__ == kind)
+
+hook = {"worker_process_setup_hook": choose_writer} if kind else {}
+ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=hook)
 begun = time.perf_counter()
-report = convert(sys.argv[1], sys.argv[2], shard_mib=int(sys.argv[3]))
+report = convert(source, target, shard_mib=int(shard_mib), index_jpeg=kind != "none")
 seconds = time.perf_counter() - begun
-print(json.dumps({"seconds": seconds, "images": report.num_images, "bytes": report.bytes}))
+facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": report.bytes}
+print(json.dumps({"seconds": seconds, "writers": report.jpeg_writers, **facts}))
 """
+ROUNDS = 3
+WRITERS = {
+    "none": "none: `convert.index_jpeg=false`",
+    "Libjpeg": "the libjpeg that Pillow brings",
+    "Jpegtran": "the command `jpegtran`",
+}
+"""Kinds of what writes restart markers: classes of `vit_ray.data.prepare.restart_markers`."""
 
 
 def link_files(images: list[Path], count: int, folder: Path) -> None:
@@ -76,9 +99,9 @@ def own_memory(root: psutil.Process) -> Iterator[tuple[bool, int]]:
             continue
 
 
-def measure(source: Path, destination: Path) -> dict[str, float]:
-    """One conversion in a process tree of its own."""
-    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB)]
+def measure(source: Path, destination: Path, writer: str = "") -> dict[str, Any]:
+    """One conversion in a process tree of its own; `writer`: empty for what it takes by itself."""
+    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB), writer]
     peaks = {"driver": 0, "task": 0, "all": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         root = psutil.Process(driver.pid)
@@ -95,11 +118,40 @@ def measure(source: Path, destination: Path) -> dict[str, float]:
     return {**json.loads(lines[-1]), **{name: size / MIB for name, size in peaks.items()}}
 
 
+def index_table(images: list[Path], count: int, folder: Path) -> list[str]:
+    """Markdown: seconds of a conversion with each writer, over those with none."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        link_files(images, count, Path(scratch) / "source")
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in WRITERS}
+        for turn in range(ROUNDS):
+            for kind, rows in found.items():
+                target = Path(scratch) / f"{kind}{turn}"
+                rows.append(measure(Path(scratch) / "source", target, kind))
+    plain = [row["seconds"] for row in found["none"]]
+    lines = [
+        "| restart markers from | images | with an index | images/s | time / without | "
+        "bytes / without |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, rows in found.items():
+        ratios = [row["seconds"] / other for row, other in zip(rows, plain, strict=True)]
+        rate = count / median(row["seconds"] for row in rows)
+        share = rows[0]["bytes"] / found["none"][0]["bytes"]
+        assert kind == "none" or rows[0]["indexed"], f"{WRITERS[kind]} does not work here"
+        lines.append(
+            f"| {WRITERS[kind]} | {count:,} | {rows[0]['indexed']:,} | {rate:.0f} | "
+            f"{median(ratios):.2f} | {share:.3f} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
     """Run every layout at every size, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, nargs="+", default=[4000, 16000])
+    parser.add_argument("--index", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     images = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
@@ -107,15 +159,31 @@ def main() -> None:
     lines = [
         f"# data_convert: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
         f"{os.cpu_count()} cores\n",
-        f"`python benchmarks/data_convert.py {args.folder.name} --images "
+        f"`python benchmarks/data_convert.py {args.folder.name} {'--index ' * args.index}--images "
         f"{' '.join(map(str, args.images))}`: {len(images)} JPEG files of {mean_kib:.0f} KiB on "
         f"average, used again and again; every image is decoded; shards of {SHARD_MIB} MiB.\n",
+    ]
+    if args.index:
+        lines += [f"{ROUNDS} rounds in turn, medians of each and of ratios in a round.\n"]
+        for count in args.images:
+            lines += index_table(images, count, args.folder)
+    else:
+        lines += layout_table(images, args.images, args.folder)
+    report = "\n".join(lines) + "\n"
+    print(report)
+    if args.out:
+        args.out.write_text(report)
+
+
+def layout_table(images: list[Path], counts: list[int], folder: Path) -> list[str]:
+    """Markdown: rate and memory of every layout at every size."""
+    lines = [
         "| source | images | images/s | MiB/s | driver, MiB | largest task, MiB | all, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for layout, write in LAYOUTS.items():
-        for count in args.images:
-            with tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch:
+        for count in counts:
+            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
                 write(images, count, Path(scratch) / "source")
                 found = measure(Path(scratch) / "source", Path(scratch) / "set")
             rate, mib = count / found["seconds"], found["bytes"] / MIB / found["seconds"]
@@ -124,10 +192,7 @@ def main() -> None:
                 f"{found['task']:.0f} | {found['all']:.0f} |"
             )
             print(lines[-1], flush=True)
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """What decoding only as finely as needed costs in quality, and saves in time.
 
     python benchmarks/data_decode.py FOLDER_OF_JPEGS [--out FILE.md]
+    python benchmarks/data_decode.py FOLDER_OF_JPEGS --shrink-to 512 384 320 256 [--out FILE.md]
 
 Training crops of every image against a reference: full decode by Pillow, the same crop, and
 Pillow's antialiased bilinear resize. Peak signal-to-noise ratio in dB over crops, by how much the
 crop shrinks; and microseconds of one core for each way to make the crop.
+
+With `--shrink-to`: what `convert.shrink_to` gains in bytes and in time of one core, of images with
+restart markers as a conversion writes them, and which share of crops is enlarged for it. Rounds
+alternate between the sizes, so that ratios hold where other work shares the machine.
 """
 
 import argparse
@@ -20,12 +25,18 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
-from vit_ray.data.images.crops import decode, training_crop
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
+from vit_ray.data.images.crops import cut_crop, decode, training_crop
+from vit_ray.data.prepare.restart_markers import restart_writer
+from vit_ray.data.prepare.shard_images import Shrinking, checked
 
 SIZE = 224
 SHRINKS = [(0.0, 1.0), (1.0, 1.25), (1.25, 1.6), (1.6, 2.0), (2.0, 4.0), (4.0, 99.0)]
 DRAWS = 8
+ROUNDS = 7
+QUALITY = 95
+"""That of `convert.shrink_quality` where nothing else is said."""
 
 
 def psnr(a: Any, b: Any) -> float:
@@ -109,18 +120,97 @@ def ways(augmentation: Augmentation) -> dict[str, Callable[[bytes, int], Any]]:
     }
 
 
+def shrunk(files: list[bytes], shrink_to: int | None) -> list[StoredImage]:
+    """The images as a conversion stores them."""
+    shrinking = None if shrink_to is None else Shrinking(shrink_to, QUALITY)
+    rows = [checked(file, "", (), shrinking, restart_writer()) for file in files]
+    return [StoredImage(row.image, (row.height, row.width), row.index) for row in rows]
+
+
+def boxes_of(images: list[StoredImage], augmentation: Augmentation) -> list[CropBox]:
+    sizes, places = np.array([image.size for image in images]), np.arange(len(images))
+    return draw_boxes(sizes, augmentation, 0, places, places)
+
+
+def crop_seconds(
+    images: list[StoredImage], boxes: list[CropBox], augmentation: Augmentation
+) -> float:
+    """CPU seconds of a crop of every image."""
+    out = np.empty(augmentation.shape, np.uint8)
+    begun = time.process_time()
+    for image, box in zip(images, boxes, strict=True):
+        cut_crop(image, box, augmentation, out)
+    return time.process_time() - begun
+
+
+def shrinking_table(files: list[bytes], sizes: list[int]) -> list[str]:
+    """Markdown: what each size gains over images as they came."""
+    augmentation = Augmentation("inception_crop", SIZE)
+    stored = {size: shrunk(files, size) for size in (None, *sizes)}
+    boxes = {size: boxes_of(images, augmentation) for size, images in stored.items()}
+    seconds = defaultdict(list)
+    for _ in range(ROUNDS):
+        for size, images in stored.items():
+            seconds[size].append(crop_seconds(images, boxes[size], augmentation))
+    whole_bytes = sum(len(image.content) for image in stored[None])
+    lines = [
+        "| convert.shrink_to | bytes an image | of all | crop, us of a core | times as fast | "
+        "crops enlarged |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, images in stored.items():
+        num_bytes = sum(len(image.content) for image in images)
+        ratio = np.median(np.divide(seconds[None], seconds[size]))
+        enlarged = np.mean([max(box.height, box.width) < SIZE for box in boxes[size]])
+        lines.append(
+            f"| {size or 'unset'} | {num_bytes / len(images):,.0f} | {num_bytes / whole_bytes:.0%} "
+            f"| {np.median(seconds[size]) / len(images) * 1e6:.0f} | {ratio:.2f} | {enlarged:.0%} |"
+        )
+    return lines
+
+
+def shrinking_report(folder: Path, files: list[bytes], sizes: list[int]) -> str:
+    return "\n".join(
+        [
+            f"# data_decode: convert.shrink_to, {time.strftime('%Y-%m-%d')}, {processor()}\n",
+            f"`python benchmarks/data_decode.py {folder.name} --shrink-to "
+            f"{' '.join(map(str, sizes))}`: {len(files)} images, inception crops to {SIZE} px, "
+            f"JPEG quality {QUALITY}; {ROUNDS} rounds in turn, medians, one core.\n",
+            *shrinking_table(files, sizes),
+            "",
+        ]
+    )
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--shrink-to", type=int, nargs="+", default=[])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cv2.setNumThreads(0)
     files = [p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg")]
     images = [path.read_bytes() for path in sorted(files)]
+    if args.shrink_to:
+        report = shrinking_report(args.folder, images, args.shrink_to)
+    else:
+        report = quality_report(args.folder, images)
+    print(report)
+    if args.out:
+        args.out.write_text(report)
+
+
+def quality_report(folder: Path, images: list[bytes]) -> str:
     augmentation = Augmentation("inception_crop", SIZE)
     lines = [
         f"# data_decode: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
-        f"`python benchmarks/data_decode.py {args.folder.name}`: {len(images)} images, "
+        f"`python benchmarks/data_decode.py {folder.name}`: {len(images)} images, "
         f"{DRAWS} crops each.",
         "\nPSNR in dB against Pillow's full decode and antialiased bilinear resize:\n",
         "| crop side / 224 | crops | vit_ray mean | vit_ray 5th percentile | plain OpenCV mean | "
@@ -137,10 +227,7 @@ def main() -> None:
     for name, make in ways(augmentation).items():
         taken = microseconds(make, images)
         lines.append(f"| {name} | {taken:.0f} | {1e6 / taken:.0f} |")
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

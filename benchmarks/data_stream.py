@@ -225,22 +225,42 @@ def start_ray() -> None:
     print(json.dumps({"up": time.perf_counter()}), flush=True)
 
 
-def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
-    """This project's training stream for one trainer; batches come from all shards at once."""
+def rank_streams(data: Path, folder: str, decode: str) -> tuple[Any, int]:
+    """The streams of one trainer, and after how many images of fifty epochs they end."""
     import ray
 
     from vit_ray.data import open_dataset
     from vit_ray.data.images.crops import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
+    from vit_ray.data.stream.ray_datasets import start_beside_server
     from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 
     start_ray()
-    spec = StreamSpec(open_dataset(str(data / folder)), Augmentation("inception_crop", SIZE))
+    augmentation = Augmentation("inception_crop", SIZE)
+    spec = StreamSpec(open_dataset(str(data / folder)), augmentation, decode=decode)  # type: ignore[arg-type]
     stop = spec.num_images * 50 // BATCH * BATCH
     specs = ray.put({"train": spec})
-    server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4).remote()
-    streams = RankStreams(server, specs, "benchmark", 0, 1)
+    server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
+    server = server.remote(keeps_statistics=False, warms_up=False)
+    start_beside_server(int(CORES / spec.num_cpus))
+    return RankStreams(server, specs, "benchmark", 0, 1), stop
+
+
+def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
+    """This project's training stream for one trainer; batches come from all shards at once."""
+    streams, stop = rank_streams(data, folder, "host")
     yield from (batch["image"] for batch in streams.training_batches(BATCH, 0, stop))
+
+
+def vit_ray_encoded(data: Path, folder: str) -> Iterator[Any]:
+    """The same with `data.decode=device`: what the host does; the files are counted and left."""
+    import pyarrow as pa
+
+    streams, stop = rank_streams(data, folder, "device")
+    for block in streams.training_blocks(BATCH, 0, stop):
+        for packed in block["packed"]:
+            files = pa.ipc.open_stream(packed.as_buffer()).read_all()["encoded"]
+            yield np.empty((len(files), SIZE, SIZE, 3), np.uint8)
 
 
 def spdl_loader(data: Path, decoder: str) -> Iterator[Any]:
@@ -363,6 +383,7 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
 CONTENDERS: dict[str, tuple[Callable[[Path, str], Iterator[Any]], str]] = {
     "vit_ray stream": (vit_ray_stream, "set"),
     "vit_ray stream, no restart index": (vit_ray_stream, "set_plain"),
+    "vit_ray stream, data.decode=device": (vit_ray_encoded, "set"),
     "limit: bare loop, this decoder": (bare_loop, "vit_ray"),
     "torch DataLoader + Pillow": (torch_loader, "pillow"),
     "torch DataLoader + OpenCV": (torch_loader, "opencv"),

@@ -2,19 +2,20 @@
 
     python benchmarks/gpu.py [--out FILE.md] [--batch 256] [--trainer-batch 128]
         [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--rounds 3]
-        [--parts model activations trainer memory] [--total-s 570]
+        [--parts model activations decode trainer memory] [--total-s 570]
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
 of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm),
-`activation_memory.py` (predicted against measured memory), and `train_step.py` (the whole step of a
-job, compiled, against a bare torch loop; the engine under ZeRO 1 to 3, eager; then its memory).
+`activation_memory.py` (predicted against measured memory), `device_decode.py` (JPEG files to crops
+on the device, against the host and other decoders), and `train_step.py` (the whole step of a job,
+compiled, against a bare torch loop; the engine under ZeRO 1 to 3, eager; then its memory).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
 needs a library that is not there is a row that names it. The bars beside the figures are for one
 H200. What matters most comes first. Every section has a time limit, and all together have
 `--total-s`; of one that is cut off the last table that it printed counts. The report is written
 after every section, so that one cut short is worth keeping. Without a
 GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16 --trainer-model ViT-Ti/16
---batch 1 --trainer-batch 1 --rounds 1` then.
+--batch 1 --trainer-batch 1 --decode-images 8 --rounds 1` then.
 """
 
 import argparse
@@ -34,11 +35,14 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 PEER, ENGINE, JOB = "its rows beside our model", "all rows with DeepSpeed", "the whole job"
+DECODE = "decoding on the device"
 LIBRARIES = {  # distribution -> what its absence leaves out
     "timm": PEER,
     "transformers": PEER,
     **dict.fromkeys(["deepspeed", "numpy", "pydantic", "pyarrow", "fsspec", "safetensors"], ENGINE),
     **dict.fromkeys(["ray", "mlflow", "opencv-python-headless"], JOB),
+    **dict.fromkeys(["pillow", "nvidia-nvimgcodec-cu12"], DECODE),
+    "torchvision": "its row beside that",
 }
 NO_GPU = (
     "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
@@ -48,7 +52,7 @@ NO_GPU = (
 
 
 # Seconds of one section of each part. Half a minute of a model's is compiling, three times.
-LIMITS_S = {"model": 120, "activations": 45, "trainer": 150, "memory": 40}
+LIMITS_S = {"model": 120, "activations": 45, "decode": 40, "trainer": 150, "memory": 40}
 
 
 class Section(NamedTuple):
@@ -68,6 +72,8 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
         yield Section("model", f"{model}: the model's step, compiled, against its peers", command)
     command = ["activation_memory.py", "--models", *args.models, "--batch", str(args.batch)]
     yield Section("activations", "Memory of forward and backward pass, eager", command)
+    command = ["device_decode.py", "--images", str(args.decode_images), *rounds]
+    yield Section("decode", "JPEG files to crops on the device", command)
     trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16"]
     command = ["train_step.py", "--model", args.trainer_model, *trainer, *rounds, "--compile"]
     title = f"{args.trainer_model}: the whole step of a job, compiled, against a bare loop"
@@ -160,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=256, help="at most, for the model alone")
     made.add_argument("--trainer-model", default="ViT-L/16")
     made.add_argument("--trainer-batch", type=int, default=128, help="at most, for the trainer")
+    made.add_argument("--decode-images", type=int, default=512, help="of a batch")
     made.add_argument("--rounds", type=int, default=3)
     parts = list(LIMITS_S)
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)

@@ -13,9 +13,9 @@ beside wall time stands the CPU time of the process, which other programs on the
 less. A peer that cannot be imported is listed as such, and the batch is halved while any of them
 runs out of memory. On a GPU where there is one, else on the CPU.
 
-MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the count of the
-paper's Table 6, which takes every block whole; beside it stands the share by the products that were
-really computed, as torch counts them (ours works out only the class token in its last block).
+MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
+step computes, as torch counts them (ours works out only the class token in its last block); beside
+it stands the share by the count of the paper's Table 6, which takes every block whole.
 """
 
 import argparse
@@ -67,8 +67,8 @@ class Row:
     dtype: torch.dtype
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    macs: int = 0
-    """Multiply-adds of one image's forward pass that are really computed."""
+    flops: int = 0
+    """Of one image's forward and backward pass, as they are computed."""
     note: str = ""
 
     @property
@@ -189,7 +189,7 @@ def _measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) 
     rows = {peer: Row(name, mode, peer, batch, dtype) for peer in PEERS}
     for peer, build in PEERS.items():
         try:
-            rows[peer].macs = computed_macs(build, name)
+            rows[peer].flops = step_flops(build, name)
             trainees[peer] = Trainee(build(name), mode == "compiled", batch, dtype)
         except ImportError as error:
             rows[peer].note = f"cannot be imported: {error}"
@@ -206,17 +206,17 @@ def _measure(name: str, mode: str, batch: int, dtype: torch.dtype, rounds: int) 
     return list(rows.values())
 
 
-def computed_macs(build: Callable[[str], nn.Module], name: str) -> int:
-    """Of one image's forward pass, counted by torch on a model without memory."""
+def step_flops(build: Callable[[str], nn.Module], name: str) -> int:
+    """Of one image's forward and backward pass, counted by torch on a model without memory."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        build(name)(torch.empty(1, 3, IMAGE_SIZE, IMAGE_SIZE))
-    return int(counter.get_total_flops()) // 2
+        build(name)(torch.empty(1, 3, IMAGE_SIZE, IMAGE_SIZE)).sum().backward()
+    return int(counter.get_total_flops())
 
 
 def table(rows: list[Row]) -> str:
     """Markdown: images per second at the median, share of the peak, and theirs over ours."""
     lines = [
-        "| model | mode | implementation | batch | images/s | MFU | by products computed "
+        "| model | mode | implementation | batch | images/s | MFU | by the paper's count "
         "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest |",
         "|" + "---|" * 10,
     ]
@@ -236,17 +236,15 @@ def table(rows: list[Row]) -> str:
 
 
 def _mfu(row: Row) -> str:
-    """Two cells: the share of the peak by the paper's count, and by what was computed."""
+    """Two cells: the share of the peak by what is computed, and by the paper's count."""
     precision = "bf16" if row.dtype == torch.bfloat16 else "fp32"
     peak = (
         peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
     )
     if peak is None:
         return "- | -"
-    shares = [
-        6 * macs * row.images_per_s / peak
-        for macs in (forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE), row.macs)
-    ]
+    paper = 6 * forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE)
+    shares = [flops * row.images_per_s / peak for flops in (row.flops, paper)]
     bar = _bar(row, MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
     return f"{shares[0]:.1%}{bar} | {shares[1]:.1%}"
 

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from vit_ray.commands.convert import convert_from, convert_of
 from vit_ray.commands.features import print_few_shot
 from vit_ray.commands.quickstart import is_converted
@@ -168,7 +170,8 @@ def _spread(values: list[float]) -> str:
 
 def _heading() -> str:
     date = datetime.datetime.now(datetime.UTC).date()
-    machine = f"{os.cpu_count()}-core {platform.machine()} VM, no GPU"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    machine = f"{os.cpu_count()}-core {platform.machine()} VM, {gpu}"
     return f"# A transfer on CIFAR-10 and digits: {date}, {machine}\n\n    {' '.join(sys.argv)}\n\n"
 
 

@@ -92,10 +92,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_the_most_valuable_sections_come_first_and_all_fit_into_ten_minutes() -> None:
     args = gpu.parser().parse_args([])
     parts = [section.part for section in gpu.sections(args)]
+    assert list(dict.fromkeys(parts)) == ["model", "activations", "decode", "trainer", "memory"]
     assert parts[:3] == ["model"] * 3
-    assert {section.command[0] for section in gpu.sections(args)} == {
-        "model_step.py", "activation_memory.py", "train_step.py",
+    scripts = {section.command[0] for section in gpu.sections(args)}
+    assert scripts == {
+        "model_step.py", "activation_memory.py", "device_decode.py", "train_step.py",
     }  # fmt: skip
+    assert all((Path(gpu.__file__).parent / script).is_file() for script in scripts)
     assert args.total_s < 600
     assert set(parts) == set(gpu.LIMITS_S)
     assert all(gpu.LIMITS_S[part] < args.total_s / 3 for part in parts)

@@ -25,10 +25,11 @@ def recipe(tmp_path):
     return recipe_from_dict(tree, "test")
 
 
-def _run(recipe, name):
+def _run(recipe, name, folder=None):
     client = open_client(recipe.tracking.uri)
     experiment = experiment_id(client, recipe.tracking.uri, "trials")
-    run_id = client.create_run(experiment, run_name=name).info.run_id
+    tags = {"vit_ray.run_folder": folder} if folder else {}
+    run_id = client.create_run(experiment, run_name=name, tags=tags).info.run_id
     client.log_metric(run_id, "eval/top1", 0.5)
     return run_id
 
@@ -42,6 +43,15 @@ def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recip
     assert kept == {"report.html", "report.csv"}
     assert report_page(recipe) == 0
     assert str(page) in capsys.readouterr().out
+
+
+def test_of_one_name_in_two_outputs_the_recipes_own_is_reported(recipe, tmp_path):
+    mine = _run(recipe, "mine", f"{tmp_path}/runs/mine")
+    other = _run(recipe, "mine", "/elsewhere/mine")
+    assert mine in (page := report(recipe).read_text())
+    assert other not in page
+    moved = report(recipe.with_changes(output=f"{tmp_path}/moved")).read_text()
+    assert other in moved
 
 
 def test_without_such_a_run_the_whole_experiment_is_reported(recipe):

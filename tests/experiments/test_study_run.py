@@ -98,7 +98,7 @@ def test_a_study_records_how_many_cells_it_has(
         yield Parent()
 
     for name, answer in {
-        "resolve_run": resolved(), "newest_run": earlier, "finished_cells": {}, "_run_cells": [],
+        "resolve_run": resolved(), "earlier_run": earlier, "finished_cells": {}, "_run_cells": [],
         "page_of": None,
     }.items():  # fmt: skip
         monkeypatch.setattr(study, name, lambda *_, answer=answer, **__: answer)

@@ -72,18 +72,26 @@ def test_the_workers_of_the_first_trial_start_with_the_sweep(
         sweep.run_sweep(recipe_from_dict(tree, "test"))
 
 
-@pytest.mark.parametrize("parent_id", [None, "study"])
+@pytest.mark.parametrize("has_begun", [True, False])
 def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
-    parent_id: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "newest_run", lambda _, *asked: "/".join(map(str, asked)))
-    whole = swept(tmp_path).with_changes(tracking={"parent_run_id": parent_id})
-    points = [{RATE: 0.1}]
+    class OpenedError(Exception):
+        pass
+
+    def opened(*words: Any, **_: Any) -> None:
+        raise OpenedError(words[4])
+
+    whole = swept(tmp_path)
     resolved: Any = None
-    plan = sweep.SweepPlan(whole, resolved, points, [trial_recipe(whole, points[0])], [1])
-    assert sweep._earlier_run(plan) is None
-    (tmp_path / "s-lr0.1" / "step-00000001").mkdir(parents=True)
-    assert sweep._earlier_run(plan) == f"s/sweep/{parent_id}"
+    plan = sweep.SweepPlan(whole, resolved, [{RATE: 0.1}], [trial_recipe(whole, {RATE: 0.1})], [1])
+    if has_begun:
+        (tmp_path / "s-lr0.1" / "step-00000001").mkdir(parents=True)
+    monkeypatch.setattr(sweep, "plan_sweep", lambda _: plan)
+    monkeypatch.setattr(sweep, "earlier_run", lambda one, kind: f"{one.run_folder} {kind}")
+    monkeypatch.setattr(sweep, "open_parent", opened)
+    with pytest.raises(OpenedError, match=f"^{tmp_path}/s sweep$" if has_begun else "^None$"):
+        sweep.run_sweep(whole)
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,13 +165,13 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
 def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
     tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vtab, "newest_run", lambda _, *asked: "/".join(map(str, asked)))
+    monkeypatch.setattr(vtab, "earlier_run", lambda one, kind: f"{one.run_folder} {kind}")
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
     assert record.earlier is None
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
     run_vtab(recipe)
-    assert record.earlier == "v/vtab/None"
+    assert record.earlier == f"{tmp_path}/runs/v vtab"
 
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])

@@ -90,6 +90,7 @@ def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.M
     assert tags["vit_ray.data"] == "digits/train"
     assert tags["vit_ray.stage"] == "sweep_trial"
     assert tags["data.eval"] == "a/test"
+    assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
     assert tags["mlflow.user"]
     assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
     assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]

@@ -13,11 +13,10 @@ def tracking(tmp_path):
     return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
 
 
-def _run(tracking, name, *, parent=None, kind=None, status=None, start=None):
+def _run(tracking, name, *, parent=None, kind=None, status=None, start=None, folder=None):
     client = open_client(tracking.uri)
-    tags = {"mlflow.parentRunId": parent} if parent else {}
-    if kind:
-        tags["vit_ray.kind"] = kind
+    given = {"mlflow.parentRunId": parent, "vit_ray.kind": kind, "vit_ray.run_folder": folder}
+    tags = {key: value for key, value in given.items() if value}
     experiment = experiment_id(client, tracking.uri, tracking.experiment)
     run_id = client.create_run(experiment, start_time=start, tags=tags, run_name=name).info.run_id
     if status:
@@ -36,6 +35,25 @@ def test_the_newest_run_of_a_name_without_a_parent_is_found(tracking):
     assert newest_run(tracking, "grid", "study") == newest
     assert newest_run(tracking, "grid", "sweep") is None
     assert newest_run(tracking, "nothing") is None
+
+
+def test_of_one_name_in_two_outputs_the_run_of_the_own_folder_is_found(tracking):
+    earlier = _run(tracking, "grid", start=1000)  # by code that did not record the folder
+    mine = [_run(tracking, "grid", folder="/a/grid", start=at) for at in (2000, 3000)]
+    _run(tracking, "grid", folder="/b/grid", start=4000)
+    assert newest_run(tracking, "grid", folder="/a/grid") == mine[1]
+    assert newest_run(tracking, "grid", folder="/c/grid") == earlier
+    MlflowClient(tracking.uri).delete_run(earlier)
+    assert newest_run(tracking, "grid", folder="/c/grid") is None
+
+
+def test_the_run_that_a_folder_notes_counts_unless_it_is_gone(tracking):
+    moved = _run(tracking, "grid", folder="/a/grid", start=1000)
+    here = _run(tracking, "grid", folder="/b/grid", start=2000)
+    assert newest_run(tracking, "grid", folder="/b/grid", noted_id=moved) == moved
+    MlflowClient(tracking.uri).delete_run(moved)
+    assert newest_run(tracking, "grid", folder="/b/grid", noted_id=moved) == here
+    assert newest_run(tracking, "grid", "sweep", folder="/b/grid", noted_id=here) is None
 
 
 def test_no_experiment_yet_means_no_run(tracking):

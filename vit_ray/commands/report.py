@@ -10,6 +10,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.report.runs import require_store
+from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import find_newest_run
 
@@ -19,6 +20,8 @@ MAX_FAILURES: Final = 10
 
 def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | None = None) -> Path:
     """Report on the newest run of the recipe's name, or on its experiment if there is none.
+
+    One in the recipe's output counts before those of this name in others.
 
     The page, its CSV and its figures are also kept as artifacts of that run.
 
@@ -41,11 +44,7 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
 
 def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | None) -> Written:
     client = reached_client(recipe.tracking.uri)
-    run_id = (
-        None
-        if whole_experiment
-        else find_newest_run(client, recipe.tracking.experiment, recipe.name)
-    )
+    run_id = None if whole_experiment else _find_run(client, recipe)
     written = write_page(recipe, run_id)
     is_kept = recipe.report.watch_s is None or not written.is_live
     if is_kept and (keeper := keep_with or run_id):
@@ -54,6 +53,13 @@ def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | Non
             send = client.log_artifacts if path.is_dir() else client.log_artifact
             send(keeper, str(path), place.rstrip("/") or None)
     return written
+
+
+def _find_run(client: MlflowClient, recipe: Recipe) -> str | None:
+    where, folder = recipe.tracking.experiment, recipe.with_absolute_paths().run_folder
+    return find_newest_run(client, where, recipe.name, folder=folder) or find_newest_run(
+        client, where, recipe.name
+    )
 
 
 def report_page(recipe: Recipe) -> int:

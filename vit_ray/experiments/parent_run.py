@@ -13,12 +13,14 @@ from vit_ray.config import Recipe
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.lane import LaneShape, kept_lanes, start_kept_lane
 from vit_ray.launch.open_record import OpenRecord, open_record
-from vit_ray.launch.preflight import ResolvedRun, check_cluster
+from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.run import ParentRun
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import MetricsLog
+from vit_ray.tracking.past_runs import newest_run
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,23 @@ class OpenParent:
     """It is under another parent itself, such as a sweep in a study."""
     child_tags: Mapping[str, str] = field(default_factory=dict)
     """Of each training under a nested one: whose it is."""
+
+
+def earlier_run(recipe: Recipe, kind: str) -> str | None:
+    """The MLflow run of a parent's earlier start; None if it is new, or while MLflow is away.
+
+    By the log in its folder, as a training's checkpoint has its run, even where the folder was
+    moved. Without the log, which may be on another machine, by the folder; of what was recorded
+    without its folder, by name alone.
+    """
+    return newest_run(
+        recipe.tracking,
+        recipe.name,
+        kind,
+        recipe.tracking.parent_run_id,
+        folder=recipe.run_folder,
+        noted_id=MetricsLog(metrics_log_path(recipe)).sent().run_id,
+    )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from vit_ray.experiments.branching import (
 )
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.page import page_of
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import points_of, with_point
 from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
@@ -33,7 +33,7 @@ from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study
 from vit_ray.experiments.transfer import run_transfer, task_recipe, task_tags
 from vit_ray.launch.preflight import ResolvedRun, check_batch, check_model, resolve_run
 from vit_ray.launch.run_metadata import training_cost
-from vit_ray.tracking.past_runs import add_to_finished, newest_run
+from vit_ray.tracking.past_runs import add_to_finished
 
 Group = list[tuple[Cell, ResolvedRun]]
 """Cells that are trained one after another: one, or the lengths of a row that branches."""
@@ -67,7 +67,7 @@ def run_study(recipe: Recipe) -> StudyResult:
     cells = study_cells(recipe)
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     _check_tasks(cells, study_of(recipe).transfer)
-    parent_id = newest_run(recipe.tracking, recipe.name, "study")
+    parent_id = earlier_run(recipe, "study")
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
     total_steps = sum(one.total_steps for one in resolved_runs)
     first = next((cell.recipe for cell in cells if cell.name not in finished), None)

@@ -24,7 +24,7 @@ from vit_ray.config.validation import require
 from vit_ray.data.prepare.dev_split import split_by_class
 from vit_ray.experiments.asha import grace_steps
 from vit_ray.experiments.page import page_of
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
@@ -41,7 +41,6 @@ from vit_ray.launch.run import ParentRun, RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
-from vit_ray.tracking.past_runs import newest_run
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -185,7 +184,8 @@ def run_sweep(
         "sweep",
         plan.resolved,
         plan.total_steps,
-        _earlier_run(plan),
+        # Its own, under which its finished trials are.
+        earlier_run(plan.recipe, "sweep") if _has_begun(plan.recipe, plan.points) else None,
         first=first,
         under=under,
         tags=tags,
@@ -193,14 +193,6 @@ def run_sweep(
         outcome = _run_and_record(plan, parent)
         parent.record.is_complete = outcome is not None
         return outcome
-
-
-def _earlier_run(plan: SweepPlan) -> str | None:
-    """The sweep's own run in MLflow, under which its finished trials are; None if it is new."""
-    recipe, tracking = plan.recipe, plan.recipe.tracking
-    if not _has_begun(recipe, plan.points):
-        return None
-    return newest_run(tracking, recipe.name, "sweep", tracking.parent_run_id)
 
 
 def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:

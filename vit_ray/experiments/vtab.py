@@ -16,7 +16,7 @@ from typing import Final
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.format.schema import MANIFEST_FILE
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.sweep import SweepPlan, plan_sweep, run_planned
@@ -27,7 +27,6 @@ from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
 from vit_ray.storage import locate
-from vit_ray.tracking.past_runs import newest_run
 from vit_ray.train.run_checkpoints import newest_checkpoint
 
 NUM_IMAGES: Final = 1000
@@ -123,10 +122,7 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     shown = next(iter(plans.values()))
     resolved = shown.resolved if isinstance(shown, SweepPlan) else shown
     # Its own run goes on, under which the finished tasks are.
-    tracking = recipe.tracking
-    earlier = (
-        newest_run(tracking, recipe.name, "vtab", tracking.parent_run_id) if has_begun else None
-    )
+    earlier = earlier_run(recipe, "vtab") if has_begun else None
     with open_parent(recipe, "vtab", resolved, total, earlier) as parent:
         rows = []
         for task in tasks:

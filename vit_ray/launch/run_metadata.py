@@ -27,7 +27,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun
-from vit_ray.tracking.run_status import CHANGED_PARAMS
+from vit_ray.tracking.run_status import CHANGED_PARAMS, RUN_FOLDER
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 _CONTEXTS: Final = {
@@ -79,6 +79,7 @@ def run_facts(
         "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
         "vit_ray.cluster": str(cluster),
         "vit_ray.driver": platform.node(),
+        RUN_FOLDER: recipe.run_folder,
         "vit_ray.ray_version": ray.__version__,
         "mlflow.user": _user(),
         "mlflow.source.name": command_line(),

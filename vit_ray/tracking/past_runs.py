@@ -14,6 +14,7 @@ from typing import TypeVar
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
+from vit_ray.tracking.run_status import RUN_FOLDER
 
 Answer = TypeVar("Answer")
 
@@ -21,18 +22,30 @@ logger = logging.getLogger(__name__)
 
 
 def newest_run(
-    tracking: TrackingConfig, name: str, kind: str | None = None, parent_id: str | None = None
+    tracking: TrackingConfig,
+    name: str,
+    kind: str | None = None,
+    parent_id: str | None = None,
+    *,
+    folder: str | None = None,
+    noted_id: str | None = None,
 ) -> str | None:
     """Id of the newest run of this name and `vit_ray.kind`, if given, under a parent.
 
     Args:
         parent_id: the parent's run; None for a run that has none.
+        folder: where the job's runs lie, as their tag `RUN_FOLDER` has it: a run of another one is
+            not taken, and one without that tag only where there is none of this folder.
+        noted_id: a run that counts before any other, if there is such a one.
     """
-    return _asked(
-        tracking,
-        lambda client: find_newest_run(client, tracking.experiment, name, kind, parent_id),
-        None,
-    )
+
+    def ask(client: MlflowClient) -> str | None:
+        where = tracking.experiment
+        return find_newest_run(
+            client, where, name, kind, parent_id, folder=folder, noted_id=noted_id
+        )
+
+    return _asked(tracking, ask, None)
 
 
 def find_newest_run(
@@ -41,6 +54,9 @@ def find_newest_run(
     name: str,
     kind: str | None = None,
     parent_id: str | None = None,
+    *,
+    folder: str | None = None,
+    noted_id: str | None = None,
 ) -> str | None:
     """As `newest_run`, for whom an MLflow that is away is no answer.
 
@@ -57,6 +73,10 @@ def find_newest_run(
         [place.experiment_id], wanted, order_by=["attributes.start_time DESC"]
     )
     its = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent_id]
+    if folder is not None:
+        noted = [run for run in its if run.info.run_id == noted_id]
+        here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
+        its = noted or here or [run for run in its if RUN_FOLDER not in run.data.tags]
     return str(its[0].info.run_id) if its else None
 
 

@@ -1,0 +1,58 @@
+"""Which MLflow run the parent of trainings goes on with, on a real store, written by a Tracker."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_run_metadata import _plan as described
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.experiments.parent_run import earlier_run
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.launch.run_metadata import run_facts
+from vit_ray.tracking.tracker import Tracker
+
+
+def sweep_in(folder: Path, output: str) -> Recipe:
+    words = [f"output={folder}/{output}", f"tracking.uri=sqlite:///{folder}/mlflow.db"]
+    return load_recipe("digits_sweep", [*words, "name=one", "init_from=x"])
+
+
+def record(recipe: Recipe, run_id: str | None = None) -> str:
+    """As a sweep records itself."""
+    tags = run_facts(recipe, "sweep", described(), ClusterShape(1, 2, 0, 0.0))
+    log = metrics_log_path(recipe)
+    tracker = Tracker.start(recipe.tracking, recipe.name, log, run_id=run_id, tags=tags)
+    tracker.finish("KILLED")
+    assert tracker.run_id is not None
+    return tracker.run_id
+
+
+@pytest.fixture(autouse=True)
+def store(empty_store: Path, tmp_path: Path) -> None:
+    shutil.copy(empty_store, tmp_path)
+
+
+@pytest.mark.parametrize("has_logs", [True, False])
+def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
+    tmp_path: Path, has_logs: bool
+) -> None:
+    recipes = [sweep_in(tmp_path, "first"), sweep_in(tmp_path, "second")]
+    runs = [record(one) for one in recipes]
+    assert runs[0] != runs[1]
+    if not has_logs:  # they are on another machine
+        for one in recipes:
+            shutil.rmtree(one.run_folder)
+    assert [earlier_run(one, "sweep") for one in recipes] == runs
+    assert earlier_run(sweep_in(tmp_path, "third"), "sweep") is None
+    assert earlier_run(recipes[0], "study") is None
+
+
+def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) -> None:
+    run_id = record(sweep_in(tmp_path, "first"))
+    (tmp_path / "first").rename(tmp_path / "second")
+    record(sweep_in(tmp_path, "first"))
+    moved = sweep_in(tmp_path, "second")
+    assert earlier_run(moved, "sweep") == run_id
+    assert record(moved, earlier_run(moved, "sweep")) == run_id

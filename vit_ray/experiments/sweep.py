@@ -15,13 +15,14 @@ import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
-from vit_ray.data.prepare.dev_split import split_by_class
+from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.asha import grace_steps
 from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
@@ -148,13 +149,7 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     resolved = resolve_run(recipe)
     if not _has_begun(recipe, points):
         check_weights(PreparedRun(recipe, "sweep_trial", resolved))
-    try:
-        split = _dev_split(recipe, points)
-    except ValueError as error:
-        if needs_every_class:
-            raise
-        logger.warning("%s is split without regard to classes: %s", recipe.name, error)
-        split = None
+    split = _dev_split(recipe, points, needs_every_class=needs_every_class)
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = [resolve_run(trial).total_steps for trial in trials]
     if config.scheduler == "asha":
@@ -195,7 +190,9 @@ def run_sweep(
         return outcome
 
 
-def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:
+def _dev_split(
+    recipe: Recipe, points: list[Point], *, needs_every_class: bool
+) -> tuple[str, str] | None:
     """By class where one data set is trained on; None for several, and for a sweep that began so.
 
     Raises:
@@ -206,7 +203,14 @@ def _dev_split(recipe: Recipe, points: list[Point]) -> tuple[str, str] | None:
     began_without = _has_begun(recipe, points) and not folder.list_folders()
     if not isinstance(train_set, str) or began_without:
         return None
-    return split_by_class(train_set, folder.uri, fraction=config.dev_fraction, seed=config.seed)
+    split = partial(dev_split, train_set, folder.uri, config.dev_fraction, config.seed)
+    try:
+        return split()
+    except ValueError as error:
+        if needs_every_class:
+            raise
+        logger.warning("%s is split without regard to classes: %s", recipe.name, error)
+        return split(by_class=False)
 
 
 def _has_begun(recipe: Recipe, points: list[Point]) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.data.small_sets import write_set
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import first_labels, keys
-from vit_ray.data.prepare.dev_split import class_quotas, split_by_class
+from vit_ray.data.prepare.dev_split import class_quotas, dev_split
 from vit_ray.data.prepare.subset import subset
 
 
@@ -31,7 +31,7 @@ def shuffled(counts: Sequence[int]) -> list[tuple[str, list[int]]]:
 
 def test_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path: Path) -> None:
     whole = write_set(tmp_path / "set", shuffled([50, 30, 20]), ["a", "b", "c"])
-    rest, dev = split_by_class(whole.path, str(tmp_path / "split"), fraction=0.2, seed=1)
+    rest, dev = dev_split(whole.path, str(tmp_path / "split"), 0.2, seed=1)
     assert Counter(label for _, label in images_of(dev)) == {0: 10, 1: 6, 2: 4}
     assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))
     # Four images a row group: 20 images of the dev split lie in fewer than all 25.
@@ -42,7 +42,7 @@ def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path: Path) -> Non
     whole = write_set(tmp_path / "set", shuffled([30, 30]), ["a", "b"])
 
     def dev(folder: str, seed: int) -> list[tuple[str, int]]:
-        _, path = split_by_class(whole.path, str(tmp_path / folder), fraction=0.2, seed=seed)
+        _, path = dev_split(whole.path, str(tmp_path / folder), 0.2, seed)
         return images_of(path)
 
     assert dev("one", 0) == dev("other", 0) == dev("one", 0)
@@ -52,7 +52,7 @@ def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path: Path) -> Non
 def test_rows_that_a_subset_leaves_out_are_in_no_part(tmp_path: Path) -> None:
     whole = write_set(tmp_path / "set", shuffled([20, 20]), ["a", "b"])
     part = subset(whole.path, str(tmp_path / "part"), count=33)
-    rest, dev = split_by_class(part.path, str(tmp_path / "split"), fraction=0.2, seed=0)
+    rest, dev = dev_split(part.path, str(tmp_path / "split"), 0.2, seed=0)
     assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(part.path))
 
 
@@ -89,8 +89,22 @@ def test_a_class_that_would_be_empty_is_named(tmp_path: Path) -> None:
     assert class_quotas(np.array([10, 0, 10]), 0.1, classes).tolist() == [1, 0, 1]
     whole = write_set(tmp_path / "set", [("a", [0]), ("b", [1]), ("c", [1])], ["a", "b"])
     with pytest.raises(ValueError, match="class 'a' has a single image"):
-        split_by_class(whole.path, str(tmp_path / "split"), fraction=0.5, seed=0)
+        dev_split(whole.path, str(tmp_path / "split"), 0.5, seed=0)
     assert not (tmp_path / "split").exists()
+
+
+def test_without_regard_to_classes_the_share_is_exact(tmp_path: Path) -> None:
+    rows = [*shuffled([1, 2, 1, 3, 30]), ("unlabelled", [])]
+    whole = write_set(tmp_path / "set", rows, ["a", "b", "c", "d", "e"])
+    folder = str(tmp_path / "split")
+    for seed in (0, 1):
+        rest, dev = dev_split(whole.path, folder, 0.2, seed, by_class=False)
+        assert len(images_of(dev)) == 7  # of the 37 that have a class
+        assert ("unlabelled", -1) in images_of(rest)
+        assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))
+    for fraction in (0.01, 0.99):
+        with pytest.raises(ValueError, match=r"of 37 images is (0|37), and both the dev split"):
+            dev_split(whole.path, folder, fraction, 0, by_class=False)
 
 
 def test_more_held_out_than_leaves_one_image_of_each_class_is_refused() -> None:

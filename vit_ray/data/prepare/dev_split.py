@@ -1,4 +1,4 @@
-"""A dev split of a training set with every class in proportion, as two manifests over its shards.
+"""A dev split of a training set, by class or of any, as two manifests over its shards.
 
 Rows were shuffled at conversion, so those of each class are taken from as few row groups as hold
 enough of them: reading a small dev split reads a small part of the bytes.
@@ -23,7 +23,9 @@ _DEV_SPLIT = 11
 Int64Array = NDArray[np.int64]
 
 
-def split_by_class(source: str, destination: str, *, fraction: float, seed: int) -> tuple[str, str]:
+def dev_split(
+    source: str, destination: str, fraction: float, seed: int, *, by_class: bool = True
+) -> tuple[str, str]:
     """Write the manifests of a training set without its dev split, and of the dev split.
 
     What is there already is taken: the same arguments give the same split.
@@ -31,18 +33,21 @@ def split_by_class(source: str, destination: str, *, fraction: float, seed: int)
     Args:
         destination: folder of the two; a folder of its own for each source, fraction and seed.
         fraction: share of the images that are held out, rounded to whole images.
+        by_class: every class has its share; else images are taken whatever they are of, as those
+            of VTAB-1k are by its authors.
 
     Returns:
         Addresses of the rest and of the dev split.
 
     Raises:
-        ValueError: a class would have no image in one of them; it is named.
+        ValueError: a class would have no image in one of them; it is named. Not by class: one of
+            them would have none at all.
     """
     whole = open_dataset(source)
-    name = f"{whole.fingerprint}-{fraction:g}-{seed}"
+    name = f"{whole.fingerprint}-{fraction:g}-{seed}{'' if by_class else '-any-class'}"
     rest, dev = (locate(destination).child(name).child(part).uri for part in ("train", "dev"))
     if not all(locate(path).child(MANIFEST_FILE).exists() for path in (rest, dev)):
-        is_dev = _dev_rows(whole, fraction, seed)
+        is_dev = _dev_rows(whole, fraction, seed, by_class=by_class)
         origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
         for path, rows in ((rest, ~is_dev), (dev, is_dev)):
             if not locate(path).child(MANIFEST_FILE).exists():
@@ -50,18 +55,36 @@ def split_by_class(source: str, destination: str, *, fraction: float, seed: int)
     return rest, dev
 
 
-def _dev_rows(whole: Manifest, fraction: float, seed: int) -> NDArray[np.bool_]:
+def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) -> NDArray[np.bool_]:
     """Which rows are held out, in the order of the data set."""
     labels = np.concatenate(list(first_labels(whole))).astype(np.int64)
     counts = np.bincount(labels[labels >= 0], minlength=whole.num_classes)
-    quotas = class_quotas(counts, fraction, whole.classes)
+    quotas = class_quotas(counts, fraction, whole.classes) if by_class else None
     keys = keys_of(key_of(_DEV_SPLIT, seed), np.arange(whole.num_row_groups))
     order = np.argsort(np.repeat(keys, whole.rows), kind="stable")  # whole row groups in turn
     order = order[labels[order] >= 0]
-    places = _place_in_class(labels[order], counts)
     is_dev = np.zeros(len(labels), np.bool_)
-    is_dev[order[places < quotas[labels[order]]]] = True
+    if quotas is None:
+        is_dev[order[: _any_quota(len(order), fraction)]] = True
+    else:
+        places = _place_in_class(labels[order], counts)
+        is_dev[order[places < quotas[labels[order]]]] = True
     return is_dev
+
+
+def _any_quota(num_images: int, fraction: float) -> int:
+    """Images that are held out, some and not all.
+
+    Raises:
+        ValueError: there are none to hold out, or to train on.
+    """
+    total = round(num_images * fraction)
+    if not 0 < total < num_images:
+        raise ValueError(
+            f"sweep.dev_fraction={fraction:g} of {num_images} images is {total}, and both the dev "
+            "split and the rest need some; change it, or give more images"
+        )
+    return total
 
 
 def _place_in_class(labels: Int64Array, counts: Int64Array) -> Int64Array:

@@ -195,6 +195,27 @@ TRANSFERS = [
         r"sweep\.space: .*unknown key optim\.learning_rte.*optim\.learning_rate",
     ),
     (
+        'sweep tiny.yaml sweep.space={"init_from":["sets/fits.npz","sets/wide.npz"]}',
+        r"sweep\.space: init_from=sets/wide\.npz: init_from: .*wide\.npz .*of another shape",
+    ),
+    (
+        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"model.depth":[2,3]}',
+        r"sweep\.space: depth=3: init_from: .*fits\.npz .*missing: .*encoderblock_2/",
+    ),
+    (
+        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"optim.frozen":[[],["head"]]}',
+        r'sweep\.space: frozen=\["head"\]: optim\.frozen has head, and this run starts with a new',
+    ),
+    (
+        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"train.global_batch_size":[4,64]}',
+        r"sweep\.space: global_batch_size=64: train\.global_batch_size=64 is more than the 12 ",
+    ),
+    (
+        "vtab tiny.yaml vtab.sweep_each=true init_from=sets/fits.npz "
+        'sweep.space={"model.width":[8]}',
+        r"sweep\.space: width=8: init_from: .*of another shape",
+    ),
+    (
         "sweep tiny.yaml data.train=sets/scarce init_from=sets/fits.npz",
         r"sweep\.dev_fraction=0\.4: class 'cow' has a single image, so the dev split or the rest",
     ),

@@ -46,6 +46,11 @@ class Parent:
         self.record = self
         self.for_children: Any = self
         self.stop: str | None = None
+        self.first: str | None = None
+        """Cell for which workers were started beforehand."""
+
+    def start_workers(self, first: Any) -> None:
+        self.first = first and first.name
 
     def ask(self, question: str, *_: Any) -> Any:
         return self.stop if question == "stop_reason" else None
@@ -170,12 +175,14 @@ def test_side_by_side_the_largest_cell_begins(
         begun.append(recipe.name)
         return result(recipe)
 
-    found = run_cells(monkeypatch, cells, train, Room(0, 3.4), Parent())
-    assert begun[0] == cells[2].name
+    parent = Parent()
+    found = run_cells(monkeypatch, cells, train, Room(0, 3.4), parent)
+    assert begun[0] == parent.first == cells[2].name
     assert [one.cell.name for one in found] == [cell.name for cell in cells]  # as the grid has them
     begun.clear()
-    run_cells(monkeypatch, cells, train, Room(0, 3.4, runs=1), Parent())
+    run_cells(monkeypatch, cells, train, Room(0, 3.4, runs=1), parent)
     assert begun == [cell.name for cell in cells]
+    assert parent.first == cells[0].name
 
 
 def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell]) -> None:
@@ -194,6 +201,14 @@ def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell
         ({"train": {"global_batch_size": 16}}, "-large-.* does not divide among 3 workers"),
         ({"sweep": {"scheduler": "asha", "grace_steps": 900}}, "-small-.*sweep.grace_steps=900"),
         ({"sweep": {"learning_rates": [0.1, 0.10000001]}}, "-small-.*have the name lr0.1"),
+        (
+            {"sweep": {"space": {"init_from": ["/a", "/b"]}}},
+            "-small-.*sweep.space: init_from=/a: init_from is the cell's; leave it out",
+        ),
+        (
+            {"sweep": {"space": {"optim.layer_decay": [0.7], "model.width": [30]}}},
+            "-small-.*sweep.space: .*width=30",
+        ),
     ],
 )
 def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
@@ -235,8 +250,14 @@ def test_finished_cells_are_not_trained_again(
         return result(recipe)
 
     before = {cells[1].name: CellResult(cells[1], {"eval/top1": 0.5}, "id", was_finished=True)}
-    found = run_cells(monkeypatch, cells, train, Room(0, 1.7), Parent(), before)
+    parent = Parent()
+    found = run_cells(monkeypatch, cells, train, Room(0, 1.7), parent, before)
     assert tried == [cells[0].name, cells[2].name]
+    assert parent.first == cells[0].name
+    run_cells(
+        monkeypatch, cells, train, Room(0, 1.7), parent, {one.cell.name: one for one in found}
+    )
+    assert parent.first is None
     assert [one.was_finished for one in found] == [False, True, False]
 
 

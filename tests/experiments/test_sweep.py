@@ -2,6 +2,8 @@
 
 import csv
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,12 @@ from vit_ray.commands.tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import retries, stage, sweep
-from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.parent_run import _check_trainings
+from vit_ray.experiments.search_space import RATE, with_point
 from vit_ray.experiments.stage import Trained
 from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, sweep_row, trial_recipe
 from vit_ray.experiments.sweep_rows import sweep_files
+from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.train.job import NOT_FINITE
@@ -53,22 +57,28 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
 def test_the_workers_of_the_first_trial_start_with_the_sweep(
     is_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class OpenedError(Exception):
+    class StartedError(Exception):
         pass
 
-    def opened(*_: Any, first: Recipe | None, **__: Any) -> None:
-        raise OpenedError(first and first.name)
+    def start(first: Recipe | None) -> None:
+        raise StartedError(first and first.name)
+
+    @contextmanager
+    def opened(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(start_workers=start)
 
     tree = {
         "name": "s", "init_from": "weights.npz", "sweep": {"learning_rates": [0.1, 0.2]},
         "data": {"eval": "test"},
     }  # fmt: skip
-    monkeypatch.setattr(sweep, "resolve_run", lambda recipe: SimpleNamespace(total_steps=1))
-    monkeypatch.setattr(sweep, "_dev_split", lambda *_: None)
+    monkeypatch.setattr(
+        sweep, "resolve_run", lambda recipe: SimpleNamespace(total_steps=1, recipe=recipe)
+    )
+    monkeypatch.setattr(sweep, "_dev_split", lambda *_, **__: None)
     monkeypatch.setattr(sweep, "check_weights", lambda _: None)
     monkeypatch.setattr(sweep, "newest_checkpoint", lambda folder: None if is_new else "step-9")
     monkeypatch.setattr(sweep, "open_parent", opened)
-    with pytest.raises(OpenedError, match="^s-lr0.1$" if is_new else "^None$"):
+    with pytest.raises(StartedError, match="^s-lr0.1$" if is_new else "^None$"):
         sweep.run_sweep(recipe_from_dict(tree, "test"))
 
 
@@ -83,7 +93,7 @@ def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
         raise OpenedError(words[4])
 
     whole = swept(tmp_path)
-    resolved: Any = None
+    resolved: Any = SimpleNamespace(total_steps=1)
     plan = sweep.SweepPlan(whole, resolved, [{RATE: 0.1}], [trial_recipe(whole, {RATE: 0.1})], [1])
     if has_begun:
         (tmp_path / "s-lr0.1" / "step-00000001").mkdir(parents=True)
@@ -92,6 +102,17 @@ def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
     monkeypatch.setattr(sweep, "open_parent", opened)
     with pytest.raises(OpenedError, match=f"^{tmp_path}/s sweep$" if has_begun else "^None$"):
         sweep.run_sweep(whole)
+
+
+def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
+    base = recipe(0.0).with_changes(workers={"num_workers": 2, "use_gpu": False})
+    cluster = ClusterShape(1, 8.0, 0.0, 0.0)
+    trials = [with_point(base, {"workers.num_workers": n}, name=f"s-{n}") for n in (4, 40)]
+    _check_trainings(base, trials[:1], cluster)
+    with pytest.raises(ValueError, match=r"^s-40: 40 workers with"):
+        _check_trainings(base, trials, cluster)
+    with pytest.raises(ValueError, match=r"^2 workers with"):
+        _check_trainings(base, [base], ClusterShape(1, 1.0, 0.0, 0.0))
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +256,10 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
     monkeypatch.setattr(stage.ray, "cluster_resources", lambda: cluster)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     chosen = recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
-    assert stage.max_concurrent(chosen) == count
+    assert stage.max_concurrent([chosen]) == count
+    larger = chosen.with_changes(workers={"num_workers": 4})
+    if count > 1:
+        assert stage.max_concurrent([chosen, larger]) < count
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.data.small_sets import write_set
@@ -14,6 +15,7 @@ from vit_ray.commands.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data import open_dataset
+from vit_ray.data.format.labels import keys
 from vit_ray.experiments import sweep, vtab
 from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.stage import Trained
@@ -103,6 +105,8 @@ class Record:
         self.asked: dict[str, Any] = {"stop_reason": None, "hint": "a link"}
         self.is_complete = False
         self.earlier: str | None = None
+        self.first: str | None = None
+        """Training for which workers were started beforehand."""
         self.recorder = SimpleNamespace(event=SimpleNamespace(remote=lambda *_: None))
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -117,7 +121,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     kept = Record()
 
     @contextmanager
-    def opened(*arguments: Any) -> Any:
+    def opened(*arguments: Any, **_: Any) -> Any:
         kept.earlier = arguments[4]
         fakes: Any = (kept, "parent", None)
         yield OpenParent(*fakes)
@@ -127,6 +131,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
             raise RunFailedError("no memory\ntrace")
         return RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": 0.5}, "folder")
 
+    def start_workers(_: OpenParent, first: Recipe | None) -> None:
+        kept.first = first.name if first else None
+
+    monkeypatch.setattr(OpenParent, "start_workers", start_workers)
     monkeypatch.setattr(vtab, "open_parent", opened)
     monkeypatch.setattr(vtab, "train", train)
     return kept
@@ -169,6 +177,7 @@ def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
     assert record.earlier is None
+    assert record.first == "v-pets"
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
     run_vtab(recipe)
     assert record.earlier == f"{tmp_path}/runs/v vtab"
@@ -267,6 +276,7 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
         vtab_of(each(recipe).with_changes(sweep=None))
     result = run_vtab(each(recipe))
     assert result is not None
+    assert record.first == "v-pets-lr0.1"
     pets, svhn = result.rows[:2]
     assert (pets.chosen, svhn.chosen) == ("learning_rate=0.2", "learning_rate=0.1")
     assert pets.top1 == pytest.approx(0.705)
@@ -279,6 +289,27 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     assert "learning_rate=0.2" in vtab_table(result.rows).csv()
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
+
+
+def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
+    tmp_path: Path,
+) -> None:
+    """As Sun397: 1,000 images of 397 classes."""
+    recipe = small_vtab(tmp_path, ())
+    labels = np.random.default_rng(0).permutation(np.arange(1000) % 397)
+    classes = [f"c{k:03d}" for k in range(397)]
+    for part in ("train", "test"):
+        rows = [(f"{part}{k}", [int(label)]) for k, label in enumerate(labels)]
+        write_set(tmp_path / "vtab" / "pets" / part, rows, classes)
+    task = each(recipe.with_changes(sweep={"learning_rates": [0.1], "dev_fraction": 0.2}))
+    plan = vtab._plan(task_recipe(task, vtab_of(recipe).tasks[0]))
+    assert isinstance(plan, sweep.SweepPlan)
+    (trial,) = plan.trials
+    parts = [open_dataset(str(path)) for path in (trial.data.train, trial.data.eval)]
+    assert [part.num_images for part in parts] == [800, 200]
+    found = [key for part in parts for some in keys(part) for key in some]
+    assert sorted(found) == sorted(f"train{k}" for k in range(1000))
+    assert parts[1].num_row_groups == 50  # of four images each: whole row groups are read
 
 
 def each(recipe: Recipe) -> Recipe:

@@ -292,6 +292,18 @@ def shape(**sections: Any) -> LaneShape:
     return LaneShape.of(job.recipe, CLUSTER, use_gpu=False)
 
 
+@pytest.mark.parametrize("num_workers", [2, [1, 2]])
+def test_a_lane_takes_a_training_that_reads_with_other_cpus_unless_its_size_depends_on_them(
+    num_workers: Any,
+) -> None:
+    one, other = (
+        shape(workers={"num_workers": num_workers}, data={"cpus_per_task": cpus})
+        for cpus in (0.5, 1.0)
+    )
+    assert (one == other) == (num_workers == 2)
+    assert one != shape(workers={"num_workers": num_workers, "cpus_per_worker": 0.25})
+
+
 def test_a_lanes_settings_are_its_own_and_not_those_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster import connect
+from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.lane import LaneShape, kept_lanes, start_kept_lane
 from vit_ray.launch.open_record import OpenRecord, open_record
 from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path
@@ -35,6 +35,14 @@ class OpenParent:
     """It is under another parent itself, such as a sweep in a study."""
     child_tags: Mapping[str, str] = field(default_factory=dict)
     """Of each training under a nested one: whose it is."""
+    cluster: ClusterShape | None = None
+
+    def start_workers(self, first: Recipe | None) -> None:
+        """Let workers start for the child that is trained first; None if all have ended."""
+        if first is not None and self.cluster is not None:
+            use_gpu = check_cluster(first, self.cluster)
+            shape = LaneShape.of(first, self.cluster, use_gpu=use_gpu)
+            start_kept_lane(shape, is_private=self.cluster.is_private)
 
 
 def earlier_run(recipe: Recipe, kind: str) -> str | None:
@@ -62,7 +70,7 @@ def open_parent(
     total_steps: int,
     run_id: str | None = None,
     *,
-    first: Recipe | None = None,
+    trainings: Sequence[Recipe] = (),
     under: ParentRun | None = None,
     tags: dict[str, str] | None = None,
 ) -> Iterator[OpenParent]:
@@ -72,16 +80,16 @@ def open_parent(
         resolved: what the run is described by: the recipe's own training, or the first of a grid.
         total_steps: of all its children.
         run_id: the MLflow run to go on with; None for a new one.
-        first: the child to train first, whose workers start at once; None if all have ended.
+        trainings: all that may run under it; unset = as the recipe's own.
         under: the study that this run is part of; it shows how far it is, and passes signals on.
         tags: of the run, and of the trainings under it, beside those that every run has.
 
     Raises:
-        ValueError: the cluster cannot hold the recipe's workers, or another process holds the
+        ValueError: the cluster cannot hold the workers of a training, or another process holds the
             folder; nothing was started.
     """
     cluster = connect(recipe)
-    use_gpu = check_cluster(recipe, cluster)
+    _check_trainings(recipe, trainings, cluster)
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(
@@ -98,8 +106,17 @@ def open_parent(
         contextlib.nullcontext() if under else stopping_on_signals(record.recorder),
         kept_lanes(),
     ):
-        if first is not None:
-            shape = LaneShape.of(first, cluster, use_gpu=use_gpu)
-            start_kept_lane(shape, is_private=cluster.is_private)
         children = ParentRun(record.recorder, ray.get_runtime_context().get_node_id())
-        yield OpenParent(record, record.ask("run_id"), children, under is not None, tags or {})
+        is_nested = under is not None
+        yield OpenParent(record, record.ask("run_id"), children, is_nested, tags or {}, cluster)
+
+
+def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:
+    """Room for each, those that differ from the recipe named in the error."""
+    for training in trainings or (recipe,):
+        try:
+            check_cluster(training, cluster)
+        except ValueError as error:
+            if training.workers == recipe.workers:
+                raise
+            raise ValueError(f"{training.name}: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,13 +45,13 @@ def deciding_metric(recipe: Recipe) -> str:
     return "eval/averaged_top1" if recipe.train.averaging else "eval/top1"
 
 
-def max_concurrent(recipe: Recipe) -> int:
-    """Trials that the cluster holds at a time."""
+def max_concurrent(recipes: Sequence[Recipe]) -> int:
+    """Trials that the cluster holds at a time, were all as large as the largest."""
     has = ray.cluster_resources()  # type: ignore[no-untyped-call]
     cluster = Room(has.get("GPU", 0.0), has.get("CPU", 1.0))
-    trial = room_of(recipe, cluster)
-    by_gpu = cluster.gpus // trial.gpus if trial.gpus else math.inf
-    return max(1, int(min(by_gpu, cluster.cpus // trial.cpus)))
+    trials = [room_of(recipe, cluster) for recipe in recipes]
+    by_gpu = [cluster.gpus // one.gpus for one in trials if one.gpus]
+    return max(1, int(min([*by_gpu, *(cluster.cpus // one.cpus for one in trials)])))
 
 
 class Stage:
@@ -101,7 +101,7 @@ class Stage:
             else run_trials(
                 len(self._recipes),
                 self.train,
-                max_concurrent=self._config.max_concurrent or max_concurrent(first),
+                max_concurrent=self._config.max_concurrent or max_concurrent(self._recipes),
                 name=f"{first.name}-tune",
                 storage_path=f"{first.output.rstrip('/')}/tune",
                 scheduler=self._scheduler,

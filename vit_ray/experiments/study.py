@@ -30,8 +30,15 @@ from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import points_of, with_point
 from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.transfer import run_transfer, task_recipe, task_tags
-from vit_ray.launch.preflight import ResolvedRun, check_batch, check_model, resolve_run
+from vit_ray.experiments.sweep import errors_of_point
+from vit_ray.experiments.transfer import OF_THE_CELL, run_transfer, task_recipe, task_tags
+from vit_ray.launch.preflight import (
+    ResolvedRun,
+    check_batch,
+    check_head_is_trained,
+    check_model,
+    resolve_run,
+)
 from vit_ray.launch.run_metadata import training_cost
 from vit_ray.tracking.past_runs import add_to_finished
 
@@ -70,11 +77,11 @@ def run_study(recipe: Recipe) -> StudyResult:
     parent_id = earlier_run(recipe, "study")
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
     total_steps = sum(one.total_steps for one in resolved_runs)
-    first = next((cell.recipe for cell in cells if cell.name not in finished), None)
     resolved = resolved_runs[0]
     tags = {"vit_ray.num_cells": str(len(cells))}  # so that a report knows what has not begun
+    open_cells = [cell.recipe for cell in cells if cell.name not in finished]
     with open_parent(
-        recipe, "study", resolved, total_steps, parent_id, first=first, tags=tags
+        recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
     ) as parent:
         results = _run_cells(study_of(recipe), cells, resolved_runs, finished, parent)
         parent.record.ask("outcome", len(results), _totals(results))
@@ -107,15 +114,21 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> None:
 
 
 def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
-    """Without its dev split, which is written first.
+    """Without its dev split, which is written first, and its weights, which are not there yet.
 
     Raises:
-        ValueError: as `points_of` and `grace_steps`, or a point's batch does not divide.
+        ValueError: as `points_of` and `grace_steps`, or a point is of other weights or workers than
+            the cell's, of a model that cannot be, or its batch does not divide.
     """
-    trials = [with_point(recipe, point) for point in points_of(recipe, sweep)]
-    kept = round(num_images * (1 - sweep.dev_fraction))
-    for trial in trials:
-        check_batch(trial, kept)
+    trials, kept = [], round(num_images * (1 - sweep.dev_fraction))
+    for point in points_of(recipe, sweep):
+        trials.append(with_point(recipe, point))
+        with errors_of_point(recipe, point):
+            if taken := [key for key in point if key.partition(".")[0] in OF_THE_CELL]:
+                raise ValueError(f"{taken[0]} is the cell's; leave it out")
+            check_model(trials[-1])
+            check_head_is_trained(trials[-1], "sweep_trial")
+            check_batch(trials[-1], kept)
     if sweep.scheduler == "asha":
         steps = [one.optim.total_steps(kept, one.train.global_batch_size) for one in trials]
         grace_steps(sweep, max(steps))
@@ -138,6 +151,8 @@ def _run_cells(
     ]
     room = cluster_room(study)
     open_groups = _in_order([group for group in groups if not run.is_over(group)], room)
+    soon = (cell for group in open_groups for cell, _ in group if cell.name not in finished)
+    parent.start_workers(first.recipe if (first := next(soon, None)) else None)
     run_side_by_side(
         lambda place: run.train_group(open_groups[place]),
         [_needs(group, room) for group in open_groups],

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,13 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.stage import Stage, Trained, deciding_metric
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.launch.paper_tables import PAPER_FILE, sweep_table
-from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
+from vit_ray.launch.preflight import (
+    PreparedRun,
+    ResolvedRun,
+    check_head_is_trained,
+    check_weights,
+    resolve_run,
+)
 from vit_ray.launch.run import ParentRun, RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.report.tables import Table
@@ -144,17 +151,45 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     """
     config = sweep_of(recipe)
     points = points_of(recipe, config)
-    if recipe.init_from is None:
+    if any(trial_recipe(recipe, point).init_from is None for point in points):
         logger.warning("init_from is not set: the models of this sweep begin with random weights")
     resolved = resolve_run(recipe)
-    if not _has_begun(recipe, points):
-        check_weights(PreparedRun(recipe, "sweep_trial", resolved))
+    _check_points(recipe, points)
     split = _dev_split(recipe, points, needs_every_class=needs_every_class)
     trials = [trial_recipe(recipe, point, split) for point in points]
-    steps = [resolve_run(trial).total_steps for trial in trials]
+    steps = []
+    for point, trial in zip(points, trials, strict=True):
+        with errors_of_point(recipe, point):
+            steps.append(resolve_run(trial).total_steps)
     if config.scheduler == "asha":
         grace_steps(config, max(steps))
     return SweepPlan(recipe, resolved, points, trials, steps)
+
+
+@contextmanager
+def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
+    """Errors in the block name the point, where points are of more than rates."""
+    try:
+        yield
+    except ValueError as error:
+        if sweep_of(recipe).space is None:
+            raise
+        raise ValueError(f"sweep.space: {point_text(point)}: {error}") from None
+
+
+def _check_points(recipe: Recipe, points: list[Point]) -> None:
+    """Each on all of the training set, before that is split; in a new sweep its weights, too.
+
+    Raises:
+        ValueError: one cannot be trained; it is named.
+    """
+    is_new = not _has_begun(recipe, points)
+    for point in points:
+        with errors_of_point(recipe, point):
+            resolved = resolve_run(final_recipe(recipe, point, recipe.seed))
+            check_head_is_trained(resolved.recipe, "sweep_trial")
+            if is_new:
+                check_weights(PreparedRun(resolved.recipe, "sweep_trial", resolved))
 
 
 def run_sweep(
@@ -172,8 +207,6 @@ def run_sweep(
         RunFailedError: no trial, or not every retraining, came to its end.
     """
     plan = plan_sweep(recipe.with_absolute_paths())
-    is_new = newest_checkpoint(locate(plan.trials[0].run_folder)) is None
-    first = plan.trials[0] if is_new else None
     with open_parent(
         plan.recipe,
         "sweep",
@@ -181,13 +214,19 @@ def run_sweep(
         plan.total_steps,
         # Its own, under which its finished trials are.
         earlier_run(plan.recipe, "sweep") if _has_begun(plan.recipe, plan.points) else None,
-        first=first,
+        trainings=plan.trials,
         under=under,
         tags=tags,
     ) as parent:
+        parent.start_workers(first_to_train(plan.trials))
         outcome = _run_and_record(plan, parent)
         parent.record.is_complete = outcome is not None
         return outcome
+
+
+def first_to_train(recipes: Iterable[Recipe]) -> Recipe | None:
+    """The first of which no checkpoint says that it has begun."""
+    return next((one for one in recipes if newest_checkpoint(locate(one.run_folder)) is None), None)
 
 
 def _dev_split(

@@ -21,7 +21,8 @@ from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.run_metadata import SIZES
 from vit_ray.launch.worker_group import RunFailedError
 
-_OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
+OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
+"""Sections and keys of a task's recipe that are as the cell has them."""
 _OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
 """Options of a model that its fine-tuning has as the task's recipe has them."""
 
@@ -37,7 +38,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     """
     where = f"study.transfer {task.name!r}"
     point = dict(leaves(task.changes))
-    if taken := [key for key in point if key.partition(".")[0] in _OF_THE_CELL]:
+    if taken := [key for key in point if key.partition(".")[0] in OF_THE_CELL]:
         raise ValueError(f"{where}: changes.{taken[0]} is the cell's; leave it out")
     base, own = load_recipe(task.recipe), cell.recipe
     # Off and unset are one: a model that has no such option can be fine-tuned by the recipe, too.

@@ -19,7 +19,7 @@ from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.stage import deciding_metric
-from vit_ray.experiments.sweep import SweepPlan, plan_sweep, run_planned
+from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, run_planned
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import train
@@ -123,7 +123,13 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     resolved = shown.resolved if isinstance(shown, SweepPlan) else shown
     # Its own run goes on, under which the finished tasks are.
     earlier = earlier_run(recipe, "vtab") if has_begun else None
-    with open_parent(recipe, "vtab", resolved, total, earlier) as parent:
+    trainings = [
+        one
+        for name, plan in plans.items()
+        for one in (plan.trials if isinstance(plan, SweepPlan) else [recipes[name]])
+    ]
+    with open_parent(recipe, "vtab", resolved, total, earlier, trainings=trainings) as parent:
+        parent.start_workers(first_to_train(trainings))
         rows = []
         for task in tasks:
             row = _run_task(task, recipes[task.name], plans.get(task.name), parent)

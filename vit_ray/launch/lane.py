@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import fsspec
@@ -68,7 +68,10 @@ class LaneShape:
     sizes: tuple[int, ...]
     """Worker counts that divide the batch."""
     cpus_per_worker: float
-    reading_cpus: float
+    reading_cpus: float = field(compare=False)
+    """Of a task that reads; any group takes trainings that read with others."""
+    kept_cpus: float
+    """That an elastic group leaves to reading as it grows; 0 for others."""
     use_gpu: bool
     hides_gpus: bool
     """There are GPUs that its workers must not see."""
@@ -87,6 +90,7 @@ class LaneShape:
             tuple(sizes) if is_elastic else (),
             workers.cpus_per_worker,
             recipe.data.cpus_per_task,
+            recipe.data.cpus_per_task if is_elastic else 0.0,
             use_gpu,
             cluster.num_gpus > 0 and not use_gpu,
             workers.collective_timeout_s,
@@ -255,7 +259,7 @@ def _trainer(shape: LaneShape, server: Any, *, is_private: bool) -> PolicedTrain
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
     if shape.is_elastic:
         policies["scaling_policy"] = DivisorScalingPolicy(
-            scaling, shape.sizes, shape.reading_cpus, current_job
+            scaling, shape.sizes, shape.kept_cpus, current_job
         )
     return PolicedTrainer(
         policies,

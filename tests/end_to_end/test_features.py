@@ -1,4 +1,6 @@
-"""Features, few-shot accuracy and accuracy of each class by workers, against transformers' ViT."""
+"""What workers make of a folder of transformers, against its own ViT: features, accuracy of each
+class, few-shot accuracy, and a fine-tuned head.
+"""
 
 import csv
 import io
@@ -13,7 +15,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import runs_of, small_recipe
+from tests.end_to_end.runs import runs_of, small_recipe, weights_of
 from vit_ray.commands.features import run_few_shot_job
 from vit_ray.commands.train import evaluate
 from vit_ray.config import Recipe
@@ -23,6 +25,7 @@ from vit_ray.evaluate.features import read_features
 from vit_ray.launch.extraction import extract_features
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import augmentation_of
+from vit_ray.launch.run import finetune
 
 PROCESSOR = ViTImageProcessor(
     do_resize=False, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]
@@ -89,6 +92,10 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
         without = {"few_shot_train": None, "few_shot_test": None}
         assert evaluate(recipe.with_changes(evaluate=without)) == 0
         assert run_few_shot_job(recipe) == 0
+        frozen = ["embedding", "class_token", "positions", "blocks", "norm"]
+        optim = {"frozen": frozen, "learning_rate": 0.1}
+        probe = recipe.with_changes(name="probe", optim=optim, evaluate=without)
+        probed = finetune(probe)
 
     columns = ["key", "label", "sample", "feature", "logits"]
     parts = list(read_features(folder, columns))
@@ -98,6 +105,13 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
     assert np.array_equal(found["label"][order], labels)
     np.testing.assert_allclose(found["feature"][order], features, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found["logits"][order], logits, rtol=1e-4, atol=1e-5)
+
+    # The published weights were the first ones, inputs and all; the new head alone has learned.
+    weights = weights_of(probe)
+    tuned = features @ weights["head.weight"].numpy().T + weights["head.bias"].numpy()
+    accuracy = (tuned.argmax(axis=1) == labels).mean()
+    assert probed.metrics["eval/top1"] == pytest.approx(accuracy, abs=1.01 / len(labels))
+    assert accuracy > 0.15  # 0.1 is chance, and these features tell little
 
     # The outputs are in the order that the folder's config.json names.
     right = 9 - logits.argmax(axis=1) == labels

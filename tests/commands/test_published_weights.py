@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.commands.test_trained_model import write_run
 from tests.data.small_sets import write_set
 from tests.models.small import FAMILIES, small_model, some_images
 from tests.models.weights.test_load_save import jax_vit_logits, relative_difference
@@ -140,6 +141,53 @@ def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -
         for command in ("evaluate", "extract"):
             assert torch.equal(loaded_by(runs[command])(some_images()), expected)
         assert not loaded_by(runs["finetune"])(some_images()).any()
+
+
+RESIZED = "their positions are resized to"
+AS_THEY_ARE = "they have no positions, and are used as they are at"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "told"),
+    [
+        ("ViT", {}, RESIZED),
+        ("ViT", {"positions_at": "every_layer"}, RESIZED),
+        ("ViT", {"positions": "learned_2d"}, RESIZED),
+        ("ViT", {"positions": "relative"}, RESIZED),
+        ("ViT", {"positions": "sincos_2d"}, "their positions, which are not learned, are computed"),
+        ("ViT", {"positions": "none"}, AS_THEY_ARE),
+        ("R+ViT", {}, RESIZED),
+        ("Axial-ViT", {}, RESIZED),
+        ("AxialResNet", {}, RESIZED),
+        ("ResNet", {}, AS_THEY_ARE),
+    ],
+)
+@pytest.mark.parametrize("is_run", [True, False])
+def test_what_another_resolution_means_for_the_weights_is_told_for_every_kind_of_model(
+    family: str,
+    options: dict[str, Any],
+    told: str,
+    is_run: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = {"name": family, **FAMILIES[family], **options}
+    weights = small_model(family, 3, 32, **options)
+    if is_run:
+        path = write_run(tmp_path / "run", weights, image_size=32, **model)
+    else:
+        path = str(tmp_path / "own.safetensors")
+        save_weights(weights, path, "vit_ray")
+    recipe = recipe_of(tmp_path, path, image_size=64, **model)
+    prepare_evaluation(recipe)
+    if family in ("ResNet", "AxialResNet") and not is_run:
+        assert not caplog.text  # their files do not tell the resolution
+    else:
+        assert f"weights are of 32 x 32 pixels, and {told}" in caplog.text
+        assert "model.image_size=[64, 64]; set model.image_size=[32, 32]" in caplog.text
+    caplog.clear()
+    prepare_evaluation(recipe.with_changes(model={"image_size": 32}))
+    assert not caplog.text
 
 
 def test_another_resolution_than_the_weights_is_told_where_nothing_is_trained(

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import AugmentConfig
+from vit_ray.config.training_sections import AugmentConfig, ModelConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.labels import first_labels
@@ -397,13 +397,14 @@ def check_weights(prepared: PreparedRun) -> None:
     recipe = prepared.recipe
     if recipe.init_from is None:
         return
-    from vit_ray.train.init_weights import planned_load  # with torch, which takes seconds
+    from vit_ray.train.init_weights import outline_of, planned_load  # with torch: seconds
 
     model, told = recipe.model, (prepared.new_head, recipe.init_resize)
     with errors_of_weights():
         report = planned_load(model, prepared.num_classes, recipe.init_from, *told)
-    if report.grids is not None and not prepared.trains:
-        _warn_of_resolution(model.sides, *report.grids)
+        trained = outline_of(recipe.init_from).sides or _trained_sides(model.sides, report.grids)
+    if trained not in (None, model.sides) and not prepared.trains:
+        _warn_of_resolution(model, trained, is_resized=bool(report.resized))
 
 
 @contextmanager
@@ -416,14 +417,28 @@ def errors_of_weights() -> Iterator[None]:
         raise ValueError(text if text.startswith("init_from") else f"init_from: {text}") from None
 
 
-def _warn_of_resolution(sides: tuple[int, int], trained: Grid, own: Grid) -> None:
-    theirs = [side * old // new for side, old, new in zip(sides, trained, own, strict=True)]
+def _trained_sides(sides: Grid, grids: tuple[Grid, Grid] | None) -> Grid | None:
+    """Pixels of the images that weights of another grid were trained on; None: of the same."""
+    if grids is None:
+        return None
+    (rows, columns), (own_rows, own_columns) = grids
+    return sides[0] * rows // own_rows, sides[1] * columns // own_columns
+
+
+def _warn_of_resolution(model: ModelConfig, trained: Grid, *, is_resized: bool) -> None:
+    if is_resized:
+        what = "their positions are resized to"
+    elif model.positions == "sincos_2d":
+        what = "their positions, which are not learned, are computed for"
+    else:
+        what = "they have no positions, and are used as they are at"
     logger.warning(
-        "init_from: the weights are of %d x %d pixels, and their positions are resized to "
-        "model.image_size=%s; set model.image_size=%s for their own resolution",
-        *theirs,
-        list(sides),
-        theirs,
+        "init_from: the weights are of %d x %d pixels, and %s model.image_size=%s; set "
+        "model.image_size=%s for their own resolution",
+        *trained,
+        what,
+        list(model.sides),
+        list(trained),
     )
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
+from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
@@ -54,6 +55,9 @@ class SavedWeights:
 
     num_classes: int | None
     load_into: Callable[[nn.Module, NewHead, ResizeMode], LoadReport]
+    sides: Grid | None = None
+    """Height and width in pixels of the images that they were trained on, as a run records them;
+    None for a file."""
 
 
 def initialize_weights(
@@ -311,13 +315,17 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
         origin = origin_of_checkpoint(position)
         return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
-    head = shapes.get("head.bias")
-    return SavedWeights(head[0] if head else None, load_into)
+    head, config = shapes.get("head.bias"), _config_of(position)
+    return SavedWeights(head[0] if head else None, load_into, config.sides if config else None)
 
 
 def origin_of_checkpoint(position: Position) -> Origin:
     """The grid by a checkpoint's recipe: whether 36 tokens are 4 x 9 or 6 x 6."""
+    config = _config_of(position)
+    return origin_of(_model_without_values(config, 1)) if config else NOT_TOLD
+
+
+def _config_of(position: Position) -> ModelConfig | None:
     if "model" not in position.recipe:
-        return NOT_TOLD
-    config = ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))
-    return origin_of(_model_without_values(config, 1))
+        return None
+    return ModelConfig.model_validate_json(json.dumps(position.recipe["model"]))

@@ -31,7 +31,8 @@ class LoadReport:
 
     `loaded` are names of the model; `resized` adds the shapes; `new` kept their fresh values;
     `ignored` are names of the file that the model has no use for; `grids` are those (rows,
-    columns) that positions were trained at and were resized to; None where they were not.
+    columns) of tokens that the weights were trained at and that the model has; None where they are
+    the same, or not known.
     """
 
     source: str
@@ -111,7 +112,7 @@ def fit_state_dict(
         else:
             report.resized.append(f"{name} {before} to {after}")
     problems.raise_if_any()
-    report.grids = positions.resized
+    report.grids = positions.grids
     with torch.no_grad():
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)
@@ -198,7 +199,12 @@ class _Positions:
         self.drops_class_row = has_class_row and getattr(model, "class_token", None) is None
         self.resize = resize
         self.source_grid = source_grid
-        self.resized: tuple[Grid, Grid] | None = None
+        self.grids: tuple[Grid, Grid] | None = None
+        self._note(source_grid)
+
+    def _note(self, trained: Grid | None) -> None:
+        if trained is not None and self.grid is not None and trained != self.grid:
+            self.grids = (trained, self.grid)
 
     def fit(self, name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
         """The very tensor where nothing has to change."""
@@ -224,7 +230,7 @@ class _Positions:
                 "give source_grid=(rows, columns) of the checkpoint, or its weights as a "
                 ".safetensors file of ours, which tells its grid."
             )
-        self.resized = (old_grid, self.grid) if old_grid != self.grid else None
+        self._note(old_grid)
         return resize_table(table, old_grid, self.grid, self.resize)
 
 

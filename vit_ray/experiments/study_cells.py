@@ -140,9 +140,9 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of keys that are dotted or nested."""
+    """Dotted keys and values of keys that are dotted or nested; a sweep's space is one value."""
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{key}" != "sweep.space":
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -10,10 +10,10 @@ default cadence of `train.log_every_steps`), and with hooks that drop what they 
 recorder is opened before and ended after the steps, outside of the time, but works beside them on
 the same cores. Compared are whole steps' means, as only some of them log.
 
-A machine whose speed changes between rounds hides 1 % of a step. So its parts are measured too: how
-long the loop waits in the calls that record, and the CPU time that all other processes (recorder,
-MLflow, Ray) take beside the steps, more than without a recorder, of the time of all cores. Held: the
-two together are under 1 %.
+A machine whose speed changes between rounds hides 1 % of a step. So its parts are measured too:
+how long the loop waits in the calls that record, and the CPU time that all other processes
+(recorder, MLflow, Ray) take beside the steps, more than without a recorder, of the time of all
+cores. Held: the two together are under 1 %.
 """
 
 import argparse

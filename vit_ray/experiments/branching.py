@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Final
 
+from vit_ray.config.branch_origin import origin_of
 from vit_ray.config.command_sections import StudyConfig
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
@@ -67,7 +68,8 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
         tell: called with what is set aside, and with why the checkpoint cannot be used.
 
     Returns:
-        What the cell has branched from, now or at an earlier start; empty if it has not.
+        What the cell has branched from, now or at an earlier start, see `origin_of`; empty if it
+        has not.
 
     Raises:
         ValueError: another process trains the cell.
@@ -77,7 +79,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
     if newest_checkpoint(folder) is not None:
         return note.read().decode() if note.exists() else ""
     source = locate(trunk.recipe.run_folder).child(folder_name(step))
-    origin = f"{trunk.name} at step {step}"
+    origin = origin_of(trunk.name, step)
     with lock_run(folder):
         note.delete()  # of a copy that was cut short, which does not count
         if step == 0 or not is_committed(source):
@@ -93,15 +95,6 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
             )
             return ""
     return origin
-
-
-def steps_before(origin: str) -> int:
-    """Steps of the trunk that a branch went on from; 0 for a cell that did not branch.
-
-    Args:
-        origin: as `begin_branch` returns it.
-    """
-    return int(origin.rpartition(" ")[2]) if origin else 0
 
 
 def _of_cell(position: Position, cell: Cell) -> Position:

@@ -14,13 +14,13 @@ from pathlib import Path
 import ray
 
 from vit_ray.config import Recipe, require
+from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
 from vit_ray.experiments.asha import grace_steps
 from vit_ray.experiments.branching import (
     begin_branch,
     branch_step,
     in_groups,
-    steps_before,
     with_kept_steps,
 )
 from vit_ray.experiments.finished_cells import finished_cells
@@ -302,7 +302,6 @@ def _totals(results: list[CellResult]) -> dict[str, float]:
 def _exaflops_computed(result: CellResult) -> float:
     """Of a branch those of its cool-down alone: its trunk has computed the rest."""
     found = result.metrics
-    if "study/exaflops" not in found:
-        return 0.0
-    before = steps_before(result.branched_from) * result.cell.recipe.train.global_batch_size
-    return found["study/exaflops"] * (1 - before / found["study/images_seen"])
+    batch = result.cell.recipe.train.global_batch_size
+    share = own_share(result.branched_from, batch, found.get("study/images_seen"))
+    return found.get("study/exaflops", 0.0) * share

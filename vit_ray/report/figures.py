@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from vit_ray.config import branch_origin
 from vit_ray.report.charts import COLOURS, Axis, Chart, Point, Series
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, Archive, RecordedRun
@@ -400,17 +401,10 @@ def is_tested(run: RecordedRun, key: str) -> bool:
 
 
 def own_share(run: RecordedRun) -> float:
-    """Of a training that branched off another one: the part of its compute that is its own.
-
-    0 where that is not known: the other one has counted most of it.
-    """
-    origin = re.search(r" at step (\d+)$", run.tags.get("vit_ray.branched_from", ""))
-    if origin is None:
-        return 1.0
+    """Of a training that branched off another one: the part of its compute that is its own."""
     batch, seen = _param("train.global_batch_size")(run), run.metrics.get("study/images_seen")
-    if not isinstance(batch, float) or not seen:
-        return 0.0
-    return max(0.0, 1 - int(origin.group(1)) * batch / seen)
+    origin = run.tags.get("vit_ray.branched_from", "")
+    return branch_origin.own_share(origin, batch if isinstance(batch, float) else None, seen)
 
 
 def short_names(runs: Sequence[RecordedRun]) -> dict[str, str]:

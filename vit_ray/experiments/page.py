@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +18,10 @@ from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
 
 FLUSH_S: Final = 20.0
 """Longest wait until MLflow has the metrics that the page shows."""
+FIRST_PAGE_S: Final = 60.0
+"""What ends sooner has its page at the end alone."""
+TIMES_ITS_COST: Final = 20
+"""Time between two pages, in times what the one before has taken: a twentieth of one core."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,44 @@ def page_of(recipe: Recipe, run_id: str | None, recorder: Any) -> Path | None:
             answer(recorder.artifact.remote(str(path), folder), "the run's record")
         return page
     except Exception as error:
-        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
-        logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)
+        _tell_of_none(recipe, run_id, error)
         return None
+
+
+def _tell_of_none(recipe: Recipe, run_id: str, error: Exception) -> None:
+    reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+    logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)
+
+
+@contextmanager
+def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], None]]:
+    """Inside this block the page of a long job is written anew after each call of what it gives.
+
+    A thread writes it, which nobody waits for but the end of the block, and whose failures are
+    told alone. What is called while a page is written, or sooner after it than `TIMES_ITS_COST`,
+    has the next one in common.
+    """
+    is_due, is_over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        pause_s = FIRST_PAGE_S
+        while run_id is not None and not is_over.wait(pause_s):
+            is_due.wait()
+            if is_over.is_set():
+                return
+            is_due.clear()
+            begun_s = time.monotonic()
+            try:
+                write_page(recipe, run_id)
+            except Exception as error:
+                _tell_of_none(recipe, run_id, error)
+            pause_s = TIMES_ITS_COST * (time.monotonic() - begun_s)
+
+    writing = threading.Thread(target=write, name="page", daemon=True)
+    writing.start()
+    try:
+        yield is_due.set
+    finally:
+        is_over.set()
+        is_due.set()
+        writing.join()  # or an older page would take the place of the last one

@@ -8,6 +8,7 @@ cell that fails is started again from its newest checkpoint, and then is a row l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vit_ray.experiments.branching import (
     with_kept_steps,
 )
 from vit_ray.experiments.finished_cells import finished_cells
-from vit_ray.experiments.page import page_of
+from vit_ray.experiments.page import page_meanwhile, page_of
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import points_of, with_point
@@ -83,7 +84,10 @@ def run_study(recipe: Recipe) -> StudyResult:
     with open_parent(
         recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
     ) as parent:
-        results = _run_cells(study_of(recipe), cells, resolved_runs, finished, parent)
+        with page_meanwhile(recipe, parent.run_id) as renew_page:
+            results = _run_cells(
+                study_of(recipe), cells, resolved_runs, finished, parent, renew_page
+            )
         parent.record.ask("outcome", len(results), _totals(results))
         page = page_of(recipe, parent.run_id, parent.record.recorder)
         hint = parent.record.ask("hint")
@@ -140,10 +144,11 @@ def _run_cells(
     resolved_runs: list[ResolvedRun],
     finished: dict[str, CellResult],
     parent: OpenParent,
+    renew_page: Callable[[], None] = lambda: None,
 ) -> list[CellResult]:
     """Of all that have ended, in the order of the grid; of none that was stopped on request."""
     parent.record.recorder.begin_stage.remote("cell", len(cells))
-    run = _StudyRun(study, parent, finished)
+    run = _StudyRun(study, parent, finished, renew_page, len(cells))
     pairs = list(zip(cells, resolved_runs, strict=True))
     groups = [
         [pairs[index] for index in group]
@@ -170,6 +175,9 @@ class _StudyRun:
     parent: OpenParent
     finished: dict[str, CellResult]
     """By an earlier start, but for their missing transfers."""
+    renew_page: Callable[[], None]
+    """Called when a cell has ended and others have not."""
+    num_cells: int
     ended: dict[str, CellResult] = field(default_factory=dict)
 
     def is_stopped(self) -> bool:
@@ -202,6 +210,8 @@ class _StudyRun:
                 result = self._transfer(result)
             if result is not None:
                 self._note_end(replace(result, cell=cell), resolved)
+                if len(self.ended) < self.num_cells:
+                    self.renew_page()
 
     def _train(self, cell: Cell, trunk: Cell | None = None, step: int = 0) -> CellResult | None:
         """None if it was stopped on request. A cell that fails does not end the study."""

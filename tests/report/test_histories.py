@@ -26,6 +26,14 @@ HISTORIES = {
     "long": LONG,
     # Of two records of a step the later one counts, as after a restart.
     "rewound": [*LONG[:1200], *((step, value + 100) for step, value in LONG[1000:])],
+    # Went back twice, over the same steps, and ended before it was where it had been.
+    "rewound twice": [
+        *LONG[:1000],
+        *((step, value + 100) for step, value in LONG[400:800]),
+        *((step, value + 200) for step, value in LONG[500:700]),
+    ],
+    "short, recorded again": [(step, 10.0 * part + step) for part in range(3) for step in range(9)],
+    "backwards": [(step, 10.0 * part + step) for part in range(3) for step in range(9)],
     "uneven": [*((step, step * 0.5) for step in range(1000)), (1_000_000, 7.0)],
     "one step": [(0, float(i)) for i in range(900)],
     "holes": [(step, (math.nan, math.inf, 1.0)[step % 3]) for step in range(30)],
@@ -63,7 +71,11 @@ def store(empty_store, tmp_path_factory):
     run_ids = {}
     for kind, history in HISTORIES.items():
         run_ids[kind] = client.create_run(experiment, run_name=kind).info.run_id
-        points = [Metric("train/loss", v, AT + i, step) for i, (step, v) in enumerate(history)]
+        later = -1 if kind == "backwards" else 1  # there what is recorded last has happened first
+        points = [
+            Metric("train/loss", value, AT + later * i, step)
+            for i, (step, value) in enumerate(history)
+        ]
         for first in range(0, len(points), 1000):
             client.log_batch(run_ids[kind], points[first : first + 1000])
     client.log_metric(run_ids["long"], "train/lr", 0.5, step=3)
@@ -130,15 +142,56 @@ def test_points_are_recorded_ones_with_the_first_and_the_last(place):
     assert read.curves([run_ids["long"]], "eval/loss", MOST) == {}
 
 
-def test_of_a_step_that_was_trained_again_the_later_record_counts(store):
-    client, run_ids = store
-    found = Histories(client, is_server=False).curves([*run_ids.values()], "train/loss", MOST)
-    for kind in ("rewound", "one step"):
-        latest = dict(recorded(client, run_ids[kind]))
+def test_a_run_that_is_gone_takes_no_other_with_it(place):
+    read, _, run_ids = place
+    both = [run_ids["short"], "f" * 32]  # in one request, where there are requests
+    assert read.curves(both, "train/loss", MOST) == {
+        both[0]: [(0.0, 3.0), (1.0, 2.0), (500.0, 1.0)]
+    }
+
+
+def test_of_a_step_that_was_trained_again_the_later_record_counts(place):
+    read, oracle, run_ids = place
+    found = read.curves([*run_ids.values()], "train/loss", MOST)
+    for kind in ("rewound", "rewound twice", "short, recorded again", "backwards", "one step"):
+        latest = dict(recorded(oracle, run_ids[kind]))
         assert all(latest[step] == value for step, value in found[run_ids[kind]]), kind
         # What MLflow shows beside the run.
-        shown = client.get_run(run_ids[kind]).data.metrics["train/loss"]
+        shown = oracle.get_run(run_ids[kind]).data.metrics["train/loss"]
         assert found[run_ids[kind]][-1][1] == shown
+
+
+def test_what_was_recorded_again_looks_alike_from_a_database_and_from_a_server(place, store):
+    """A short curve in each of its points; of a longer one the steps that are shown may differ."""
+    read, client, run_ids = place
+    there = read.curves([*run_ids.values()], "train/loss", MOST)
+    here = Histories(client, is_server=False).curves([*run_ids.values()], "train/loss", MOST)
+    assert there.keys() == here.keys()
+    for kind, run_id in run_ids.items():
+        if len(HISTORIES[kind]) <= MOST:
+            assert there[run_id] == here[run_id], kind
+        both = dict(there[run_id]).keys() & dict(here[run_id]).keys()
+        assert len(both) >= min(2, len(here[run_id])), kind
+        assert all(dict(there[run_id])[at] == dict(here[run_id])[at] for at in both), kind
+
+
+def test_a_history_is_read_whole_only_where_nothing_less_shows_its_latest_records(
+    place, monkeypatch, request
+):
+    read, _, run_ids = place
+    whole = set()
+    thinned = Histories._thinned
+
+    def noted(self, run_id, *rest):
+        whole.add(run_id)
+        return thinned(self, run_id, *rest)
+
+    monkeypatch.setattr(Histories, "_thinned", noted)
+    read.curves([*run_ids.values()], "train/loss", MOST)
+    went_back = {run_ids["rewound"], run_ids["rewound twice"]}
+    way = request.node.callspec.params["place"]
+    expected = {"SQL": set(), "server without the call": {*run_ids.values()}}
+    assert whole == expected.get(way, went_back)
 
 
 def test_points_stand_evenly(store):

@@ -2,7 +2,9 @@
 
 Of a store in SQL only the points that are drawn are read, each by the index of run, key and step;
 of an uneven history all its steps, too.
-A server is asked for its own even sample, for which it reads every point of the histories.
+A server is asked for its own even sample, for which it reads every point of the histories. That one
+is of records, and has some that were superseded where a run went back and recorded steps again: a
+history whose sample shows that is read whole.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import sqlalchemy as sa
+from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.rest_utils import http_request, verify_rest_response
@@ -75,7 +78,8 @@ class Histories:
                         yield run_id, record
         elif not self._is_server:
             held = self._store.get_metric_history_bulk_interval(run_ids, key, most, *_ALL_STEPS)
-            yield from ((m.run_id, (m.step, m.timestamp, m.value)) for m in held)
+            sample = [(m.run_id, (m.step, m.timestamp, m.value)) for m in held]
+            yield from self._without_superseded(sample, key, most)
         else:
             starts = range(0, len(run_ids), RUNS_A_REQUEST)
             parts = [run_ids[first : first + RUNS_A_REQUEST] for first in starts]
@@ -95,14 +99,34 @@ class Histories:
             )
             if reply.status_code not in _NO_SUCH_CALL:
                 held = verify_rest_response(reply, _BULK).json().get("metrics", [])
-                return [(one["run_id"], _of_json(one)) for one in held]
+                sample = [(one["run_id"], _of_json(one)) for one in held]
+                return self._without_superseded(sample, key, most)
             self._has_bulk = False  # a proxy, or a managed server, without the pages' own calls
         return [(run_id, one) for run_id in run_ids for one in self._thinned(run_id, key, most)]
 
+    def _without_superseded(
+        self, sample: list[tuple[str, Record]], key: str, most: int
+    ) -> list[tuple[str, Record]]:
+        """The sample, of histories in which some step has an earlier time than one before it anew.
+
+        Going back by less than the distance of two points of the sample does not show in it.
+        """
+        by_run: dict[str, list[Record]] = {}
+        for run_id, record in sample:
+            by_run.setdefault(run_id, []).append(record)
+        return [
+            (run_id, record)
+            for run_id, records in by_run.items()
+            for record in (
+                self._thinned(run_id, key, most) if _goes_back(records, most) else records
+            )
+        ]
+
     def _thinned(self, run_id: str, key: str, most: int) -> list[Record]:
-        """Of the whole history."""
+        """Of the whole history the latest record of each step, as far as they are drawn."""
         history = self._client.get_metric_history(run_id, key)
-        return _spread(sorted((m.step, m.timestamp, m.value) for m in history), most)
+        latest = {m.step: (m.step, m.timestamp, m.value) for m in sorted(history, key=_order)}
+        return _spread([*latest.values()], most)
 
 
 @contextlib.contextmanager
@@ -114,6 +138,16 @@ def _errors_of_mlflow() -> Iterator[None]:
         raise MlflowException(str(error)) from error
 
 
+def _order(metric: Metric) -> Record:
+    return metric.step, metric.timestamp, metric.value
+
+
+def _goes_back(sample: Sequence[Record], most: int) -> bool:
+    """Whether some of a history is left out, and it has a step that was recorded before others."""
+    times = [at for _, at, _ in sorted(sample)]
+    return len(sample) >= most and times != sorted(times)
+
+
 def _of_json(metric: dict[str, Any]) -> Record:
     """What is 0 may be left out."""
     return int(metric.get("step", 0)), int(metric.get("timestamp", 0)), float(metric["value"])
@@ -121,8 +155,12 @@ def _of_json(metric: dict[str, Any]) -> Record:
 
 def _curve(records: Iterable[Record]) -> Curve:
     last = {step: value for step, _, value in sorted(records)}
-    # A store in SQL keeps infinity as the greatest float.
-    return [(float(s), float(v)) for s, v in last.items() if abs(v) < sys.float_info.max]
+    return [(float(s), float(v)) for s, v in last.items() if is_finite(v)]
+
+
+def is_finite(value: float) -> bool:
+    """Whether a recorded value is a number; a store in SQL keeps infinity as the greatest float."""
+    return abs(value) < sys.float_info.max
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import statistics
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
@@ -22,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from vit_ray.config.decisive import TAGGED
 from vit_ray.config.model_family import model_family
 from vit_ray.config.secrets import redact
-from vit_ray.report.histories import CONNECTIONS, Curve, Histories
+from vit_ray.report.histories import CONNECTIONS, Curve, Histories, is_finite
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(r"transfer/(.+)_top1")
@@ -89,7 +88,7 @@ class RecordedRun:
 
         `transfer/mean_top1` is the mean over `tasks`, of a run that has all of them.
         """
-        held = {key: value for key, value in self.run.data.metrics.items() if math.isfinite(value)}
+        held = {key: value for key, value in self.run.data.metrics.items() if is_finite(value)}
         if len(self.tasks) > 1 and self.tasks <= held.keys():
             held[MEAN_TRANSFER] = statistics.fmean(held[key] for key in self.tasks)
         return held
@@ -108,8 +107,9 @@ class RecordedRun:
     def training_sets(self) -> list[str]:
         """Paths of the data it was trained on: one, those of a mixture, or none that is known."""
         told = self.params.get("data.train", "")
-        if told.startswith("["):  # as recorded of a mixture: [{"path": ..., "weight": ...}]
-            return [one["path"] for one in json.loads(told)]
+        parts = _json(told)  # as recorded of a mixture: [{"path": ..., "weight": ...}]
+        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+            return [str(part.get("path", "?")) for part in parts]
         return [told] if told else []
 
     @property
@@ -117,12 +117,16 @@ class RecordedRun:
         """Numbers of images and of classes of what it was evaluated on, as far as recorded."""
         inputs = getattr(self.run, "inputs", None)
         profiles = [
-            json.loads(one.dataset.profile or "{}")
+            _json(one.dataset.profile or "")
             for one in (inputs.dataset_inputs if inputs else [])
             if "evaluation" in {tag.value for tag in one.tags}
         ]
         sizes = ("num_images", "num_classes")
-        return [(one[sizes[0]], one[sizes[1]]) for one in profiles if {*sizes} <= {*one}]
+        return [
+            (one[sizes[0]], one[sizes[1]])
+            for one in profiles
+            if isinstance(one, dict) and {*sizes} <= one.keys()
+        ]
 
     @property
     def kind(self) -> str:
@@ -266,6 +270,14 @@ class Archive:
             token = page.token
             if not token:
                 return found
+
+
+def _json(text: str) -> Any:
+    """What it says; None where it is no JSON, as in a run of another program."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_table, laws_of
+from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
 from vit_ray.report.runs import RecordedRun
 
 COMPUTE = np.geomspace(1, 200, 6)
@@ -59,16 +59,56 @@ def test_the_compute_at_equal_accuracy_is_a_sentence(runs):
 
 
 def test_the_table_has_exponents_intervals_and_the_held_out_point(runs):
-    table = fit_table(laws_of(runs))
-    rows = {
-        row[1]: dict(zip((c.title for c in table.columns), row, strict=True)) for row in table.rows
-    }
-    vit = rows["ViT"]
+    vit = rows_of(fit_tables(laws_of(runs))[0])["ViT"]
     assert vit["points"] == 6
     assert vit["b from"] < vit["exponent b"] < float(vit["b to"])
     assert vit["exponent b"] == pytest.approx(0.4, abs=0.1)
     assert vit["held out: error %"] == 1 - runs[5].metrics["eval/top1"]
     assert vit["predicted from %"] < vit["predicted %"] < vit["predicted to %"]
+
+
+def rows_of(table):
+    """By family."""
+    heads = [column.title for column in table.columns]
+    return {row[1]: dict(zip(heads, row, strict=True)) for row in table.rows}
+
+
+def test_the_compute_at_equal_accuracy_is_a_table_with_its_interval(runs):
+    _, table = fit_tables(laws_of(runs))
+    (row,) = rows_of(table).values()
+    assert row["family"] == "ResNet"
+    assert row["compute / compute of ViT"] == pytest.approx(3, rel=0.2)
+    assert float(row["from"]) < row["compute / compute of ViT"] < float(row["to"])
+    assert row["over accuracies from %"] < row["over accuracies to %"]
+    assert "not known because" not in row
+
+
+def test_what_is_not_known_of_a_law_is_told_in_the_tables():
+    few = [*family_of("ViT", count=4), *family_of("ResNet", 3.0, 1, count=3)]
+    laws, ratios = map(rows_of, fit_tables(laws_of(few)))
+    assert [laws[family]["points"] for family in ("ViT", "ResNet")] == [4, 3]
+    assert laws["ViT"]["exponent b"] > 0
+    assert laws["ViT"]["not known because"].startswith("4 points are too few to hold one out")
+    assert laws["ResNet"]["exponent b"] is None
+    assert laws["ResNet"]["not known because"].startswith("too few points for a power law")
+    assert ratios["ResNet"]["not known because"] == "ResNet has no law"
+
+
+def test_families_of_no_common_accuracy_are_told_so():
+    far = [
+        recorded(family, float(c), top - 0.1 * float(c) ** -0.5)
+        for family, top in (("ViT", 0.4), ("ResNet", 0.8))
+        for c in COMPUTE
+    ]
+    laws = laws_of(far)
+    why = "no accuracy lies in the range of both families' points"
+    assert rows_of(fit_tables(laws)[1])["ResNet"]["not known because"] == why
+    assert fit_sentences(laws) == [f"Top-1 accuracy, ResNet against ViT: {why}."]
+
+
+def test_without_the_baseline_there_is_no_table_of_ratios():
+    (table,) = fit_tables(laws_of(family_of("ResNet")))
+    assert [*rows_of(table)] == ["ResNet"]
 
 
 def test_a_family_of_too_few_points_is_told_and_shown_without_a_law():
@@ -87,7 +127,8 @@ def test_what_is_no_result_of_the_largest_data_set_is_left_out(runs):
         recorded("ViT", 700.0, 0.2, tags={"vit_ray.sweep_stage": "sweep_trial"}),
         recorded("ViT", 800.0, 0.2, key="dev/top1"),
     ]
-    assert fit_table(laws_of([*runs, *others])).rows == fit_table(laws_of(runs)).rows
+    with_others, without = (fit_tables(laws_of(some)) for some in ([*runs, *others], runs))
+    assert [table.rows for table in with_others] == [table.rows for table in without]
 
 
 def test_runs_of_one_amount_of_compute_are_told_nothing():
@@ -98,4 +139,4 @@ def test_runs_of_one_amount_of_compute_are_told_nothing():
 def test_runs_without_compute_or_accuracy_have_no_laws():
     assert fit_charts(laws_of([])) == []
     assert fit_sentences(laws_of([])) == []
-    assert fit_table(laws_of([])).rows == []
+    assert fit_tables(laws_of([])) == []

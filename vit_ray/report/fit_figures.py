@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from vit_ray.report.fits import (
     EqualAccuracy,
     Estimate,
     Fit,
+    HeldOut,
     NoFitError,
     compare_at_equal_accuracy,
     fit_law,
@@ -35,6 +37,7 @@ from vit_ray.report.runs import RecordedRun
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 _CURVE_POINTS: Final = 60
+_UNKNOWN: Final[list[Value]] = [None]
 _COMPUTE: Final = "study/exaflops"
 _IMAGES: Final = "study/train_images"
 MIN_AMOUNTS: Final = 3
@@ -64,16 +67,28 @@ class FamilyLaws:
         """What a person calls the accuracy."""
         return title_of(self.key)
 
-    def compared(self) -> dict[str, EqualAccuracy]:
-        """Compute of other families over that of `BASELINE`; without those of no common range."""
-        found = {}
-        for family, fit in self.fits.items():
-            if family != BASELINE and BASELINE in self.fits:
-                try:
-                    found[family] = compare_at_equal_accuracy(self.fits[BASELINE], fit)
-                except NoFitError as error:
-                    self.unfitted[f"{family} against {BASELINE}"] = str(error)
-        return found
+    @cached_property
+    def compared(self) -> dict[str, EqualAccuracy | str]:
+        """Compute of each other family over that of `BASELINE`, or why that is not known."""
+        if BASELINE not in self.runs:
+            return {}
+        return {family: self._compared(family) for family in self.runs if family != BASELINE}
+
+    def _compared(self, family: str) -> EqualAccuracy | str:
+        for one in (BASELINE, family):
+            if one not in self.fits:
+                return f"{one} has no law"
+        try:
+            return compare_at_equal_accuracy(self.fits[BASELINE], self.fits[family])
+        except NoFitError as error:
+            return str(error)
+
+    def held_out(self, family: str) -> HeldOut | str:
+        """The most costly point of a family as its others predict it, or why they do not."""
+        try:
+            return predict_held_out(*_points(self.runs[family], self.key))
+        except NoFitError as error:
+            return str(error)
 
 
 def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
@@ -88,7 +103,13 @@ def fit_charts(laws: Sequence[FamilyLaws]) -> list[Chart]:
     return [chart for chart in charts if not chart.is_empty]
 
 
-def fit_table(laws: Sequence[FamilyLaws]) -> Table:
+def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
+    """Parameters of the laws, and compute at equal accuracy, as far as there is anything to say."""
+    tables = [_parameter_table(laws), _ratio_table(laws)]
+    return [table.used() for table in tables if table.rows]
+
+
+def _parameter_table(laws: Sequence[FamilyLaws]) -> Table:
     """Exponents with intervals, and the most costly point as the others predict it."""
     columns = [
         Column("accuracy"), Column("family"), Column("points", number),
@@ -96,25 +117,44 @@ def fit_table(laws: Sequence[FamilyLaws]) -> Table:
         Column("error floor c %", percent), Column("c from %", percent), Column("c to %", percent),
         Column("held out: error %", percent), Column("predicted %", percent),
         Column("predicted from %", percent), Column("predicted to %", percent),
+        Column("not known because"),
+    ]  # fmt: skip
+    rows = [_parameters(one, family) for one in laws for family in one.runs]
+    return Table("Power laws: error = a C^-b + c, 95 % intervals", columns, rows)
+
+
+def _ratio_table(laws: Sequence[FamilyLaws]) -> Table:
+    columns = [
+        Column("accuracy"), Column("family"), Column(f"compute / compute of {BASELINE}", number),
+        Column("from"), Column("to"), Column("over accuracies from %", percent),
+        Column("over accuracies to %", percent), Column("not known because"),
     ]  # fmt: skip
     rows = [
-        [one.name, family, float(len(fit.compute)), *_parameters(fit), *_held_out(one, family)]
+        [one.name, family, *_ratio_values(equal)]
         for one in laws
-        for family, fit in one.fits.items()
+        for family, equal in one.compared.items()
     ]
-    return Table("Power laws: error = a C^-b + c, 95 % intervals", columns, rows).used()
+    return Table(
+        f"Compute at equal accuracy, over that of {BASELINE}: median over a range of accuracies, "
+        "95 % intervals",
+        columns,
+        rows,
+    )
 
 
 def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     """What the laws say, and why a family has none."""
     told = []
     for one in laws:
-        for family, equal in one.compared().items():
-            told.append(
-                f"{one.name}: for the same accuracy {family} needs {_times(equal.typical)} the "
-                f"compute of {BASELINE} (median over {percent(equal.accuracy[0])} to "
-                f"{percent(equal.accuracy[-1])} %)."
-            )
+        for family, equal in one.compared.items():
+            if isinstance(equal, EqualAccuracy):
+                told.append(
+                    f"{one.name}: for the same accuracy {family} needs {_times(equal.typical)} the "
+                    f"compute of {BASELINE} (median over {percent(equal.accuracy[0])} to "
+                    f"{percent(equal.accuracy[-1])} %)."
+                )
+            elif {family, BASELINE} <= one.fits.keys():
+                told.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
         told += [f"{one.name}, {family}: {why}." for family, why in one.unfitted.items()]
     return told
 
@@ -170,7 +210,9 @@ def _curve(family: str, fit: Fit) -> Series:
 
 def _ratios(one: FamilyLaws) -> Chart:
     series = []
-    for family, equal in one.compared().items():
+    for family, equal in one.compared.items():
+        if isinstance(equal, str):
+            continue
         rows = zip(equal.accuracy, equal.ratio, equal.low, equal.high, strict=True)
         points = [
             Point(float(x), float(ratio), low=float(low), high=float(high))
@@ -192,19 +234,30 @@ def _ratios(one: FamilyLaws) -> Chart:
     )
 
 
-def _parameters(fit: Fit) -> list[Value]:
+def _parameters(one: FamilyLaws, family: str) -> list[Value]:
+    amounts = float(len({run.metrics[_COMPUTE] for run in one.runs[family]}))
+    if family in one.unfitted:
+        return [one.name, family, amounts, *_UNKNOWN * 10, one.unfitted[family]]
+    fit, held = one.fits[family], one.held_out(family)
     b, c = fit.exponent, fit.floor
-    top = "not known" if math.isinf(b.high) else number(b.high)
-    return [b.value, b.low, top, c.value, c.low, min(c.high, 1.0)]
+    law: list[Value] = [b.value, b.low, _high(b), c.value, c.low, min(c.high, 1.0)]
+    if isinstance(held, str):
+        return [one.name, family, amounts, *law, *_UNKNOWN * 4, held]
+    told = held.predicted
+    return [one.name, family, amounts, *law, held.error, told.value, told.low, told.high, None]
 
 
-def _held_out(one: FamilyLaws, family: str) -> list[Value]:
-    try:
-        held = predict_held_out(*_points(one.runs[family], one.key))
-    except NoFitError:
-        return [None] * 4
-    predicted = held.predicted
-    return [held.error, predicted.value, predicted.low, predicted.high]
+def _ratio_values(equal: EqualAccuracy | str) -> list[Value]:
+    if isinstance(equal, str):
+        return [*_UNKNOWN * 5, equal]
+    ratio = equal.typical
+    low = number(ratio.low) if ratio.low > 0 else "not known"
+    ends = float(equal.accuracy[0]), float(equal.accuracy[-1])
+    return [ratio.value, low, _high(ratio), *ends, None]
+
+
+def _high(known: Estimate) -> str:
+    return number(known.high) if math.isfinite(known.high) else "not known"
 
 
 def _times(ratio: Estimate) -> str:

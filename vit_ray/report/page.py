@@ -17,7 +17,7 @@ from vit_ray.report import figures
 from vit_ray.report.ablations import ablation_charts
 from vit_ray.report.charts import Chart
 from vit_ray.report.document import named_apart, render, replace_file, write_figures
-from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_table, laws_of
+from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
 from vit_ray.report.missing import one_run_a_cell, what_is_missing
 from vit_ray.report.paper_tables import paper_tables
 from vit_ray.report.runs import Archive, PastEvent, RecordedRun
@@ -94,7 +94,7 @@ def write_report(
         refresh_s=watch_s if is_live else None,
         **drawn,
         **_shown(archive, runs, counted),
-        fit_table=fit_table(laws),
+        fit_tables=fit_tables(laws),
         fit_sentences=fit_sentences(laws),
         missing=missing,
     )

@@ -182,8 +182,10 @@ def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(r
 
 
 class _AsksForLogIn(BaseHTTPRequestHandler):
+    status = 401
+
     def do_POST(self):
-        self.send_response(401)
+        self.send_response(self.status)
         self.end_headers()
         self.wfile.write(b"You are not authenticated.")
 
@@ -193,13 +195,20 @@ class _AsksForLogIn(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(recipe):
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(
+    recipe, monkeypatch, status, is_watched
+):
+    monkeypatch.setattr(_AsksForLogIn, "status", status)
     server = HTTPServer(("127.0.0.1", 0), _AsksForLogIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         uri = f"http://127.0.0.1:{server.server_port}"
+        report_keys = {"watch_s": 7 if is_watched else None}
+        asking = recipe.with_changes(tracking={"uri": uri}, report=report_keys)
         with pytest.raises(RuntimeError, match=r"asks for a log-in.*MLFLOW_TRACKING_USERNAME"):
-            report(recipe.with_changes(tracking={"uri": uri}))
+            report_page(asking)
     finally:
         server.shutdown()
         server.server_close()

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import math
 import re
 import shutil
+import sqlite3
 from html import unescape
 
 import pytest
@@ -49,6 +51,7 @@ def store(empty_store, tmp_path):
 
 
 WHOLE = {"study/exaflops": 2.0, "eval/top1": 0.5}
+EVENTS = {"events.worker_failed": "1"}
 
 
 def test_a_study_that_is_whole_lacks_nothing(store, tmp_path):
@@ -162,3 +165,84 @@ def test_a_history_that_cannot_be_read_costs_nothing_else(store, tmp_path):
     events = archive.histories(archive.runs)[cell]
     assert [type(event) for event in events] == [PastEvent]
     assert "the run's history cannot be read" in store.page(tmp_path)[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_no_number_is_neither_drawn_nor_an_accuracy(store, tmp_path, value):
+    store.run("cell-a", metrics=WHOLE)
+    store.run("cell-b", metrics={"study/exaflops": 3.0, "eval/top1": value, "train/loss": value})
+    store.run("cell-c", metrics={"study/exaflops": value, "eval/top1": 0.25})
+    text, rows = store.page(tmp_path)
+    assert "1 finished without an accuracy, and so in no figure of accuracy: cell-b" in text
+    assert "1 finished without exaFLOPs, and so not in figures over compute: cell-c" in text
+    held = {row["run"]: (row["exaFLOPs"], row["top-1 %"]) for row in rows}
+    assert held == {"cell-a": ("2.0", "0.5"), "cell-b": ("3.0", ""), "cell-c": ("", "0.25")}
+    assert not re.search(r"\b(nan|NaN|Infinity|inf)\b", re.sub("(?s)<script.*?</script>", "", text))
+    assert [run for run, y in drawn_points(text) if not math.isfinite(y)] == []
+    assert {run for run, _ in drawn_points(text)} == {"cell-a"}
+
+
+def drawn_points(text):
+    """Runs and accuracies of the figure over compute, without the paper's."""
+    place = 'id="chart-top_1_accuracy_against_compute_proxy_data">'
+    spec = json.loads(text.split(place)[1].split("</script>")[0])
+    return [(row["more"]["run"], row["y"]) for row in spec["data"]["values"] if "more" in row]
+
+
+def test_metrics_of_odd_names_are_as_good_as_any(store, tmp_path):
+    odd = {
+        "transfer/a task: v2.0 top1_top1": 0.625,
+        "transfer/_top1": 0.1,
+        "eval/top1/of/what": 0.2,
+        "few_shot/5_shot_top1 ": 0.3,
+        "top1": 0.4,
+        "study/exaflops.": 5.0,
+    }
+    store.run("cell-a", metrics={**WHOLE, **odd})
+    text, ((row),) = store.page(tmp_path)
+    assert row["a task: v2.0 top1 top-1 after fine-tuning %"] == "0.625"
+    assert (row["exaFLOPs"], row["top-1 %"]) == ("2.0", "0.5")
+    assert not {"0.1", "0.2", "0.3", "0.4", "5.0"} & {*row.values()}
+    assert "What is missing" not in text
+
+
+def test_an_experiment_of_another_project_is_a_page_of_what_it_has(store, tmp_path):
+    """Its runs have neither our tags nor our metrics, and a parent that is not there."""
+    other = store.client.create_experiment("theirs", artifact_location=f"file://{tmp_path}/theirs")
+    for name, status in (("sgd", "FINISHED"), ("adam", "FAILED"), ("", "RUNNING")):
+        tags = {"mlflow.parentRunId": "0" * 32, "mlflow.user": "them"}
+        run = store.client.create_run(other, MADE, tags, name or None).info.run_id
+        store.client.log_metric(run, "val_acc", 0.9)
+        store.client.log_param(run, "data.train", "[not a list")
+        store.client.log_param(run, "optim.epochs", "ten")
+        if status != "RUNNING":
+            store.client.set_terminated(run, status)
+    page = build_report(store.uri, "theirs", tmp_path / "page.html")
+    text = unescape(page.read_text())
+    assert "1 finished without an accuracy, and so in no figure of accuracy: sgd" in text
+    assert "1 failed: adam" in text
+    rows = list(csv.DictReader(page.with_suffix(".csv").open()))
+    assert sorted(row["status"] for row in rows) == ["failed", "finished", "running"]
+
+
+def test_a_run_that_is_deleted_meanwhile_leaves_the_others(store, tmp_path, monkeypatch):
+    """For good, with all that MLflow had of it, between the search for runs and their curves."""
+    ids = [store.run(f"cell-{name}", metrics=WHOLE, **EVENTS) for name in "ab"]
+    for run_id in ids:
+        for step in range(3):
+            store.client.log_metric(run_id, "train/loss", 1.0 / (1 + step), step=step)
+    read = Archive.curves
+
+    def delete_first(archive, *asked):
+        with sqlite3.connect(store.uri.removeprefix("sqlite:///")) as plain:
+            for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+                plain.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (ids[0],))  # noqa: S608
+        return read(archive, *asked)
+
+    monkeypatch.setattr(Archive, "curves", delete_first)
+    text, rows = store.page(tmp_path)
+    assert {row["run"] for row in rows} == {"cell-a", "cell-b"}  # as they were found
+    assert "the run's history cannot be read" in text
+    curves = json.loads(text.split('id="chart-training_loss">')[1].split("</script>")[0])
+    assert {row["y"] for row in curves["data"]["values"]} == {1.0, 0.5, 0.3333333}
+    assert len(curves["data"]["values"]) == 3

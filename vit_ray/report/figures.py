@@ -155,17 +155,17 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> Chart | None
 def _length(run: RecordedRun) -> str:
     """As the recipe gives it, so that it is the same for all amounts of data."""
     for unit in ("epochs", "steps", "images"):
-        told = run.params.get(f"optim.{unit}", "None")
-        if told != "None":
-            return f"{float(told):.12g} {unit}"
+        length = _param(f"optim.{unit}")(run)
+        if isinstance(length, float):
+            return f"{length:.12g} {unit}"
     return "length not known"
 
 
 def epochs_of(run: RecordedRun) -> float | None:
     """Length of a training; one in steps or images counts in epochs, too."""
-    told = run.params.get("optim.epochs", "None")
-    if told != "None":
-        return float(told)
+    epochs = _param("optim.epochs")(run)
+    if isinstance(epochs, float):
+        return epochs
     images, seen = run.metrics.get(_IMAGES_KEY), run.metrics.get("study/images_seen")
     return round(seen / images, 2) if seen and images else None
 

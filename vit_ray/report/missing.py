@@ -76,7 +76,7 @@ def _untrained_cells(parent: RecordedRun, shown: Sequence[RecordedRun]) -> list[
     """Of a study that says how many cells it has, those that no run is of."""
     total = parent.tags.get("vit_ray.num_cells", "")
     begun = sum(run.parent_id == parent.run_id and run.kind == "study_cell" for run in shown)
-    if parent.kind != "study" or not total.isdigit() or begun >= int(total):
+    if parent.kind != "study" or not total.isdecimal() or begun >= int(total):
         return []
     return [f"{int(total) - begun} of {total} cells of {parent.name} have not begun"]
 

@@ -137,7 +137,7 @@ class Chart:
         name = re.sub(r"[^a-z0-9]+", "_", self.title.lower()).strip("_")
         return name if self.number == 1 else f"{name}_{self.number}"
 
-    @property
+    @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Every point that the axes can show."""
         return [
@@ -147,7 +147,7 @@ class Chart:
             if self.x.holds(point.x) and self.y.holds(point.y)
         ]
 
-    @property
+    @functools.cached_property
     def lines(self) -> list[dict[str, Any]]:
         """What all points of a series have in common, once."""
         shown = {row["line"] for row in self.rows}

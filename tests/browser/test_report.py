@@ -179,16 +179,21 @@ def test_axe_finds_nothing_wrong(
     page: Path, browser: webdriver.Chrome, width: int, scheme: str
 ) -> None:
     show(browser, page, width, **{"color-scheme": scheme})
+    assert axe_violations(browser) == []
+
+
+def axe_violations(browser: webdriver.Chrome) -> list[Any]:
+    """What axe finds wrong with all that the page shows, folded parts too."""
     browser.execute_script(
         "for (const one of document.querySelectorAll('details')) one.open = true"
     )
     browser.execute_script(AXE.read_text())
-    found = browser.execute_async_script(
+    found: list[Any] = browser.execute_async_script(
         "const done = arguments[arguments.length - 1];"
         "axe.run(document).then(r => done(r.violations.map(v => [v.id, v.nodes.length,"
         " v.nodes[0].html, v.nodes[0].failureSummary])))"
     )
-    assert found == [], found
+    return found
 
 
 def test_print_is_one_page_wide_and_light(page: Path, browser: webdriver.Chrome) -> None:

@@ -127,9 +127,16 @@ def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_p
 
 def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_path: Path) -> None:
     short, trunk, *_ = cells(tmp_path)
-    assert begin_branch(short, trunk, 80) == ""
+    told: list[str] = []
+    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert told == [  # it costs a whole training more
+        f"{short.name} does not branch off {trunk.name} at step 80, and is trained from its start: "
+        f"{trunk.name} has no whole checkpoint of that step"
+    ]
+    assert begin_branch(short, trunk, 0, told.append) == ""  # a cool-down from the first step on
     write(locate(short.recipe.run_folder), 5)  # it has begun so
     long_run(trunk, 80)
-    assert begin_branch(short, trunk, 80) == ""
+    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert len(told) == 1
     names = [one.name for one in Path(short.recipe.run_folder).iterdir()]
     assert [name for name in names if not name.startswith("lock-")] == [folder_name(5)]

@@ -82,7 +82,11 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
     origin = origin_of(trunk.name, step)
     with lock_run(folder):
         note.delete()  # of a copy that was cut short, which does not count
-        if step == 0 or not is_committed(source):
+        if step == 0:
+            return ""
+        alone = f"{cell.name} does not branch off {origin}, and is trained from its start"
+        if not is_committed(source):
+            tell(f"{alone}: {trunk.name} has no whole checkpoint of that step")
             return ""
         begin_without_checkpoint(folder, tell)
         note.write(origin.encode())  # before the copy: one that is whole has its note
@@ -90,9 +94,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
             copy_checkpoint(source, folder.child(folder_name(step)), lambda it: _of_cell(it, cell))
         except (DamagedCheckpointError, PartialCheckpointError) as error:
             note.delete()
-            tell(
-                f"{cell.name} does not branch off {origin}, and is trained from its start: {error}"
-            )
+            tell(f"{alone}: {error}")
             return ""
     return origin
 

@@ -46,6 +46,18 @@ def test_a_grid_is_every_combination_of_any_keys() -> None:
     assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
 
 
+def test_values_of_a_section_change_the_keys_that_they_name() -> None:
+    space = {"optim": [{"steps": 9, "warmup_steps": 1}, {"steps": 90}]}
+    recipe = recipe_with(space=space).with_changes(optim={"name": "sgd", "clip_norm": 3.0})
+    changed = [with_point(recipe, point).optim for point in points(space=space)]
+    assert [(one.steps, one.warmup_steps) for one in changed] == [
+        (9, 1), (90, recipe.optim.warmup_steps)
+    ]  # fmt: skip
+    assert {(one.name, one.clip_norm) for one in changed} == {("sgd", 3.0)}
+    with pytest.raises(ValueError, match=r"data cannot be varied"):
+        points(space={"data": [{"train": "a"}, {"train": "b"}]})
+
+
 def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> None:
     space = {
         RATE: {"log_uniform": [1e-4, 1e-1]},

@@ -114,6 +114,8 @@ def _draw(values: Any, uniform: KeyedUniform) -> Any:
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:
     """The recipe with the values of a point, and other changes as in `Recipe.with_changes`.
 
+    A point may have a section's name, whose values change the keys that they name.
+
     Args:
         where: what an error names; unset = the sweep's point.
 
@@ -127,7 +129,8 @@ def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) ->
         for section in sections:
             below = node.setdefault(section, {})
             node = below if isinstance(below, dict) else node.update({section: {}}) or node[section]
-        node[last] = value
+        is_section = not sections and isinstance(value, dict) and isinstance(node.get(last), dict)
+        node[last] = {**node[last], **value} if is_section else value
     return recipe_from_dict(tree, where or f"sweep.space: {point_text(point)}")
 
 

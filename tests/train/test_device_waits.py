@@ -13,29 +13,37 @@ from torch.overrides import TorchFunctionMode
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
 from tests.train.ranks import run_ranks
 from tests.train.test_loop import FakeHooks, recipe
+from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import RankContext, run_training
+from vit_ray.train.memory_estimate import prepared_model
+from vit_ray.train.objective import make_loss
 from vit_ray.train.progress import Progress
 
 RANKS, MICRO, STEPS = 2, 2, 6
 KINDS = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 # What brings a value of a tensor to the host; from a GPU, none of them comes before it has it.
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "equal"}
+MADE = {"tensor", "as_tensor"}
 
 
 class Reads(TorchFunctionMode):
-    """Counts the host's reads of tensors."""
+    """Counts the host's reads of tensors, and tensors that it makes for a device.
+
+    Before the host goes on, numbers that it has are copied to a GPU, after all that the stream has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in READS or (name in MADE and kwargs.get("device") is not None):
+            self.names.append(name)
+        return func(*args, **kwargs)
 
 
 def reads_by_step(rank: int) -> dict[Any, list[int]]:
@@ -91,6 +99,35 @@ def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(
     # stage 3 records the order of the layers.
     assert reads[kind][1:] == [1, 2, 1, 1]
     assert kind[0] == 3 or reads[kind][0] == 2
+
+
+ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dropout": ({"dropout": 0.1}, {}),
+    "stochastic depth": ({"dropout": 0.0, "stochastic_depth": 0.1}, {}),
+    "mixing": ({}, {"mixup": 0.8, "cutmix": 1.0}),
+    "many labels": ({}, {"loss": "sigmoid"}),
+    "masked patches": ({"dropout": 0.1}, {"loss": "masked_patch", "masked_target": "mean_color"}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
+    model, train = LOSSES[name]
+    chosen = recipe_from_dict(
+        {
+            "name": "run",
+            "model": {"name": "ViT", "image_size": 8, **ENCODER, **model},
+            "train": {"global_batch_size": GLOBAL_BATCH, "precision": "bf16", **train},
+        },
+        "test",
+    )
+    module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen, 100)
+    images, labels = batch(0)
+    reads = Reads()
+    with reads:
+        loss(module, images, labels, torch.arange(GLOBAL_BATCH), 0).backward()
+    assert reads.names == []
 
 
 Event = tuple[str, Any, Any]

@@ -16,15 +16,15 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
         samples: int64 (B,), global numbers of the images.
         *words: what else decides; at least one.
     """
-    key = _mix(torch.tensor(words[0], device=samples.device) + _GOLDEN)
+    key = _mixed(words[0] + _GOLDEN)
     for word in words[1:]:
-        key = _mix(key ^ _mix(torch.tensor(word, device=samples.device) + _GOLDEN))
-    return _mix(samples.long() * _GOLDEN + key)
+        key = _mixed(key ^ _mixed(word + _GOLDEN))
+    return _mix(samples.long() * _GOLDEN + _signed(key))
 
 
 def numbered_keys(keys: Tensor, number: int) -> Tensor:
     """Keys for the `number`-th use of the same samples: one layer of many, one place in a layer."""
-    return _mix(keys ^ _mixed_constant(number))
+    return _mix(keys ^ _signed(_mixed((number + 1) * _GOLDEN)))
 
 
 def line_keys(keys: Tensor, count: int) -> Tensor:
@@ -69,9 +69,12 @@ def _shift_right(words: Tensor, bits: int) -> Tensor:
     return shifted
 
 
-def _mixed_constant(number: int) -> int:
-    """SplitMix64's word for a number, in Python: no tensor to make, and none to copy."""
-    word = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
-    return _signed(word ^ word >> 31)
+def _mixed(word: int) -> int:
+    """As `_mix`, of a number that the host knows, as 64 bits without a sign.
+
+    In Python: a tensor would have to be copied to the device, for which the host waits.
+    """
+    word %= 2**64
+    word = (word ^ word >> 30) * _MIX_1 % 2**64
+    word = (word ^ word >> 27) * _MIX_2 % 2**64
+    return word ^ word >> 31

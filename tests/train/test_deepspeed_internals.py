@@ -13,6 +13,7 @@ import torch
 from tests.train.engine_runs import build_engine, run_steps
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.train.engine import import_deepspeed
 
 VERSION = "0.19"
 
@@ -154,10 +155,15 @@ def test_an_attribute_is_set_on_parameters(module: str, line: str) -> None:
     assert line in inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
 
 
-def test_an_operator_is_left_out_by_its_name() -> None:
-    """`engine.py` marks it as incompatible, or DeepSpeed would compile it at start."""
-    operators = importlib.import_module("deepspeed.ops").__compatible_ops__
-    assert "deepspeed_shm_comm" in operators
+def test_no_operator_of_deepspeed_is_tried_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with GPUs it would start compilers for a score of operators, on every worker."""
+    operators = importlib.import_module("deepspeed.ops")
+    asked: list[bool] = []
+    monkeypatch.setattr(operators, "_probe_compatible_ops", lambda: asked.append(True) or {})
+    monkeypatch.delitem(vars(operators), "__compatible_ops__", raising=False)
+    import_deepspeed()
+    assert importlib.import_module("deepspeed.comm.torch").build_shm_op() is None
+    assert not asked
 
 
 def compiler_after_steps(rank: int) -> list[str]:

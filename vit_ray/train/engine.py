@@ -358,8 +358,9 @@ def import_deepspeed() -> Any:
         import deepspeed
     # Importing it resets the level of its own logger.
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-    # It would be compiled at the start, for 25 s, and only inference calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # None of its own kernels are called. Asked for the list, it would try compilers and devices for
+    # each of them, and then compile one for 25 s that only inference calls (0.19.8).
+    deepspeed.ops.__compatible_ops__ = {}
     _import_muon_uncompiled()
     _leave_steps_to_the_device()
     return deepspeed

@@ -5,7 +5,8 @@
 The prediction runs the model on tensors without memory (`vit_ray.measure.activation_memory`), as
 `jobs/plan.py` does; the measurement is the rise of torch's peak over what lies there before.
 Weights are bf16; a weight's gradient counts in both until it is whole. The batch is halved while it
-does not fit. Nothing is compiled: the prediction does not know what the compiler would save.
+does not fit; a model that fails is a row that says why. Nothing is compiled: the prediction does
+not know what the compiler would save.
 Without a GPU only the prediction is shown.
 """
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit_ray.measure.activation_memory import gpu_kernels, peak_bytes
+from vit_ray.measure.activation_memory import drop_gradients, gpu_kernels, peak_bytes
 from vit_ray.models import build_model
+from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000
 BAR = 0.10
@@ -32,8 +34,7 @@ def predicted_gib(name: str, batch: int) -> float:
 def measured_gib(name: str, batch: int) -> float:
     with torch.device("cuda"):
         forward, weights = pass_of(name, batch)
-    for weight in weights:
-        weight.register_post_accumulate_grad_hook(drop_gradient)
+    drop_gradients(weights)
     forward().backward()  # libraries take their workspaces now
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -49,20 +50,22 @@ def pass_of(name: str, batch: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return lambda: F.cross_entropy(model(images).float(), labels), list(model.parameters())
 
 
-def drop_gradient(weight: Tensor) -> None:
-    weight.grad = None
-
-
 def largest_measured(name: str, batch: int) -> tuple[int, float]:
-    """The largest batch from this one down that fits, and its memory in GiB."""
-    while True:
-        try:
-            return batch, measured_gib(name, batch)
-        except torch.OutOfMemoryError:
-            if batch == 1:
-                raise
-        torch.cuda.empty_cache()
-        batch //= 2
+    """The largest batch from this one down, by halves, that fits, and its memory in GiB."""
+    measured: dict[int, float | None] = {}
+
+    def fits(size: int) -> bool:
+        measured[size] = unless_out_of_memory(
+            lambda: measured_gib(name, size), torch.device("cuda")
+        )
+        return measured[size] is not None
+
+    sizes = [batch >> halves for halves in reversed(range(batch.bit_length()))]
+    found = largest_that_fits(sizes, batch, fits)
+    gib = measured[found] if found else None
+    if found is None or gib is None:
+        raise MemoryError("not even one image fits")
+    return found, gib
 
 
 def row(name: str, batch: int) -> str:
@@ -82,7 +85,11 @@ def main() -> None:
     print("| model | batch | GiB predicted | measured | predicted / measured |")
     print("|---|---|---|---|---|")
     for name in args.models:
-        print(row(name, args.batch), flush=True)
+        try:
+            print(row(name, args.batch), flush=True)
+        except Exception as error:  # the others are worth having
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            print(f"| {name} | {args.batch} | not run: `{told}` | | |", flush=True)
 
 
 if __name__ == "__main__":

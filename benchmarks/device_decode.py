@@ -202,7 +202,7 @@ def prepared(work: Work) -> tuple[dict[str, Pass], dict[str, str]]:
             torch.set_num_threads(CORES)
             passes[name] = prepare(work)
             seconds(passes[name])
-        except (ImportError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of other people's code, or its absence
             passes.pop(name, None)
             missing[name] = f"{type(error).__name__}: {error}"[:160]
     return passes, missing

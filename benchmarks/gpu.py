@@ -1,27 +1,30 @@
 """Everything that is claimed for one GPU, in one report: speed, MFU, overhead and memory.
 
-    python benchmarks/gpu.py [--out FILE.md] [--batch 256] [--trainer-batch 128]
-        [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--rounds 3]
+    python benchmarks/gpu.py [--out FILE.md] [--batch 16 32 64 128 256 512 1024]
+        [--models ViT-B/16 ViT-L/16 ViT-H/14] [--trainer-model ViT-L/16] [--trainer-batch 128]
+        [--rounds 3]
         [--parts model activations decode trainer memory] [--total-s 570]
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
-of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm),
+of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
+each at the fastest micro-batch of `--batch`, which is searched as the trainer searches),
 `activation_memory.py` (predicted against measured memory), `device_decode.py` (JPEG files to crops
 on the device, against the host and other decoders), and `train_step.py` (the whole step of a job,
 compiled, against a bare torch loop; the engine under ZeRO 1 to 3, eager; then its memory).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
-needs a library that is not there is a row that names it. The bars beside the figures are for one
-H200. What matters most comes first. Every section has a time limit, and all together have
-`--total-s`; of one that is cut off the last table that it printed counts. The report is written
-after every section, so that one cut short is worth keeping. Without a
-GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16 --trainer-model ViT-Ti/16
---batch 1 --trainer-batch 1 --decode-images 8 --rounds 1` then.
+needs a library that is not there is a row that names it, and what fails is one that says why. The
+bars beside the figures are for one H200. What matters most comes first. Every section has a time
+limit, and all together have `--total-s`; of one that is cut off or fails the last table that it
+printed counts. The report is written after every section, so that one cut short is worth keeping.
+Without a GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16
+--trainer-model ViT-Ti/16 --batch 1 2 --trainer-batch 1 --decode-images 8 --rounds 1` then.
 """
 
 import argparse
 import importlib.metadata
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +46,12 @@ LIBRARIES = {  # distribution -> what its absence leaves out
     **dict.fromkeys(["ray", "mlflow", "opencv-python-headless"], JOB),
     **dict.fromkeys(["pillow", "nvidia-nvimgcodec-cu12"], DECODE),
     "torchvision": "its row beside that",
+    "triton": "all that is compiled",
+}
+# What is compiled is kept for the sections that follow; a home may be missing, or be read-only.
+CACHES = {
+    name: str(Path(tempfile.gettempdir()) / f"vit_ray_gpu_{os.getuid()}" / name.lower())
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 }
 NO_GPU = (
     "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
@@ -52,7 +61,7 @@ NO_GPU = (
 
 
 # Seconds of one section of each part. Half a minute of a model's is compiling, three times.
-LIMITS_S = {"model": 120, "activations": 45, "decode": 40, "trainer": 150, "memory": 40}
+LIMITS_S = {"model": 120, "activations": 45, "decode": 40, "trainer": 150, "memory": 60}
 
 
 class Section(NamedTuple):
@@ -68,23 +77,26 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     rounds = ["--rounds", str(args.rounds)]
     for model in args.models:
         command = ["model_step.py", "--models", model, "--modes", "compiled", *rounds]
-        command += ["--batch", str(args.batch), "--dtype", "bfloat16"]
+        command += ["--batch", *map(str, args.batch), "--dtype", "bfloat16"]
         yield Section("model", f"{model}: the model's step, compiled, against its peers", command)
-    command = ["activation_memory.py", "--models", *args.models, "--batch", str(args.batch)]
+    most = str(min(256, max(args.batch)))
+    command = ["activation_memory.py", "--models", *args.models, "--batch", most]
     yield Section("activations", "Memory of forward and backward pass, eager", command)
     command = ["device_decode.py", "--images", str(args.decode_images), *rounds]
     yield Section("decode", "JPEG files to crops on the device", command)
-    trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16"]
-    command = ["train_step.py", "--model", args.trainer_model, *trainer, *rounds, "--compile"]
+    # One round: a row is a median already, and half a minute of it is the start of its process.
+    trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16", "--rounds", "1"]
+    command = ["train_step.py", "--model", args.trainer_model, *trainer, "--compile"]
+    command += ["--rows", "bare", "zero0", "job", "zero1", "autocast"]
     title = f"{args.trainer_model}: the whole step of a job, compiled, against a bare loop"
     yield Section("trainer", title, command)
-    command = ["train_step.py", "--model", args.trainer_model, *trainer, "--rounds", "1"]
+    command = ["train_step.py", "--model", args.trainer_model, *trainer]
     command += ["--rows", "bare", "zero0", "zero1", "zero2", "zero3"]
     title = f"{args.trainer_model}: what ZeRO costs on one GPU, eager, against a bare loop"
     yield Section("trainer", title, command)
     for model in args.models:
         command = ["train_step.py", "--model", model, *trainer, "--rows", "zero0", "zero1"]
-        command += ["--rounds", "1", "--steps", "3"]
+        command += ["--steps", "3"]
         yield Section("memory", f"{model}: memory of the whole engine, eager", command)
 
 
@@ -97,6 +109,7 @@ def run_section(command: list[str], limit_s: float) -> str:
     """
     paths = [str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
+        **CACHES,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONWARNINGS": "ignore",  # a warning is not what went wrong
@@ -111,13 +124,13 @@ def run_section(command: list[str], limit_s: float) -> str:
         printed, errors = _content(out), _content(err)
     shown = f"`python benchmarks/{' '.join(command)}` ({time.monotonic() - start_s:.0f} s)"
     table = _last_table(printed)
+    until_then = "until then:" if table else "no table yet."
     if is_cut:
-        until_then = "until then:" if table else "no table yet."
         shown += f"\n\nCut off after {limit_s:.0f} s; {until_then}"
-    if is_cut or (table and process.returncode == 0):
-        return f"{shown}\n\n{table}\n"
-    error = (errors.splitlines() or [f"exit code {process.returncode}"])[-1]
-    return f"{shown}\n\nNot run: `{error[:300]}`\n"
+    elif process.returncode or not table:
+        error = (errors.splitlines() or [f"exit code {process.returncode}"])[-1]
+        shown += f"\n\nEnded by `{error[:300]}`; {until_then}"
+    return f"{shown}\n\n{table}\n"
 
 
 def _content(file: IO[str]) -> str:
@@ -148,6 +161,8 @@ def environment_table() -> str:
         f"{device}, {os.cpu_count()} CPU cores; Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
         "",
+        f"C compiler, without which Triton compiles nothing: {c_compiler() or 'none'}",
+        "",
         "| library | version |",
         "|---|---|",
     ]
@@ -159,11 +174,17 @@ def environment_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def c_compiler() -> str | None:
+    """The one that Triton would call."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     made.add_argument("--models", nargs="+", default=["ViT-B/16", "ViT-L/16", "ViT-H/14"])
-    made.add_argument("--batch", type=int, default=256, help="at most, for the model alone")
+    sizes = [16, 32, 64, 128, 256, 512, 1024]
+    made.add_argument("--batch", type=int, nargs="+", default=sizes, help="for the model alone")
     made.add_argument("--trainer-model", default="ViT-L/16")
     made.add_argument("--trainer-batch", type=int, default=128, help="at most, for the trainer")
     made.add_argument("--decode-images", type=int, default=512, help="of a batch")
@@ -173,6 +194,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--total-s", type=float, default=570.0, help="of all sections together")
     made.add_argument("--out", type=Path)
     return made
+
+
+def write(path: Path, report: str) -> None:
+    """Where it can be: what is printed has all of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report)
+    except OSError as error:
+        print(f"\nNot written: {error}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -189,7 +219,7 @@ def main() -> None:
             print(section, flush=True)
             report += section
             if args.out:
-                args.out.write_text(report)
+                write(args.out, report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ that AdamW steps; the loop under autocast, which keeps fp32 weights only, is the
 GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
 stands beside what `vit_ray.train.memory_estimate` predicts, which knows nothing of --compile. MFU
 is against the dense peak. The bare loops need torch alone; a row whose libraries are missing is
-listed as such.
+listed as such. The table is printed after every row.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from vit_ray.train.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
@@ -83,7 +85,8 @@ def bare_loop(args: argparse.Namespace, autocast: bool = False) -> Measured:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     has_masters = args.precision == "bf16" and not autocast
     dtype = torch.bfloat16 if has_masters else torch.float32
-    model = build_model(args.model, CLASSES, SIZE).to(device, dtype)
+    with device:
+        model = build_model(args.model, CLASSES, SIZE).to(dtype)
     if args.compile:
         compile_model(model, "inductor", may_fail=False)
     step = MasterAdamW(list(model.parameters())).step if has_masters else plain_step(model)
@@ -301,6 +304,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
             if isinstance(known, Measured) and isinstance(found, Measured):
                 found = min(known, found, key=lambda row: row.step_s)
             best[name] = known if isinstance(known, Measured) and isinstance(found, str) else found
+            print(f"\n{table(best, args)}\n", flush=True)  # of one that is cut off, it is all
     return best
 
 
@@ -366,7 +370,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.only:
-        print(json.dumps(asdict(ROWS[args.only][1](args))), flush=True)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        row = unless_out_of_memory(lambda: ROWS[args.only][1](args), device)
+        if row is None:
+            raise SystemExit(OUT_OF_MEMORY)
+        print(json.dumps(asdict(row)), flush=True)
         return
     has_autocast = args.precision == "bf16"
     left_out = {"zero2", "zero3", *([] if has_autocast else ["autocast"])}

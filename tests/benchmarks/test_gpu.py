@@ -1,5 +1,6 @@
 """The report of one GPU, from scripts that end, fail, and take too long."""
 
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ def child_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bodies = {
         "ends.py": f"print('begun'); print('\\n\\n{TABLE}\\n')",
         "fails.py": f"print('\\n\\n{TABLE}\\n'); raise RuntimeError('no such device')",
+        "lacks.py": "import missing",
+        "says_nothing.py": "",
         "slow.py": f"print('\\n\\n{TABLE}\\n', flush=True); {child}",
         "silent.py": child,
     }
@@ -36,10 +39,12 @@ def child_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "has_table", "said"),
     [
         ("ends.py", True, "`python benchmarks/ends.py`"),
-        ("fails.py", False, "Not run: `RuntimeError: no such device`"),
+        ("fails.py", True, "Ended by `RuntimeError: no such device`; until then:"),
+        ("lacks.py", False, "Ended by `ModuleNotFoundError: No module named 'missing'`; no table"),
+        ("says_nothing.py", False, "Ended by `exit code 0`; no table yet."),
     ],
 )
-def test_a_section_shows_the_last_table_or_why_there_is_none(
+def test_a_section_shows_the_last_table_and_why_there_is_no_more(
     name: str, has_table: bool, said: str
 ) -> None:
     shown = gpu.run_section([name], 60)
@@ -102,3 +107,60 @@ def test_the_most_valuable_sections_come_first_and_all_fit_into_ten_minutes() ->
     assert args.total_s < 600
     assert set(parts) == set(gpu.LIMITS_S)
     assert all(gpu.LIMITS_S[part] < args.total_s / 3 for part in parts)
+
+
+REQUIRED_BY_TORCH = {
+    "torch", "torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath",
+    "networkx", "setuptools", "sympy", "typing_extensions", "triton", "nvidia",
+}  # fmt: skip
+LACKS_THE_REST = f"""
+from importlib.machinery import PathFinder
+
+plain = PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    found = plain(name, path, target)
+    is_known = name.partition(".")[0] in {REQUIRED_BY_TORCH!r} or name.startswith("_")
+    places = found and str([found.origin, found.submodule_search_locations])
+    return None if found and not is_known and "site-packages" in places else found
+
+PathFinder.find_spec = find_spec
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        (
+            "model_step.py --models ViT-Ti/16 --modes eager --batch 1 2 --rounds 1 --threads 1",
+            ["| vit_ray | [12] | [0-9.]+ | ", "| timm | - | - | .*No module named 'timm' |"],
+        ),
+        ("activation_memory.py --models ViT-Ti/16 --batch 2", ["| ViT-Ti/16 | 2 | 0.[0-9]+ | no"]),
+        (
+            "train_step.py --model ViT-Ti/16 --batch 1 --steps 1 --rounds 1 --rows bare zero1",
+            ["| bare torch loop | [0-9.]+ | ", "| loop .*1.* | not run: `.*No module named 'n"],
+        ),
+        ("device_decode.py --images 2 --rounds 1", ["| data.decode=.* | not run: `Module", "No m"]),
+    ],
+)
+def test_on_a_machine_with_torch_alone_each_part_measures_or_names_what_it_lacks(
+    command: str, rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "HERE", Path(gpu.__file__).parent)
+    (tmp_path / "sitecustomize.py").write_text(LACKS_THE_REST)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    shown = gpu.run_section(command.split(), 300)
+    for row in rows:
+        assert re.search(row.replace("|", r"\|"), shown), shown
+
+
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "report.md"  # as in a folder that is only to be read
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), "--total-s", "0"])
+    gpu.main()
+    printed = capsys.readouterr()
+    assert printed.out.count("Not run: no time was left.") == 10
+    assert "Not written: " in printed.err

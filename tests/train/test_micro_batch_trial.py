@@ -9,7 +9,8 @@ import torch
 
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.train import micro_batch_trial
-from vit_ray.train.micro_batch_trial import GIB, largest_that_fits, pass_bytes, try_micro_batches
+from vit_ray.train.micro_batch_trial import GIB, pass_bytes, try_micro_batches
+from vit_ray.train.out_of_memory import largest_that_fits
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from vit_ray.train.batched_resize import resize_regions
-from vit_ray.train.loop import Batch
 from vit_ray.train.side_stream import SideStream
+
+if TYPE_CHECKING:
+    from vit_ray.train.loop import Batch
 
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels of the file; the last two exclusive."""

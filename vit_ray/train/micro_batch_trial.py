@@ -7,9 +7,8 @@ by the plan's arithmetic.
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -23,25 +22,9 @@ from vit_ray.train.memory_estimate import (
     state_shape,
 )
 from vit_ray.train.micro_batch import pass_sizes
-from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 GIB = 2**30
-
-
-def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
-
-    Args:
-        sizes: ascending; what fits is assumed to be a beginning of them.
-        start: the most that is thought to fit.
-    """
-    first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
-    if fits(sizes[first]):
-        best = first
-        while best + 1 < len(sizes) and fits(sizes[best + 1]):
-            best += 1
-        return sizes[best]
-    return next((size for size in reversed(sizes[:first]) if fits(size)), None)
 
 
 def try_micro_batches(
@@ -98,17 +81,9 @@ def pass_bytes(
     Returns:
         None if it ran out of memory.
     """
-    try:
-        return _pass_bytes(recipe, num_classes, batch_size, device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        # Beyond this block nothing holds the error, whose frames hold the pass.
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return None
+    return unless_out_of_memory(
+        lambda: _pass_bytes(recipe, num_classes, batch_size, device), device
+    )
 
 
 def _pass_bytes(recipe: Recipe, num_classes: int, batch_size: int, device: torch.device) -> int:

@@ -7,7 +7,6 @@ Eager: compiled passes take minutes for each of the many shapes, and no more mem
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.train.memory_estimate import estimate_memory, inference_bytes, prepared_model
-from vit_ray.train.micro_batch_trial import fits_training, largest_that_fits
+from vit_ray.train.micro_batch_trial import fits_training
 from vit_ray.train.objective import make_loss, normalize
-from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 Mode = Literal["inference", "training"]
 
@@ -154,18 +153,12 @@ class _Search:
 
     def _measured(self, batch_size: int) -> float | None:
         """Images per second; None if a pass ran out of memory."""
-        try:
+
+        def measured() -> float:
             run_pass = _prepared(self._recipe, self._config, self._mode, batch_size, self._device)
             return batch_size / _median_s(run_pass, self._device, self._config.timed_s)
-        except (RuntimeError, MemoryError) as error:
-            if not isinstance(error, MemoryError) and not is_out_of_memory(error):
-                raise
-            # Beyond this block nothing holds the error, whose frames hold the pass.
-        finally:
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-        return None
+
+        return unless_out_of_memory(measured, self._device)
 
 
 def _prepared(

@@ -1,6 +1,14 @@
-"""How every library that takes memory says that there is none left."""
+"""Memory that runs out: how libraries say so, and the largest size at which it does not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Of torch's allocators, and of the CUDA libraries that take memory past them.
 _EXHAUSTED = (
@@ -21,3 +29,34 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     is_of_torch = isinstance(error, RuntimeError) and not type(error).__module__.startswith("ray")
     return is_of_torch and any(words in str(error) for words in _EXHAUSTED)
+
+
+def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
+    """What `run` returns; None if it ran out of memory, of which nothing is held afterwards."""
+    try:
+        return run()
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        # Beyond this block nothing holds the error, whose frames hold the pass.
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
+
+    Args:
+        sizes: ascending; what fits is assumed to be a beginning of them.
+        start: the most that is thought to fit.
+    """
+    first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
+    if fits(sizes[first]):
+        best = first
+        while best + 1 < len(sizes) and fits(sizes[best + 1]):
+            best += 1
+        return sizes[best]
+    return next((size for size in reversed(sizes[:first]) if fits(size)), None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vit_ray.train.loop import Batch
+if TYPE_CHECKING:
+    from vit_ray.train.loop import Batch
 
-Made = tuple[Batch, Any]
+Made = tuple["Batch", Any]
 """A batch, and the event after which its image is whole; None without a GPU."""
 
 

@@ -98,6 +98,11 @@ CALLED = [
     (
         "runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer",
+        "mask_nan_or_inf_with_val_inplace(total_norm, device=self.device)",
+    ),
+    (
+        "runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer",
         "get_accelerator().synchronize()",
     ),
     (
@@ -141,7 +146,8 @@ def test_what_is_replaced_is_what_is_called(module: str, owner: str, call: str) 
 def test_norms_of_groups_are_one_norm_as_a_step_has_it() -> None:
     utils = importlib.import_module("deepspeed.runtime.utils")
     assert float(utils.combine_grad_norm_groups([torch.tensor(3.0), torch.tensor(4.0)])) == 5.0
-    assert float(utils.combine_grad_norm_groups([torch.tensor(3.0), -1])) == float("inf")
+    for bad in (-1, torch.tensor(float("nan")), torch.tensor(float("inf"))):
+        assert float(utils.combine_grad_norm_groups([torch.tensor(3.0), bad])) == float("inf")
 
 
 @pytest.mark.parametrize(("name", "fields"), FIELDS)

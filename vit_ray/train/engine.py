@@ -396,6 +396,9 @@ def _leave_steps_to_the_device() -> None:
 
     engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
+    # It would copy a number to the device for each group of weights; what combines their norms
+    # takes those that are not finite as they are.
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
 
 
 def _keep_host_ahead(zero: Any, stage: int) -> None:

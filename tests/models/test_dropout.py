@@ -118,18 +118,19 @@ def test_an_image_gets_its_mask_in_any_batch(family: str) -> None:
 
 
 def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = training_model("ViT")
+    model = training_model("ViT", stochastic_depth=0.5)
     seen: list[tuple[int, ...]] = []
 
     def note(module: Any, args: tuple[Any, ...]) -> None:
         seen.append(tuple(args[1].tolist()))
 
     for module in model.modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, Dropout | StochasticDepth):
             module.register_forward_pre_hook(note)
     model(some_images(4).double(), sample_keys(SAMPLES, 0, 0))
-    assert len(seen) == len(set(seen)) == 1 + 3 * 2
-    assert len({key for keys in seen for key in keys}) == 4 * 7
+    places = 1 + (3 + 2) * 2
+    assert len(seen) == len(set(seen)) == places
+    assert len({key for keys in seen for key in keys}) == 4 * places
 
 
 @pytest.mark.parametrize("family", VITS)

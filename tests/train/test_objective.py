@@ -57,6 +57,33 @@ def test_an_image_without_a_label_costs_nothing_with_softmax() -> None:
     assert loss[1] > 0
 
 
+@pytest.mark.parametrize("rates", [{"dropout": 0.1}, {"stochastic_depth": 0.1, "dropout": 0.0}])
+def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, float]) -> None:
+    def keys(seed: int, step: int, samples: list[int]) -> list[int]:
+        given: list[torch.Tensor] = []
+
+        def module(images: torch.Tensor, *its_keys: torch.Tensor) -> torch.Tensor:
+            given.extend(its_keys)
+            return torch.zeros(len(images), 5)
+
+        tree = {
+            "name": "x",
+            "seed": seed,
+            "model": {"name": "ViT-Ti/16", **rates},
+            "train": {"precision": "fp32"},
+        }
+        loss = make_loss(recipe_from_dict(tree, "test"), num_images=100)
+        images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
+        labels = torch.zeros(len(samples), 1, dtype=torch.int64)
+        loss(module, images, labels, torch.tensor(samples), step)  # type: ignore[arg-type]
+        return given[0].tolist()
+
+    whole = keys(1, 2, [7, 8, 9])
+    assert keys(1, 2, [9]) + keys(1, 2, [8, 7]) == whole[::-1]
+    drawn = [whole, keys(1, 3, [7, 8, 9]), keys(2, 2, [7, 8, 9])]
+    assert len({key for one in drawn for key in one}) == 9
+
+
 def test_masked_patches_differ_from_epoch_to_epoch_by_the_step() -> None:
     """100 images in steps of 8: steps 0 to 12 begin in the first epoch, step 13 in the second."""
     epochs: list[int] = []

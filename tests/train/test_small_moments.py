@@ -112,6 +112,11 @@ def test_adafactor_is_transformers() -> None:
     factored = [("exp_avg_sq_rows", n) for n in ("matrix", "kernel")]
     assert set(kinds) >= {*factored, ("exp_avg_sq", "vector"), ("exp_avg_sq", "small")}
     assert len(kinds) == 6
+    # transformers' names of them, by ours.
+    theirs = {"rows": "exp_avg_sq_row", "columns": "exp_avg_sq_col", "sq": "exp_avg_sq"}
+    for kind, fragment in optimizer.second_moments():
+        state = peer.optimizer.state[peer.parameters[fragment.name]]
+        torch.testing.assert_close(fragment.weight, state[theirs[kind.rpartition("_")[2]]])
 
 
 def test_the_decay_of_adafactors_second_moment_stops_at_its_cap() -> None:

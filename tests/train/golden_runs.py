@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,26 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def loss_curves(rank: int, changes: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Loss of each step, by the name of the run; `changes` are laid over `optim`, by that name."""
+def loss_curves(
+    rank: int,
+    changes: dict[str, dict[str, Any]] | None = None,
+    names: Iterable[str] = tuple(RUNS),
+    micro: int = MICRO,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Loss of each step, by the name of the run; `changes` are laid over `optim`, by that name.
+
+    Args:
+        micro: images per rank and pass; the batch is the same on any number of ranks.
+    """
     changes = changes or {}
-    return {name: _loss_curve(name, changes.get(name, {})) for name in RUNS}
+    return {name: _loss_curve(name, changes.get(name, {}), micro, steps) for name in names}
 
 
-def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
+def _loss_curve(name: str, changes: dict[str, Any], micro: int, steps: int) -> list[float]:
     family, options, train_section, optim_section = RUNS[name]
     train = TrainConfig(precision="fp32", zero_stage=2, **train_section)
-    optim = OptimConfig(**{**optim_section, **changes}, steps=STEPS)
+    optim = OptimConfig(**{**optim_section, **changes}, steps=steps)
     torch.manual_seed(0)
     model: torch.nn.Module = build_model(family, 10, 32, **options)
     if train.loss == "masked_patch":
@@ -87,11 +98,11 @@ def _loss_curve(name: str, changes: dict[str, Any]) -> list[float]:
         model,
         train,
         optim,
-        micro_batch_size=MICRO,
-        accumulation_steps=BATCH // (MICRO * WORKERS),
+        micro_batch_size=micro,
+        accumulation_steps=BATCH // (micro * torch.distributed.get_world_size()),
         loss_function=_loss_function(train),
     )
-    losses = [_step(engine, step, lr_at(step, optim, STEPS)) for step in range(STEPS)]
+    losses = [_step(engine, step, lr_at(step, optim, steps), micro) for step in range(steps)]
     engine.close()
     return losses
 
@@ -115,16 +126,16 @@ def _loss_function(train: TrainConfig) -> Any:
     return loss
 
 
-def _step(engine: DeepSpeedEngine, step: int, learning_rate: float) -> float:
+def _step(engine: DeepSpeedEngine, step: int, learning_rate: float, micro: int) -> float:
     torch.manual_seed(1000 * step + engine.rank)
     losses = []
-    for first in range(engine.rank * MICRO, BATCH, WORKERS * MICRO):
-        samples = torch.arange(step * BATCH + first, step * BATCH + first + MICRO)
+    for first in range(engine.rank * micro, BATCH, engine.world_size * micro):
+        samples = torch.arange(step * BATCH + first, step * BATCH + first + micro)
         losses.append(engine.backward(*images_of(samples), samples))
     engine.step(learning_rate)
     mean = torch.stack(losses).double().mean()
     torch.distributed.all_reduce(mean)
-    return float(mean) / WORKERS
+    return float(mean) / engine.world_size
 
 
 def images_of(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,10 +145,11 @@ def images_of(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     their signs decide what a ReLU lets through and which place a max pool takes.
     """
     digits = _digits()
-    grey = (torch.from_numpy(digits.images)[samples] * 12).to(torch.uint8)
+    rows = samples % len(digits.target)
+    grey = (torch.from_numpy(digits.images)[rows] * 12).to(torch.uint8)
     large = grey.repeat_interleave(4, 1).repeat_interleave(4, 2)[..., None]
     grain = [_grain(int(sample)) for sample in samples]
-    return large + torch.stack(grain), torch.from_numpy(digits.target)[samples][:, None]
+    return large + torch.stack(grain), torch.from_numpy(digits.target)[rows][:, None]
 
 
 _digits = functools.cache(load_digits)

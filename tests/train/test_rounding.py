@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.models.small import small_model, some_images
-from tests.train import golden_runs
+from tests.train import golden_runs, grouped_runs
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.train.objective import normalize
@@ -134,6 +134,14 @@ def test_a_model_with_relu_and_max_pool_begins_with_the_same_losses() -> None:
     # as far by the last bit of the weights as by the pieces.
     found = apart(WITH_RELU, 8, torch.float32, "1 piece", "last bit of the weights")
     assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [(SMOOTH, 1e-6), (WITH_RELU, 1e-5)])
+def test_process_groups_begin_with_the_same_losses(name: str, tolerance: float) -> None:
+    # The growth over 160 steps: `python -m tests.train.grouped_runs`, and the how-to page.
+    found = grouped_runs.apart([name], 8)[name]
+    assert set(found) == set(grouped_runs.GROUPS)
+    assert 0 < max(growth[-1] for growth in found.values()) < tolerance, found
 
 
 def curve(name: str, steps: int, dtype: torch.dtype, pieces: int, is_nudged: bool) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.fakes import make_job
 from vit_ray.models import build_model
@@ -24,6 +26,7 @@ from vit_ray.train.setup import (
     keep_micro_batch,
     lower_micro_batch,
     open_batches,
+    work_per_image,
 )
 
 TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
@@ -101,6 +104,32 @@ def test_a_failure_counts_more_than_a_trial(tmp_path: Path, trials: list[int]) -
     lower_micro_batch(job, 1, 4)
     assert choose_micro_batch(job, folder, 1) == 2
     assert trials == []
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_mfu_and_hfu_are_of_the_work_that_torch_counts(
+    tmp_path: Path, trials: list[int], monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    model = {**TINY, "depth": 2, "image_size": 16}
+    train = {"activation_checkpointing": every, "precision": "bf16"}
+    found = work_per_image(make_job(tmp_path, model=model, train=train))
+    assert found.peak_flops == 989e12  # NVIDIA's data sheet, without sparsity
+    assert found.model_macs == counted_macs(model, 0)
+    assert found.model_macs + found.recomputed_macs == counted_macs(model, every)
+    assert (found.recomputed_macs > 0) is (every > 0)
+
+
+def counted_macs(options: dict[str, Any], every: int) -> int:
+    """Of one image's forward and backward pass, on a model without memory."""
+    options = dict(options)
+    name, size = options.pop("name"), options.pop("image_size")
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
+        model: Any = build_model(name, 10, size, **options)
+        model.set_activation_checkpointing(every)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, size, size)).sum().backward()
+    return int(counter.get_total_flops()) // 2
 
 
 def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import shutil
 import sqlite3
 import threading
+import time
 from types import SimpleNamespace
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -224,6 +225,26 @@ def test_the_statement_is_one_of_other_databases_too(dialect):
     text = str(_first_from_each(MOST).compile(dialect=dialect.dialect()))
     assert text.count("UNION ALL") == MOST - 1
     assert text.count("SELECT") == 3 * MOST  # a part has the step it wants twice
+
+
+def test_a_server_may_take_longer_for_curves_than_for_other_answers(store, monkeypatch):
+    client, run_ids = store
+
+    def slow(environ, start_response):
+        if "bulk-interval" in environ["PATH_INFO"]:
+            time.sleep(1.5)
+        return app(environ, start_response)
+
+    monkeypatch.setattr(handlers, "_tracking_store", client._tracking_client.store)
+    server = make_server("127.0.0.1", 0, slow, handler_class=Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    there = MlflowClient(f"http://127.0.0.1:{server.server_port}")
+    found = Histories(there, is_server=True).curves([run_ids["long"]], "train/loss", MOST)
+    server.shutdown()
+    server.server_close()
+    assert len(found[run_ids["long"]]) == MOST
 
 
 def test_a_server_without_the_call_is_asked_for_it_once(store, monkeypatch):

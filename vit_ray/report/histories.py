@@ -29,7 +29,9 @@ Record = tuple[int, int, float]
 latest value does for MLflow."""
 
 RUNS_A_REQUEST: Final = 5
-"""Whose curves one request asks for: a server has its answer within its time limit."""
+"""Whose curves one request asks for."""
+ANSWER_S: Final = 60.0
+"""Longest wait for them, longer than for other answers: a server reads every point to choose some."""
 CONNECTIONS: Final = 4
 # What MLflow's own pages ask (mlflow#11182); its Python client has no call for it as of 3.17.
 _BULK: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
@@ -95,6 +97,7 @@ class Histories:
                 self._store.get_host_creds(),
                 _BULK,
                 "GET",
+                timeout=ANSWER_S,
                 params={**asked, "start_step": start, "end_step": end},
             )
             if reply.status_code not in _NO_SUCH_CALL:

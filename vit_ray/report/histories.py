@@ -31,7 +31,7 @@ latest value does for MLflow."""
 RUNS_A_REQUEST: Final = 5
 """Whose curves one request asks for."""
 ANSWER_S: Final = 60.0
-"""Longest wait for them, longer than for other answers: a server reads every point to choose some."""
+"""Longest wait for them, longer than for others: a server reads every point to choose some."""
 CONNECTIONS: Final = 4
 # What MLflow's own pages ask (mlflow#11182); its Python client has no call for it as of 3.17.
 _BULK: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"

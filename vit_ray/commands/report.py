@@ -13,6 +13,7 @@ from vit_ray.report.runs import require_store
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import find_newest_run
+from vit_ray.tracking.run_status import RUN_FOLDER
 
 MAX_FAILURES: Final = 10
 """Pages in a row that may fail for a store that does not answer, before a watch ends."""
@@ -57,9 +58,11 @@ def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | Non
 
 def _find_run(client: MlflowClient, recipe: Recipe) -> str | None:
     where, folder = recipe.tracking.experiment, recipe.with_absolute_paths().run_folder
-    return find_newest_run(client, where, recipe.name, folder=folder) or find_newest_run(
-        client, where, recipe.name
-    )
+    here = find_newest_run(client, where, recipe.name, folder=folder)
+    if here is not None and RUN_FOLDER in client.get_run(here).data.tags:
+        return here
+    # One that was recorded without its folder may be older than others of the name.
+    return find_newest_run(client, where, recipe.name)
 
 
 def report_page(recipe: Recipe) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,7 @@ class Histories:
                 self._store.get_host_creds(),
                 _BULK,
                 "GET",
-                timeout=ANSWER_S,
+                timeout=max(ANSWER_S, float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", 0))),
                 params={**asked, "start_step": start, "end_step": end},
             )
             if reply.status_code not in _NO_SUCH_CALL:

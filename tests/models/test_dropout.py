@@ -1,5 +1,6 @@
 """Dropout by keys: each image has its mask in any batch, and the random numbers are good ones."""
 
+import itertools
 import math
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent() 
     layers = [masks(numbered_keys(keys, n), 200, 0.5).flatten().numpy() for n in range(12)]
     off = np.corrcoef(layers) - np.eye(12)
     assert np.abs(off).max() < 5 / math.sqrt(200_000)
+
+
+def test_any_other_words_and_any_other_order_of_them_give_another_key() -> None:
+    words = [w for count in (1, 2, 3) for w in itertools.product(range(16), repeat=count)]
+    keys = torch.stack([sample_keys(SAMPLES, *w) for w in words])
+    assert keys.unique().numel() == len(words) * len(SAMPLES)
 
 
 def test_without_keys_it_is_torchs_dropout() -> None:

@@ -14,11 +14,11 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
 
     Args:
         samples: int64 (B,), global numbers of the images.
-        *words: what else decides; at least one.
+        *words: what else decides, in this order; at least one.
     """
-    key = _mixed(words[0] + _GOLDEN)
-    for word in words[1:]:
-        key = _mixed(key ^ _mixed(word + _GOLDEN))
+    key = 0
+    for word in words:
+        key = _mixed(key + word + _GOLDEN)
     return _mix(samples.long() * _GOLDEN + _signed(key))
 
 

@@ -58,6 +58,25 @@ def test_values_of_a_section_change_the_keys_that_they_name() -> None:
         points(space={"data": [{"train": "a"}, {"train": "b"}]})
 
 
+def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> None:
+    sizes = {"depth": 2, "width": 8, "mlp_dim": 8, "num_heads": 2, "patch_size": 8}
+    space = {"model": [{"name": "Axial-ViT"}, {"name": "ViT-S/16"}]}
+    recipe = recipe_with(space=space).with_changes(model={"name": "ViT", "image_size": 32, **sizes})
+    assert recipe.sweep is not None
+    told = (
+        r'sweep\.space: model={"name": "ViT-S/16"}: model \'ViT-S/16\' has no option depth, width, '
+        r".*\. Set to null what a base, or the recipe that is changed here, gives for another model"
+    )
+    with pytest.raises(ValueError, match=told):
+        points_of(recipe, recipe.sweep)
+    space["model"][1] |= dict.fromkeys(sizes)
+    recipe = recipe.with_changes(sweep={"space": space})
+    assert recipe.sweep is not None
+    axial, small = (with_point(recipe, one).model for one in points_of(recipe, recipe.sweep))
+    assert (axial.options(), axial.image_size) == (sizes, 32)
+    assert (small.options(), small.image_size) == ({}, 32)
+
+
 def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> None:
     space = {
         RATE: {"log_uniform": [1e-4, 1e-1]},

@@ -121,6 +121,10 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
         ({"model": {"positions": "3d"}}, r"model.positions='3d': Input should be 'none', "),
         ({"optim.learning_rate": -1.0}, r"optim.learning_rate=-1.0: Input should be greater"),
         ({"model": {"num_heads": 3}}, r"model.num_heads=3 does not divide model.width=16"),
+        (
+            {"model": {"name": "ViT-S/16"}},
+            r"model 'ViT-S/16' has no option depth, .* Set to null what .* for another model\.name",
+        ),
         ({"model": 3}, r"model=3: model is a section of keys"),
         ({"seed": 3}, r"changes.seed is no key of a single cell; give study.seeds"),
         ({"data": {"fraction": 0.5}}, r"changes.data.fraction .* give data_fractions"),

@@ -104,7 +104,8 @@ class SweepConfig(Section):
     space: dict[str, JsonValue] | None = None
     """What is varied in its place: keys of the recipe with lists of values, such as
     `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; or, for `search=random`, with
-    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`."""
+    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. Values of a section, such as
+    `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, change the keys that they name."""
     search: Literal["grid", "random"] = "grid"
     """Every combination, or `num_trials` drawn at random, the same for the same `seed`."""
     num_trials: Positive | None = None
@@ -258,7 +259,8 @@ class StudyModel(_Axes):
     label: str = Field(min_length=1)
     """Name of the row in tables and figures."""
     model: ModelConfig | None = None
-    """The model of the row; unset = the recipe's."""
+    """The model of the row, whole: what it leaves out, `image_size` too, is the default and not the
+    recipe's; unset = the recipe's, of which `changes` may change keys."""
     learning_rate: PositiveFloat | None = None
     """Peak rate of the row; unset = the recipe's."""
     changes: dict[str, JsonValue] = {}

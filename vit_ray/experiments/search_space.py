@@ -7,13 +7,15 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.order.keyed_random import KeyedUniform
+from vit_ray.launch.preflight import check_model
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
@@ -35,7 +37,8 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     """Every point of the grid, or as many random ones as the recipe says: the same each time.
 
     Raises:
-        ValueError: a key cannot be varied, a value is not allowed, or two points are the same.
+        ValueError: a key cannot be varied, a value is not allowed, there is no such model, or two
+            points are the same.
     """
     space = config.space or {RATE: list(config.learning_rates)}
     if fixed := [key for key in space if _is_fixed(key)]:
@@ -54,12 +57,25 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
 
 def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
     try:
-        with_point(recipe, point)
+        changed = with_point(recipe, point)
     except ValueError as error:
         if "valid integer" in str(error) and any(isinstance(v, dict) for v in space.values()):
             told = "a range is of numbers with a fraction: list the values of a whole number"
             raise ValueError(f"{error}; {told}") from None
         raise
+    with errors_of_point(recipe, point):
+        check_model(changed)
+
+
+@contextmanager
+def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
+    """Errors in the block name the point, where points are of more than rates."""
+    try:
+        yield
+    except ValueError as error:
+        if recipe.sweep is None or recipe.sweep.space is None:
+            raise
+        raise ValueError(f"sweep.space: {point_text(point)}: {error}") from None
 
 
 def _is_fixed(key: str) -> bool:
@@ -114,7 +130,8 @@ def _draw(values: Any, uniform: KeyedUniform) -> Any:
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:
     """The recipe with the values of a point, and other changes as in `Recipe.with_changes`.
 
-    A point may have a section's name, whose values change the keys that they name.
+    A point may have a section's name, whose values change the keys that they name; the others
+    stay, beside another `model.name`, too.
 
     Args:
         where: what an error names; unset = the sweep's point.

@@ -28,10 +28,9 @@ from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.page import page_meanwhile, page_of
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.retries import train_with_retries
-from vit_ray.experiments.search_space import points_of, with_point
+from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.sweep import errors_of_point
 from vit_ray.experiments.transfer import OF_THE_CELL, run_transfer, task_recipe, task_tags
 from vit_ray.launch.preflight import (
     ResolvedRun,
@@ -122,7 +121,7 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
 
     Raises:
         ValueError: as `points_of` and `grace_steps`, or a point is of other weights or workers than
-            the cell's, of a model that cannot be, or its batch does not divide.
+            the cell's, or its batch does not divide.
     """
     trials, kept = [], round(num_images * (1 - sweep.dev_fraction))
     for point in points_of(recipe, sweep):
@@ -130,7 +129,6 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
         with errors_of_point(recipe, point):
             if taken := [key for key in point if key.partition(".")[0] in OF_THE_CELL]:
                 raise ValueError(f"{taken[0]} is the cell's; leave it out")
-            check_model(trials[-1])
             check_head_is_trained(trials[-1], "sweep_trial")
             check_batch(trials[-1], kept)
     if sweep.scheduler == "asha":

@@ -17,6 +17,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.decisive import TAGGED, unused_keys
 from vit_ray.experiments.search_space import with_point
+from vit_ray.launch.preflight import check_model
 from vit_ray.launch.run_metadata import trained_params
 
 PAPER_EPOCHS: Final = 7.0
@@ -71,8 +72,8 @@ def study_cells(recipe: Recipe) -> list[Cell]:
     """Every row with every data size, length and seed, in the order of the recipe.
 
     Raises:
-        ValueError: the recipe has no study, a row changes what is no row's, has an unknown key or
-            an impossible value, or two rows would make one cell.
+        ValueError: the recipe has no study, a row changes what is no row's, has an unknown key, an
+            impossible value or a model that there is not, or two rows would make one cell.
     """
     study = study_of(recipe)
     cells = [
@@ -111,9 +112,14 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
             "optim": {"epochs": None, "steps": None, "images": None, unit: length},
             "study": None,
         }
-        yield Cell(
+        cell = Cell(
             row.label, fraction, f"{value} {unit}", with_point(recipe, point, where, **changes)
         )
+        try:
+            check_model(cell.recipe)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        yield cell
 
 
 def _lengths(study: StudyConfig, row: StudyModel) -> list[tuple[str, float]]:

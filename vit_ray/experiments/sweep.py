@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
+    errors_of_point,
     point_name,
     point_text,
     points_of,
@@ -164,17 +164,6 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     if config.scheduler == "asha":
         grace_steps(config, max(steps))
     return SweepPlan(recipe, resolved, points, trials, steps)
-
-
-@contextmanager
-def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
-    """Errors in the block name the point, where points are of more than rates."""
-    try:
-        yield
-    except ValueError as error:
-        if sweep_of(recipe).space is None:
-            raise
-        raise ValueError(f"sweep.space: {point_text(point)}: {error}") from None
 
 
 def _check_points(recipe: Recipe, points: list[Point]) -> None:

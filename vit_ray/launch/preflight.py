@@ -255,7 +255,13 @@ def check_model(recipe: Recipe) -> None:
     """
     model = recipe.model
     spec, options = find_spec(model.name, model.options())
-    checked_options(model.name, spec, options)
+    try:
+        checked_options(model.name, spec, options)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Set to null what a base, or the recipe that is changed here, gives for "
+            "another model.name"
+        ) from None
     as_grid(model.image_size)
     if recipe.optim.layer_decay < 1.0 and isinstance(spec, PlainResNet | PlainAxialResNet):
         raise ValueError(

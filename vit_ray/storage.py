@@ -20,6 +20,9 @@ from vit_ray.retry import with_retries
 
 _LOG: Final = logging.getLogger(__name__)
 
+PLACEHOLDER: Final = "BUCKET"
+"""The bucket of shipped recipes, which leave the place of data and runs to their user."""
+
 
 class Creation(Enum):
     """Result of `Location.create`."""
@@ -296,11 +299,17 @@ def locate(path: str) -> Location:
             S3 come from the environment (`AWS_*`) only.
 
     Raises:
-        ValueError: if the address has another scheme, or holds credentials, which are not repeated.
+        ValueError: if the address has another scheme, names no bucket or the recipes' placeholder,
+            or holds credentials, which are not repeated.
     """
     if path.startswith("s3://"):
         if not path.split("/")[2]:
             raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder.")
+        if path.split("/")[2] == PLACEHOLDER:
+            raise ValueError(
+                f"{path!r} is a placeholder of a shipped recipe: give the key that has it "
+                "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one."
+            )
         # A secret may itself have a slash in it, so that its @ comes later.
         if set("@:") & set(path.split("/")[2]):
             raise ValueError(

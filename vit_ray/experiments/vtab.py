@@ -79,7 +79,7 @@ def vtab_of(recipe: Recipe) -> VtabConfig:
     Raises:
         ValueError: it has none, or nothing to fine-tune.
     """
-    config = require(recipe.vtab, "vtab", "vtab.data and vtab.tasks, as the recipe `vtab` has them")
+    config = require(recipe.vtab, "vtab", "vtab.data and vtab.tasks, as in the recipe `vtab_1k`")
     if config.sweep_each:
         require(recipe.sweep, "sweep", "the points that vtab.sweep_each=true chooses from")
     require(recipe.init_from, "init_from", "the run, checkpoint or file to fine-tune")

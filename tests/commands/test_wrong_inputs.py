@@ -170,11 +170,11 @@ TRANSFERS = [
     ),
     (
         "sweep tiny.yaml sweep.learning_rates=[]",
-        r"sweep.*learning_rates=\[\] must hold one or more",
+        r"sweep.*learning_rates=\[\]: Tuple should have at least 1 item",
     ),
     (
         "sweep tiny.yaml sweep.learning_rates=[0.1,0.1]",
-        r"sweep.*learning_rates=\[0\.1, 0\.1\] must hold one or more different rates",
+        r"sweep\.learning_rates=\[0\.1, 0\.1\] has 0\.1 twice; list each once",
     ),
     (
         "sweep tiny.yaml sweep.learning_rates=[0.1,-1.0]",

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -11,7 +13,7 @@ from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
-from vit_ray.config.validation import _ALIASES, dotted_keys
+from vit_ray.config.validation import _ALIASES, dotted_keys, is_list, section_type
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +112,7 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("train.averaging=1.0", "averaging=1.0 would never move"),
         ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
-        ("sweep={learning_rates: [0.1, 0.1]}", "must hold one or more different rates"),
+        ("sweep={learning_rates: []}", "sweep.learning_rates=[]: Tuple should have at least 1"),
         ("name=a/b", "name='a/b'"),
         ("train.zero_stage", "expected key=value"),
         ("name.first=x", "name is a value, not a section"),
@@ -122,6 +124,73 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
+
+
+LISTS = {
+    "convert.classes": ["cat", "dog", "cat"],
+    "convert.columns": ["caption", "caption"],
+    "deduplicate.evaluation_sets": ["data/a", "data/a"],
+    "data.train": [{"path": "data/a"}, {"path": "data/b"}, {"path": "data/a", "weight": 2.0}],
+    "optim.frozen": ["head", "head"],
+    "optim.decay_at": [0.3, 0.3],
+    "checkpoint.keep_steps": [5, 6, 5],
+    "evaluate.shots": [1, 1],
+    "sweep.learning_rates": [0.1, 0.3, 0.1],
+    "study.data_fractions": [0.5, 0.5],
+    "study.epochs": [7, 7.0],
+    "study.steps": [9, 9],
+    "study.images": [9, 9],
+    "study.seeds": [0, 1, 0],
+    "benchmark_models.image_sizes": [64, 64],
+    "benchmark_models.modes": ["training", "training"],
+}
+OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer", "benchmark_models.models")
+"""Sections in lists, whose names are compared; `models` of a study where its cells are."""
+
+
+@pytest.mark.parametrize("key", LISTS)
+def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
+    section, _, name = key.partition(".")
+    tree: dict[str, Any] = {
+        "convert": {"source": "a", "destination": "b"},
+        "deduplicate": {"source": "a", "destination": "b", "evaluation_sets": ["c"]},
+        "study": {"models": [{"label": "a"}]},
+        "benchmark_models": {"models": [{"label": "a", "model": {"name": "ViT-B/16"}}]},
+        "name": "run",
+    }
+    tree = {"name": "run", section: {**tree.get(section, {}), name: LISTS[key]}}
+    told = "=.*ascending order" if key == "optim.decay_at" else r"=\[.* twice; list each once"
+    with pytest.raises(ValueError, match=f"^here: {section}.*{name}{told}"):
+        recipe_from_dict(tree, "here")
+    # A run that was begun with it can be continued.
+    if section in ("evaluate", "checkpoint"):
+        assert Recipe.model_validate_json(json.dumps(tree)).name == "run"
+
+
+def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may() -> None:
+    model = {"name": "ResNet", "stages": [1, 1], "width_factor": 1}
+    rows: list[dict[str, Any]] = [{"label": "a", "model": model}, {"label": "b", "steps": [5, 6]}]
+    tree = {"name": "run", "model": model, "workers": {"num_workers": [2, 2]}}
+    tree["study"] = {"models": rows}
+    recipe_from_dict(tree, "here")
+    rows[1]["steps"] = [5, 5]
+    with pytest.raises(ValueError, match=r"study\.models\.1\.steps=\[5, 5\] has 5 twice"):
+        recipe_from_dict(tree, "here")
+
+
+def test_every_list_of_the_schema_is_told_above() -> None:
+    found = {key for key, annotation in _fields(Recipe) if is_list(annotation)}
+    axes = {f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images")}
+    assert found - {key for key in found if key.endswith(".stages")} == {
+        *LISTS, *OWN_NAMES, *axes
+    }  # fmt: skip
+
+
+def _fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in schema.model_fields.items():
+        yield f"{prefix}{name}", field.annotation
+        if section := section_type(field.annotation):
+            yield from _fields(section, f"{prefix}{name}.")
 
 
 def test_aliases_point_to_keys_that_exist() -> None:

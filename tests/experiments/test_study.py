@@ -124,8 +124,8 @@ def test_a_model_without_its_own_rate_takes_the_recipes():
 def test_cells_that_would_share_a_name_are_refused():
     with pytest.raises(ValueError, match="a name twice, such as 'grid-a-b-data1-epochs1'"):
         _cells(models=[_model("a/b"), _model("a-b")])
-    with pytest.raises(ValueError, match="list no fraction, length or seed twice"):
-        _cells(epochs=[1.0, 1.0])
+    with pytest.raises(ValueError, match="list fractions and lengths that differ more"):
+        _cells(epochs=[1.0, 1.0000001])
 
 
 def test_a_recipe_without_a_study_says_what_to_give():

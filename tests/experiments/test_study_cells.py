@@ -93,7 +93,7 @@ def test_every_cell_is_trained_with_every_seed_and_the_recipes_own_keeps_its_nam
         ("grid-b-data1-epochs1", 0),
         ("grid-b-data1-epochs1-seed1", 1),
     ]
-    assert "list no fraction, length or seed twice" in refusal(row("a"), seeds=[1, 1])
+    assert "study.seeds=[1, 1] has 1 twice" in refusal(row("a"), seeds=[1, 1])
     tree = {**_recipe("/x", [row("a")], seeds=[0, 5]), "seed": 5}
     names = [cell.name for cell in study_cells(recipe_from_dict(tree, "test"))]
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]

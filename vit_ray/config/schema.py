@@ -42,7 +42,7 @@ from vit_ray.config.training_sections import (
     TrainingSet,
     WorkersConfig,
 )
-from vit_ray.config.validation import validated, value_text
+from vit_ray.config.validation import is_list, validated, value_text
 
 
 class Recipe(Section):
@@ -154,6 +154,8 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := credentials_problem(tree) or _number_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
+    if problem := _repeated(recipe):
+        raise ValueError(f"{where}: {problem}")
     rows = recipe.study.models if recipe.study else ()
     models = [
         ("model", recipe.model),
@@ -163,6 +165,27 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         if problem := model.geometry_problem():
             raise ValueError(f"{where}: {key}.{problem}")
     return recipe
+
+
+def _repeated(section: Section, prefix: str = "") -> str | None:
+    """Which list has a value twice that stands for what is done once, or None.
+
+    Not so a pair of values, and the stages of a ResNet. Sections in lists are told by their names.
+    """
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        parts = value if isinstance(value, tuple) else (value,)
+        values = [one.path if isinstance(one, TrainingSet) else one for one in parts]
+        twice = [one for place, one in enumerate(values) if one in values[:place]]
+        is_set = is_list(field.annotation) and name != "stages"
+        if is_set and twice and not isinstance(twice[0], Section):
+            told = f"{prefix}{name}={value_text(values)}"
+            return f"{told} has {value_text(twice[0])} twice; list each once"
+        for place, part in enumerate(parts):
+            below = f"{prefix}{name}.{place}." if parts is value else f"{prefix}{name}."
+            if isinstance(part, Section) and (problem := _repeated(part, below)):
+                return problem
+    return None
 
 
 def _number_problem(tree: dict[str, Any]) -> str | None:

@@ -138,6 +138,11 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
     return next((section for section in found if section), None)
 
 
+def is_list(annotation: Any) -> bool:
+    """Whether a field of this type holds any number of values, and not a pair of them."""
+    return Ellipsis in get_args(annotation) or any(map(is_list, get_args(annotation)))
+
+
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every key of a schema, sections and values, in the order of their fields."""
     keys = []

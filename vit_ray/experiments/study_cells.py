@@ -169,7 +169,7 @@ def _refuse_same_names(cells: list[Cell]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"study: {len(twice)} cells have a name twice, such as {twice[0]!r}; give each of "
-            "study.models its own label, and list no fraction, length or seed twice"
+            "study.models its own label, and list fractions and lengths that differ more"
         )
 
 

@@ -64,6 +64,12 @@ METHODS = [
         "_get_norm_groups",
         ("args", "kwargs"),  # decorated
     ),
+    (
+        "runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "get_grad_norm_direct",
+        ("args", "kwargs"),  # decorated
+    ),
     *(
         (module, name, "complete_grad_norm_calculation_for_cpu_offload", ("self", "params"))
         for module, name in (
@@ -94,6 +100,11 @@ CALLED = [
         "runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
         "combine_grad_norm_groups(norm_groups)",
+    ),
+    (
+        "runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])",
     ),
     (
         "runtime.zero.stage_1_and_2",

@@ -2,15 +2,15 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
+from tests.train.pretended_device import DEVICE, HOST, HostWaits
 from tests.train.ranks import run_ranks
 from tests.train.test_loop import FakeHooks, recipe
 from vit_ray.config.schema import recipe_from_dict
@@ -24,58 +24,79 @@ from vit_ray.train.progress import Progress
 
 RANKS, MICRO, STEPS = 2, 2, 6
 KINDS = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
-# What brings a value of a tensor to the host; from a GPU, none of them comes before it has it.
-READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "equal"}
-MADE = {"tensor", "as_tensor"}
+
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "a value": (lambda there, here: float(there.sum()), True),
+    "a value of the host": (lambda there, here: float(here.sum()), False),
+    "a branch": (lambda there, here: bool(there[0] > 0), True),
+    "a copy to it": (lambda there, here: here.to(there.device), True),
+    "a copy to it, left to the stream": (lambda t, h: h.to(t.device, non_blocking=True), False),
+    "a copy into it": (lambda there, here: there.copy_(here), True),
+    "a copy from it": (lambda there, here: there.to("cpu"), True),
+    "a copy from it to where another is": (lambda there, here: there.to(here), True),
+    "a copy from it, left to the stream": (lambda t, h: t.to("cpu", non_blocking=True), False),
+    "a copy from it into memory": (lambda there, here: here.copy_(there, non_blocking=True), True),
+    "a copy within it": (lambda there, here: there.clone().copy_(there).to(there.device), False),
+    "a number made for it": (lambda there, here: torch.tensor(1.0, device=there.device), True),
+    "zeros made on it": (lambda there, here: torch.zeros(3, device=there.device), False),
+    "a mask": (lambda there, here: there[there > 0], True),
+    "an index of the host": (lambda there, here: there[here.long()], True),
+    "an index of its own": (lambda there, here: there[there.long()], False),
+    "a value of what was copied to it": (lambda there, here: (here + 0).to(there).item(), True),
+    "clipping": (lambda t, h: torch.nn.utils.clip_grad_norm_(with_gradient(t), 1.0), False),
+}
 
 
-class Reads(TorchFunctionMode):
-    """Counts the host's reads of tensors, and tensors that it makes for a device.
-
-    Before the host goes on, numbers that it has are copied to a GPU, after all that the stream has.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in READS or (name in MADE and kwargs.get("device") is not None):
-            self.names.append(name)
-        return func(*args, **kwargs)
+def with_gradient(values: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = torch.ones_like(values)
+    return parameter
 
 
-def reads_by_step(rank: int) -> dict[Any, list[int]]:
-    """By kind: reads from handing out a step's passes to the next step's."""
-    return {kind: _reads_of(rank, *kind) for kind in KINDS}
+@pytest.mark.parametrize("name", CALLS)
+def test_the_pretended_device_is_waited_for_where_a_gpu_is(name: str) -> None:
+    call, waits = CALLS[name]
+    there, waiting = torch.zeros(1), HostWaits()
+    with waiting:
+        here = torch.zeros(1)
+        assert (there.device, here.device) == (DEVICE, HOST)
+        call(there, here)
+    assert bool(waiting.names) == waits
 
 
-def _reads_of(rank: int, stage: int, precision: str) -> list[int]:
+def waits_by_step(rank: int) -> dict[Any, list[int]]:
+    """By kind: waits from handing out a step's passes to the next step's."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    kind.device_name = kind.current_device_name = lambda *_: str(DEVICE)
+    return {kind: _waits_of(rank, *kind) for kind in KINDS}
+
+
+def _waits_of(rank: int, stage: int, precision: str) -> list[int]:
     from deepspeed.accelerator import get_accelerator
 
     gc.collect()  # DeepSpeed synchronizes when an engine is collected, as that of the kind before
     train = TrainConfig(zero_stage=stage, precision=precision, averaging=0.9)
     engine = build_engine(train, RANKS, MICRO)
     share = GLOBAL_BATCH // RANKS
+    mine = slice(rank * share, (rank + 1) * share)
+    parts = [
+        [column[mine] for column in (*batch(n), torch.arange(2 * share))] for n in range(STEPS)
+    ]
     counts: list[int] = []
-    reads = Reads()
+    waits = HostWaits()
 
     def synchronize(*_: Any) -> None:
-        reads.names.append("synchronize")
+        waits.names.append("synchronize")
 
-    with mock.patch.object(type(get_accelerator()), "synchronize", synchronize), reads:
+    def batches() -> Iterator[dict[str, Any]]:
+        for part in parts:
+            waits.names.clear()
+            yield dict(zip(("image", "labels", "sample"), part, strict=True))
+            counts.append(len(waits.names))
 
-        def batches() -> Iterator[dict[str, Any]]:
-            for number in range(STEPS):
-                images, labels = batch(number)
-                mine = slice(rank * share, (rank + 1) * share)
-                rows = {"image": images[mine], "labels": labels[mine]}
-                samples = torch.arange(share)
-                reads.names.clear()
-                yield {**rows, "sample": samples}
-                counts.append(len(reads.names))
-
+    with mock.patch.object(type(get_accelerator()), "synchronize", synchronize), waits:
         chosen = recipe(
             optim={"steps": STEPS, "schedule": "constant", "warmup_steps": 0},
             train={"global_batch_size": GLOBAL_BATCH, "log_every_steps": 3},
@@ -87,19 +108,44 @@ def _reads_of(rank: int, stage: int, precision: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reads() -> dict[Any, list[int]]:
-    return run_ranks(RANKS, reads_by_step)[0]
+def waits() -> dict[Any, list[int]]:
+    return run_ranks(RANKS, waits_by_step)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(
-    reads: dict[Any, list[int]], kind: Any
+    waits: dict[Any, list[int]], kind: Any
 ) -> None:
     # Steps are logged at 1, 3 and 6; what follows the last is not counted. In its first step
-    # stage 3 records the order of the layers; in each it makes a number for both groups' norms.
-    own = 2 if kind[0] == 3 else 0
-    assert reads[kind][1:] == [1 + own, 2 + own, 1 + own, 1 + own]
-    assert kind[0] == 3 or reads[kind][0] == 2
+    # stage 3 records the order of the layers.
+    assert waits[kind][1:] == [1, 2, 1, 1]
+    assert kind[0] == 3 or waits[kind][0] == 2
+
+
+def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:
+    """Of each group of weights in three steps: by the engine, and by DeepSpeed's own method."""
+    engine = build_engine(TrainConfig(zero_stage=3, precision=precision), RANKS, MICRO)
+    zero, found = engine._engine.optimizer, []
+    kept = zero.get_grad_norm_direct
+
+    def both(gradients: Any, parameters: Any) -> torch.Tensor:
+        norm: torch.Tensor = kept(gradients, parameters)
+        found.append(
+            (float(norm), float(type(zero).get_grad_norm_direct(zero, gradients, parameters)))
+        )
+        return norm
+
+    zero.get_grad_norm_direct = both
+    run_steps(engine, 0, 3, MICRO)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_norms_of_stage_3_are_deepspeeds_to_the_last_bit(precision: str) -> None:
+    found = run_ranks(RANKS, norms_of_stage_3, precision)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3 * 2  # what decays and what does not
+    assert all(ours == theirs > 0 for ours, theirs in found[0])
 
 
 ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
@@ -125,10 +171,10 @@ def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
     )
     module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen, 100)
     images, labels = batch(0)
-    reads = Reads()
-    with reads:
-        loss(module, images, labels, torch.arange(GLOBAL_BATCH), 0).backward()
-    assert reads.names == []
+    samples, waits = torch.arange(GLOBAL_BATCH), HostWaits()
+    with waits:
+        loss(module, images, labels, samples, 0).backward()
+    assert waits.names == []
 
 
 Event = tuple[str, Any, Any]

@@ -330,6 +330,8 @@ class DeepSpeedEngine:
                 _round_norms_alike(engine.optimizer, self.stage, device)
             else:  # with offload the host reads gradients
                 _keep_host_ahead(engine.optimizer, self.stage)
+                if self.stage == 3:
+                    _keep_norms_on_device(engine.optimizer)
         else:
             engine.enable_backward_allreduce = False  # the optimizer sums gradients by itself
         if self._train.compiles(torch.cuda.is_available()):
@@ -433,17 +435,35 @@ def _round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
     and else by torch, whose root in fp32 differs in the last bit of one in seven; under stage 3 it
     adds them up in fp32 there and in fp64 here. What is clipped by that norm differs everywhere.
     """
-    precision = torch.float64 if stage == 3 else torch.float32
 
     def complete(parameters: list[nn.Parameter]) -> Tensor:
         kept, keys = zero.norm_for_param_grads, map(zero.get_param_id, parameters)
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
         norms += [kept[key].to(device) for key in keys if key in kept]
-        squares = torch.stack(norms[1:] or norms).pow(2.0).sum().to(precision)
-        torch.distributed.all_reduce(squares)
-        return squares.pow(0.5).cpu()
+        return _norm_over_ranks(norms[1:] or norms, stage).cpu()
 
     zero.complete_grad_norm_calculation_for_cpu_offload = complete
+
+
+def _keep_norms_on_device(zero: Any) -> None:
+    """Have stage 3 measure norms without the host waiting for the device.
+
+    DeepSpeed 0.19.8 copies a number to the device for each group of weights, to put it in the place
+    of a norm that is not finite. What combines the groups' norms takes those as they are.
+    """
+
+    def norm(gradients: list[Tensor], _: list[nn.Parameter]) -> Tensor:
+        return _norm_over_ranks([gradient.double().norm(2.0) for gradient in gradients], stage=3)
+
+    zero.get_grad_norm_direct = norm
+
+
+def _norm_over_ranks(norms: list[Tensor], stage: int) -> Tensor:
+    """Of this rank's norms and all others', in the precision in which the stage adds them up."""
+    precision = torch.float64 if stage == 3 else torch.float32
+    squares = torch.stack(norms).pow(2.0).sum().to(precision)
+    torch.distributed.all_reduce(squares)
+    return squares.pow(0.5)
 
 
 def deepspeed_config(

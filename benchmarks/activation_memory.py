@@ -88,7 +88,7 @@ def main() -> None:
         try:
             print(row(name, args.batch), flush=True)
         except Exception as error:  # the others are worth having
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            told = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
             print(f"| {name} | {args.batch} | not run: `{told}` | | |", flush=True)
 
 

@@ -20,7 +20,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -204,7 +204,7 @@ def prepared(work: Work) -> tuple[dict[str, Pass], dict[str, str]]:
             seconds(passes[name])
         except Exception as error:  # of other people's code, or its absence
             passes.pop(name, None)
-            missing[name] = f"{type(error).__name__}: {error}"[:160]
+            missing[name] = reason(error)
     return passes, missing
 
 
@@ -218,15 +218,28 @@ def seconds(work: Pass) -> float:
     return time.perf_counter() - start_s
 
 
-def measure(work: Work, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each row round by round; each round begins with another row."""
+def measure(work: Work, rounds: int) -> Iterator[tuple[dict[str, list[float]], dict[str, str]]]:
+    """Seconds of each row, and why others have none, after each round.
+
+    Each round begins with another row.
+    """
     passes, missing = prepared(work)
     order, found = list(passes), {name: [] for name in passes}
     for turn in range(rounds):
         first = turn % max(1, len(order))
         for name in order[first:] + order[:first]:
-            found[name].append(seconds(passes[name]))
-    return found, missing
+            if name in missing:
+                continue
+            try:
+                found[name].append(seconds(passes[name]))
+            except Exception as error:  # of other people's code
+                missing[name] = reason(error)
+        yield found, missing
+
+
+def reason(error: BaseException) -> str:
+    """In one line of a table."""
+    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
 
 
 def table(found: dict[str, list[float]], missing: dict[str, str], count: int) -> str:
@@ -257,7 +270,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
-    rows = table(*measure(Work(args.folder, args.images, args.size), args.rounds), args.images)
+    rows = ""
+    for measured in measure(Work(args.folder, args.images, args.size), args.rounds):
+        rows = table(*measured, args.images)
+        print(f"\n{rows}\n", flush=True)  # of one that is cut off, it is all
     text = f"# device_decode: {time.strftime('%Y-%m-%d')}, {device}, {CORES} cores\n\n{rows}\n"
     print(text)
     if args.out:

@@ -13,7 +13,7 @@ def test_every_way_is_measured_or_says_what_it_lacks(monkeypatch: pytest.MonkeyP
 
     work = Work(None, count=3, size=16)
     monkeypatch.setitem(ROWS, "torchvision, whole images, none resized", lacks)
-    found, missing = measure(work, rounds=2)
+    *_, (found, missing) = measure(work, rounds=2)
     assert [len(times) for times in found.values()] == [2] * (len(ROWS) - 1)
     assert missing == {
         "torchvision, whole images, none resized": "ImportError: No module named 'torchvision'"
@@ -22,6 +22,27 @@ def test_every_way_is_measured_or_says_what_it_lacks(monkeypatch: pytest.MonkeyP
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(ROWS)
     assert all(row.count("|") == head.count("|") for row in rows)
     assert "| not run: `ImportError" in rows[list(ROWS).index(*missing)]
+
+
+def test_each_round_has_a_table_and_a_way_that_fails_in_one_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is cut off has its last one."""
+    calls = iter([None, None, RuntimeError("no space | on the device")])
+
+    def ends(_: Work) -> device_decode.Pass:
+        def work() -> None:
+            error = next(calls)
+            if error is not None:
+                raise error
+
+        return work
+
+    monkeypatch.setattr(device_decode, "ROWS", {OURS: lambda _: lambda: None, "other": ends})
+    tables = [table(found, missing, 3) for found, missing in measure(Work(None, 3, 16), rounds=3)]
+    assert [("| other | not run" in shown) for shown in tables] == [False, True, True]
+    assert "| other | not run: `RuntimeError: no space / on the device` | | |" in tables[-1]
+    assert all(f"| {OURS} | " in shown for shown in tables)
 
 
 def test_ratios_are_of_the_same_round_and_rates_of_all_images() -> None:

@@ -20,6 +20,8 @@ listed as such. The table is printed after every row.
 import argparse
 import json
 import os
+import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,8 @@ SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
 MEMORY_BAR = 0.10
 OUT_OF_MEMORY = "OutOfMemoryError"
+# The first line of an error: torch's have several, and warnings of its libraries may follow.
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 @dataclass
@@ -141,7 +145,7 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
 
     recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
     use_gpu = torch.cuda.is_available()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
     os.environ |= {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.distributed.init_process_group("nccl" if use_gpu else "gloo")
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
@@ -178,6 +182,13 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     return Measured(
         statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
     )
+
+
+def free_port() -> int:
+    """Others on the machine may measure, too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Alone:
@@ -287,7 +298,9 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
         return Measured(**json.loads(lines[-1]))
     if OUT_OF_MEMORY in done.stderr:
         return OUT_OF_MEMORY
-    return (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
+    code = f"exit code {done.returncode}"
+    last = (ERROR.findall(done.stderr) or done.stderr.strip().splitlines() or [code])[-1]
+    return str(last).replace("|", "/")[:160]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
@@ -311,19 +324,19 @@ def measure(args: argparse.Namespace) -> dict[str, Measured | str]:
 def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
     """Markdown."""
     lines = [
-        "| row | ms a step | images/s | it / bare loop | MFU | waits for data "
+        "| row | batch | ms a step | images/s | it / bare loop | MFU | waits for data "
         "| GiB at most | predicted | predicted / measured |",
-        "|" + "---|" * 9,
+        "|" + "---|" * 10,
     ]
     for name, row in best.items():
         if isinstance(row, str):
-            lines.append(f"| {ROWS[name][0]} | not run: `{row}` | | | | | | | |")
+            lines.append(f"| {ROWS[name][0]} | {args.batch} | not run: `{row}` | | | | | | | |")
             continue
         rate = args.batch / row.step_s
-        cells = [ROWS[name][0], f"{row.step_s * 1e3:.1f}", f"{rate:.1f}"]
+        cells = [ROWS[name][0], str(args.batch), f"{row.step_s * 1e3:.1f}", f"{rate:.1f}"]
         cells += [share_of_bare(name, row, best.get("bare")), mfu(args, rate)]
         cells += [f"{row.data_wait:.1%}" if row.data_wait is not None else ""]
-        lines.append(f"| {' | '.join(cells + memory_cells(row))} |")
+        lines.append(f"| {' | '.join(cells + memory_cells(row, has_bar=not args.compile))} |")
     return "\n".join(lines)
 
 
@@ -335,14 +348,14 @@ def share_of_bare(name: str, row: Measured, bare: Measured | str | None) -> str:
     return f"{row.step_s / bare.step_s:.3f}" + (f" (bar {bar})" if is_held else "")
 
 
-def memory_cells(row: Measured) -> list[str]:
+def memory_cells(row: Measured, has_bar: bool) -> list[str]:
     if row.memory_gib is None:
         return ["", "", ""]
     if row.predicted_gib is None:
         return [f"{row.memory_gib:.2f}", "", ""]
     ratio = row.predicted_gib / row.memory_gib
-    bar = f"(bar {1 - MEMORY_BAR:.1f} to {1 + MEMORY_BAR:.1f})"
-    return [f"{row.memory_gib:.2f}", f"{row.predicted_gib:.2f}", f"{ratio:.3f} {bar}"]
+    bar = f" (bar {1 - MEMORY_BAR:.1f} to {1 + MEMORY_BAR:.1f})" if has_bar else ""
+    return [f"{row.memory_gib:.2f}", f"{row.predicted_gib:.2f}", f"{ratio:.3f}{bar}"]
 
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:

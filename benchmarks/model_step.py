@@ -7,16 +7,19 @@ A step is forward, softmax cross-entropy, backward and AdamW on one random batch
 device; all models have the same size, dtype, activation (tanh GELU) and optimiser. In
 bfloat16 everything is, weights and AdamW's moments too, for all of them; what is compiled is each
 one's blocks, as `train.compile` does it. One process measures every
-model in turn, round after round, so that a change of the machine's pace falls on all of them. The
-ratio is the median over rounds of their time for an image by ours in that round (above 1: ours is
-faster); beside wall time stands the CPU time of the process, which other programs on the machine
-disturb less.
+model in turn, round after round, so that a change of the machine's pace falls on all of them; the
+first steps of a turn do not count. The ratio is the median over rounds of their time for an image
+by ours in that round (above 1: ours is faster); beside wall time stands the CPU time of the
+process, which other programs on the machine disturb less.
 
-Of several sizes of a batch (`--batch 64 128 256`) each model takes the fastest: tried eagerly from
-the middle one on, up while it becomes faster and fits, and down while it runs out of memory, as
-`train.micro_batch_size=auto` goes. A peer that cannot be imported, or fails, is a row that says so;
-what cannot be compiled is measured eager, and says so. The table is printed after every round. On a
-GPU where there is one, else on the CPU.
+Of several sizes of a batch (`--batch 64 128 256`) each model takes the fastest that was tried as it
+is measured. Eager, that is all that fit. Compiled, where every size takes seconds to compile, it is
+the three next to the size that is fastest eager, itself among them, or fewer where they take long;
+the row has the rates of all that were tried. All models with their weights and AdamW's moments lie
+on the device from the start, so a size that is found fits beside the others; a model that runs out
+of memory in a round all the same goes on at the next smaller size, and says so. A peer that cannot
+be imported, or fails, is a row that says so; what cannot be compiled is measured eager, and says
+so. The table is printed after every round. On a GPU where there is one, else on the CPU.
 
 MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
 step computes, as torch counts them (ours works out only the class token in its last block); beside
@@ -24,13 +27,20 @@ it stands the share by the count of the paper's Table 6, which takes every block
 """
 
 import argparse
+import contextlib
+import gc
+import importlib
+import math
 import platform
+import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,11 +48,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit_ray.measure.devices import peak_flops
+from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import PlainVit, find_spec
 from vit_ray.models.flops import forward_macs
-from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
+from vit_ray.train.out_of_memory import unless_out_of_memory
 
 NUM_CLASSES = 1000
 IMAGE_SIZE = 224
@@ -58,10 +68,16 @@ OURS = "vit_ray"
 MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.55}
 RATIO_BAR = 1.1
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Of one model in a round; on a CPU a step.
-TURN_S = 1.5
+# Steps that are counted, of one model in a round and of a size that is tried; at least one.
+TURN_S, TRIAL_S, MOST_STEPS = 1.2, 0.4, 20
+# Sizes that are compiled for each model, the last two only while they begin within the time. A
+# block's forward and backward code takes some 4 s on a server, ours is two blocks (the last one
+# works out the class token alone), and the first of a process twice that: a minute for all three
+# models, of the section that `gpu.py` has for them.
+COMPILED_SIZES, COMPILED_S = 3, 20.0
 
-Logits = Callable[[Tensor], Tensor]
+Rates = dict[int, float | None]
+"""Images per second by size of the batch; None where it did not fit."""
 
 
 @dataclass
@@ -73,19 +89,21 @@ class Row:
     peer: str
     dtype: torch.dtype
     batch: int = 0
-    """The size that was chosen."""
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    """The size that was chosen; 0 = it is not run, or no longer."""
+    wall_s: dict[int, float] = field(default_factory=dict)
+    """By round, which a model may have missed."""
+    cpu_s: dict[int, float] = field(default_factory=dict)
     flops: int = 0
     """Of one image's forward and backward pass, as they are computed."""
-    tried: dict[int, float | None] = field(default_factory=dict)
-    """Images per second, eager, by size of the batch; None where it did not fit."""
-    note: str = ""
-    """Why it was not run, or not compiled."""
+    tried: dict[str, Rates] = field(default_factory=lambda: {"eager": {}, "compiled": {}})
+    """By mode."""
+    is_compiled: bool = False
+    notes: list[str] = field(default_factory=list)
+    """Why it was not run, or not as it was to be."""
 
     @property
     def images_per_s(self) -> float:
-        return self.batch / statistics.median(self.wall_s)
+        return self.batch / statistics.median(self.wall_s.values())
 
 
 def our_model(name: str) -> nn.Module:
@@ -95,7 +113,8 @@ def our_model(name: str) -> nn.Module:
 
 def transformers_model(name: str) -> nn.Module:
     """Hugging Face transformers' ViT with its fused attention."""
-    from transformers import ViTConfig, ViTForImageClassification
+    with without_broken("torchvision"):  # which it needs for nothing here
+        from transformers import ViTConfig, ViTForImageClassification
 
     spec, _ = find_spec(name, {})
     assert isinstance(spec, PlainVit)
@@ -126,6 +145,20 @@ def transformers_model(name: str) -> nn.Module:
     return Logits()
 
 
+@contextlib.contextmanager
+def without_broken(library: str) -> Iterator[None]:
+    """Inside, a library that is there and cannot be imported is as one that is not there."""
+    try:
+        importlib.import_module(library)
+    except Exception:  # a build for another torch raises what it likes
+        sys.modules[library] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if sys.modules[library] is None:
+            del sys.modules[library]
+
+
 def timm_model(name: str) -> nn.Module:
     """timm's ViT."""
     import timm
@@ -141,43 +174,54 @@ PEERS: dict[str, Callable[[str], nn.Module]] = {
 
 
 class Trainee:
-    """One model with its optimiser and batch, ready to take steps."""
+    """One model with its optimiser, ready to take steps."""
 
     def __init__(self, build: Callable[[str], nn.Module], name: str, dtype: torch.dtype) -> None:
         with DEVICE:
             self.model = build(name).to(dtype).train()
         self.dtype = dtype
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.take_batch(1)
+        for weight in self.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        self.optimiser.step()  # makes the moments
+        self.optimiser.zero_grad()
+        self._take_batch(0)
 
-    def take_batch(self, size: int) -> None:
-        """Step on another batch from now on."""
+    def _take_batch(self, size: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
         shape = (size, 3, IMAGE_SIZE, IMAGE_SIZE)
-        self.images = torch.rand(shape, generator=generator, device=DEVICE).to(self.dtype) * 2 - 1
-        self.labels = torch.randint(NUM_CLASSES, (size,), generator=generator, device=DEVICE)
+        images = torch.rand(shape, generator=generator, device=DEVICE).to(self.dtype) * 2 - 1
+        labels = torch.randint(NUM_CLASSES, (size,), generator=generator, device=DEVICE)
+        self.images, self.labels = images, labels
 
-    def seconds(self, steps: int) -> tuple[float, float]:
-        """Wall and CPU seconds a step, over some steps."""
+    def _steps(self, count: int) -> tuple[float, float]:
         self.optimiser.zero_grad()  # of a step that did not fit
         wait()
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+        for _ in range(count):
             loss = F.cross_entropy(self.model(self.images).float(), self.labels)
             loss.backward()
             self.optimiser.step()
             self.optimiser.zero_grad()
         wait()
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
-        return elapsed_s / steps, cpu_s / steps
+        return elapsed_s / count, cpu_s / count
 
-    def try_batch(self, size: int, steps: int = 2) -> float | None:
-        """Seconds a step on a batch of this size, after a first one; None if it does not fit."""
+    def seconds(self, size: int, least_s: float) -> tuple[float, float] | None:
+        """Wall and CPU seconds a step on so many images; None if it runs out of memory.
 
-        def taken() -> float:
-            self.take_batch(size)
-            self.seconds(1)
-            return self.seconds(steps)[0]
+        A first step is not counted, in which code is compiled and memory taken anew: whatever
+        torch kept for later is given back after each call. What it kept for one model's tensors is
+        of the wrong sizes for the next one's, and would be missing there.
+        """
+
+        def taken() -> tuple[float, float]:
+            if len(self.labels) != size:
+                self._take_batch(size)
+            self._steps(1)
+            step = self._steps(1)
+            count = min(MOST_STEPS, int(least_s / step[0]))
+            return self._steps(count) if count > 1 else step
 
         return unless_out_of_memory(taken, DEVICE)
 
@@ -185,6 +229,13 @@ class Trainee:
 def wait() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Give back the memory of what nothing uses any more, in circles of references too."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -195,54 +246,74 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks of a Transformer, all by the code of one: in seconds, and not minutes."""
-    torch._dynamo.config.recompile_limit = 32
+    # Beyond the limit it would go on eager, and say nothing.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in blocks_of(model):
         block.compile(dynamic=False)
 
 
-def prepared(build: Callable[[str], nn.Module], sizes: list[int], row: Row) -> Trainee | None:
-    """A model at its best batch, compiled if it is to be and can be; what was found is in `row`."""
-    row.flops = step_flops(build, row.model)
-    trainee = Trainee(build, row.model, row.dtype)
-    best = best_batch(trainee, sizes, row.tried) if len(sizes) > 1 else sizes[0]
-    fitting = [size for size in sizes if size <= (best or 0)]
+def choose(trainee: Trainee, sizes: list[int], row: Row) -> None:
+    """Find a model's fastest batch, compiled if it is to be and can be; `row` has what was found.
 
-    def largest() -> int | None:
-        """Compiled, a model may take more memory than it took eager."""
-        if not fitting:
-            return None
-        return largest_that_fits(
-            fitting, fitting[-1], lambda n: trainee.try_batch(n, 1) is not None
-        )
+    Args:
+        sizes: ascending.
 
-    found = None
-    if row.mode == "compiled":
+    Raises:
+        MemoryError: none fits.
+    """
+    eager, compiled = row.tried["eager"], row.tried["compiled"]
+    row.is_compiled = row.mode == "compiled"
+    if row.is_compiled:
+        if len(sizes) > 1:
+            try_sizes(trainee, sizes, eager)
+        start = sizes.index(fastest(eager) or sizes[0])
+        nearest = sorted(sizes, key=lambda size: abs(sizes.index(size) - start))
         compile_blocks(trainee.model)
         try:
-            found = largest()
+            try_sizes(trainee, nearest, compiled, COMPILED_SIZES, COMPILED_S)
         except Exception as error:  # as many kinds as there are parts of a compiler
-            row.note = f"not compiled: {reason(error)}"
-            for block in blocks_of(trainee.model):
-                block._compiled_call_impl = None
-    if row.mode == "eager" or row.note:
-        found = largest()
-    if not found:
-        row.note = f"out of memory at {sizes[0]} images"
-        return None
-    row.batch = found
-    return trainee
+            what = "not compiled" if fastest(compiled) is None else "no further size compiled"
+            row.notes.append(f"{what}: {reason(error)}")
+            row.is_compiled = fastest(compiled) is not None
+    if not row.is_compiled:
+        for block in blocks_of(trainee.model):
+            block._compiled_call_impl = None
+        if not eager:
+            try_sizes(trainee, sizes, eager)
+    row.batch = fastest(compiled if row.is_compiled else eager) or 0
+    if not row.batch:
+        raise MemoryError(f"{sizes[0]} images do not fit")
 
 
-def best_batch(trainee: Trainee, sizes: list[int], tried: dict[int, float | None]) -> int | None:
+def try_sizes(
+    trainee: Trainee,
+    sizes: Iterable[int],
+    rates: Rates,
+    most: float = math.inf,
+    limit_s: float = math.inf,
+) -> None:
+    """Add the rate at each size, but for those above one that did not fit.
+
+    Args:
+        most: sizes that fit.
+        limit_s: after so long from the first that fitted on, no other is begun.
+    """
+    end_s, fitted = math.inf, 0
+    for size in sizes:
+        if fitted >= most or time.monotonic() > end_s:
+            return
+        if any(tried < size for tried, rate in rates.items() if rate is None):
+            continue
+        step = trainee.seconds(size, TRIAL_S)
+        rates[size] = size / step[0] if step else None
+        if step:
+            end_s, fitted = min(end_s, time.monotonic() + limit_s), fitted + 1
+
+
+def fastest(rates: Rates) -> int | None:
     """The size with the most images per second; None where none fits."""
-
-    def is_faster(size: int) -> bool:
-        step_s = trainee.try_batch(size)
-        fastest = max((rate for rate in tried.values() if rate), default=0.0)
-        tried[size] = size / step_s if step_s else None
-        return step_s is not None and size / step_s > fastest
-
-    return largest_that_fits(sizes, sizes[len(sizes) // 2], is_faster)
+    return max((size for size in rates if rates[size]), key=lambda n: rates[n] or 0.0, default=None)
 
 
 def reason(error: BaseException) -> str:
@@ -253,29 +324,63 @@ def reason(error: BaseException) -> str:
 def measure(
     name: str, mode: str, sizes: list[int], dtype: torch.dtype, rounds: int
 ) -> Iterator[list[Row]]:
-    """All peers' rows after each round, in which they step in turn."""
+    """All peers' rows after each choice of a batch and each round, in which they step in turn."""
     torch._dynamo.reset()
-    trainees: dict[str, tuple[Trainee, int]] = {}
+    release()
+    trainees: dict[str, Trainee] = {}
     rows = {peer: Row(name, mode, peer, dtype) for peer in PEERS}
-    for peer, build in PEERS.items():
+
+    def attempt(run: Callable[[str], None], peer: str) -> None:
+        """If it fails, the model's row says why, and the others go on with all the memory."""
         try:
-            trainee = prepared(build, sizes, rows[peer])
-            if trainee is not None:
-                step_s = trainee.seconds(2)[0]
-                steps = max(1, min(20, int(TURN_S / step_s))) if DEVICE.type == "cuda" else 1
-                trainees[peer] = trainee, steps
+            run(peer)
         except Exception as error:  # of a peer's own code, or its absence
-            rows[peer].note = reason(error)
+            rows[peer].notes.append(reason(error))
+            trainees.pop(peer, None)
+        if peer not in trainees:
+            with contextlib.suppress(RuntimeError):  # of a device that takes no calls any more
+                release()
+
+    def add(peer: str) -> None:
+        trainees[peer] = Trainee(PEERS[peer], name, dtype)
+        try:
+            rows[peer].flops = step_flops(PEERS[peer], name)
+        except Exception as error:  # of a peer's own code, which may not build without memory
+            rows[peer].notes.append(f"no MFU: {reason(error)}")
+
+    for peer in PEERS:
+        attempt(add, peer)
+    yield list(rows.values())
+    for peer in list(trainees):
+        attempt(lambda peer: choose(trainees[peer], sizes, rows[peer]), peer)
         yield list(rows.values())
     for turn in range(rounds):
         # Each round begins with another model, so that none always follows the same one.
         order = list(trainees)
         first = turn % max(1, len(order))
         for peer in order[first:] + order[:first]:
-            wall_s, cpu_s = trainees[peer][0].seconds(trainees[peer][1])
-            rows[peer].wall_s.append(wall_s)
-            rows[peer].cpu_s.append(cpu_s)
+            attempt(partial(take_turn, trainees, rows, sizes, turn), peer)
         yield list(rows.values())
+
+
+def take_turn(
+    trainees: dict[str, Trainee], rows: dict[str, Row], sizes: list[int], turn: int, peer: str
+) -> None:
+    """One round of one model, at a smaller batch if memory runs out.
+
+    Raises:
+        MemoryError: no smaller one is left.
+    """
+    row = rows[peer]
+    while (taken := trainees[peer].seconds(row.batch, TURN_S)) is None:
+        row.notes.append(f"out of memory at {row.batch} images in round {turn + 1}")
+        row.batch = max((size for size in sizes if size < row.batch), default=0)
+        # A row has one size of batch.
+        row.wall_s.clear()
+        row.cpu_s.clear()
+        if not row.batch:
+            raise MemoryError(f"{sizes[0]} images do not fit")
+    row.wall_s[turn], row.cpu_s[turn] = taken
 
 
 def step_flops(build: Callable[[str], nn.Module], name: str) -> int:
@@ -290,27 +395,29 @@ def table(rows: list[Row]) -> str:
     lines = [
         "| model | mode | implementation | batch | images/s | MFU | by the paper's count "
         "| theirs / ours, wall | theirs / ours, CPU time | step, fastest to slowest "
-        "| images/s tried, eager | note |",
-        "|" + "---|" * 12,
+        "| images/s tried, eager | images/s tried, compiled | note |",
+        "|" + "---|" * 13,
     ]
     for row in rows:
         head = f"| {row.model} | {row.mode} | {row.peer} | {row.batch or '-'}"
-        tail = f"{_tried(row)} | {row.note} |"
+        tail = f"{_tried(row, 'eager')} | {_tried(row, 'compiled')} | {'; '.join(row.notes)} |"
         if not row.wall_s:
             lines.append(f"{head} | - | - | - | - | - | - | {tail}")
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
-        bar = _bar(row, RATIO_BAR if row.peer != OURS else None, ".1f")
+        bar = _bar([row, ours], RATIO_BAR if row.peer != OURS else None, ".1f")
+        wall_s = row.wall_s.values()
         lines.append(
-            f"{head} | {row.images_per_s:.2f} | {_mfu(row)} | {_ratio(row, ours, 'wall_s')}{bar}"
-            f" | {_ratio(row, ours, 'cpu_s')} "
-            f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s | {tail}"
+            f"{head} | {row.images_per_s:.2f} | {_mfu(row)} "
+            f"| {_ratio(row.wall_s, ours.wall_s, row, ours)}{bar} "
+            f"| {_ratio(row.cpu_s, ours.cpu_s, row, ours)} "
+            f"| {min(wall_s):.3f} to {max(wall_s):.3f} s | {tail}"
         )
     return "\n".join(lines)
 
 
-def _tried(row: Row) -> str:
-    rates = ((size, row.tried[size]) for size in sorted(row.tried))
+def _tried(row: Row, mode: str) -> str:
+    rates = sorted(row.tried[mode].items())
     return ", ".join(f"{size}: {f'{rate:.1f}' if rate else 'no memory'}" for size, rate in rates)
 
 
@@ -323,24 +430,27 @@ def _mfu(row: Row) -> str:
     if peak is None:
         return "- | -"
     paper = 6 * forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE)
-    shares = [flops * row.images_per_s / peak for flops in (row.flops, paper)]
-    bar = _bar(row, MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
-    return f"{shares[0]:.1%}{bar} | {shares[1]:.1%}"
+    computed, by_paper = (f"{n * row.images_per_s / peak:.1%}" for n in (row.flops, paper))
+    bar = _bar([row], MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
+    return f"{computed if row.flops else '-'}{bar} | {by_paper}"
 
 
-def _bar(row: Row, bar: float | None, style: str) -> str:
-    """The bar, where one holds: on an H200, compiled, in bfloat16."""
-    is_held = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-    is_compiled = row.mode == "compiled" and not row.note
-    if bar is None or not is_held or not is_compiled or row.dtype != torch.bfloat16:
-        return ""
-    return f" (bar {bar:{style}})"
+def _bar(rows: list[Row], bar: float | None, style: str) -> str:
+    """The bar, where one holds: on an H200, with all rows compiled, in bfloat16."""
+    is_held = torch.cuda.is_available() and (
+        find_device(torch.cuda.get_device_name()) == find_device("H200")
+    )
+    is_fast = all(row.is_compiled and row.dtype == torch.bfloat16 for row in rows)
+    return f" (bar {bar:{style}})" if bar is not None and is_held and is_fast else ""
 
 
-def _ratio(theirs: Row, ours: Row, clock: str) -> str:
-    """Of the time for an image."""
-    pairs = zip(getattr(theirs, clock), getattr(ours, clock), strict=False)
-    ratios = [(a / theirs.batch) / (b / ours.batch) for a, b in pairs]
+def _ratio(theirs_s: dict[int, float], ours_s: dict[int, float], theirs: Row, ours: Row) -> str:
+    """Of the time for an image, in the rounds that both took part in."""
+    ratios = [
+        (theirs_s[turn] / theirs.batch) / (ours_s[turn] / ours.batch)
+        for turn in theirs_s
+        if turn in ours_s
+    ]
     return f"{statistics.median(ratios):.3f}" if ratios else "-"
 
 
@@ -349,7 +459,8 @@ def machine() -> str:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
-        cpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+        has_lscpu = shutil.which("lscpu")
+        cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if has_lscpu else ""
         names = [line.split(":", 1)[1].strip() for line in cpu.splitlines() if "Model name" in line]
         device = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
     return f"{device}; Python {platform.python_version()}, torch {torch.__version__}"

@@ -7,15 +7,17 @@
 
 Needs torch and this checkout, and no installation, internet or data. It drives, each in processes
 of its own, in bf16 at 224 px: `model_step.py` (our model, compiled, against transformers and timm,
-each at the fastest micro-batch of `--batch`, which is searched as the trainer searches),
-`activation_memory.py` (predicted against measured memory), `device_decode.py` (JPEG files to crops
-on the device, against the host and other decoders), and `train_step.py` (the whole step of a job,
-compiled, against a bare torch loop; the engine under ZeRO 1 to 3, eager; then its memory).
+each at the fastest micro-batch of those of `--batch` that were tried compiled: the three next to
+the one that is fastest eager), `activation_memory.py` (predicted against measured memory),
+`device_decode.py` (JPEG files to crops on the device, against the host and other decoders), and
+`train_step.py` (the whole step of a job, compiled, against a bare torch loop; the engine under ZeRO
+1 to 3, eager; then its memory).
 Each script says what it holds in bf16; it is the same for all rows of a ratio with a bar. What
 needs a library that is not there is a row that names it, and what fails is one that says why. The
-bars beside the figures are for one H200. What matters most comes first. Every section has a time
-limit, and all together have `--total-s`; of one that is cut off or fails the last table that it
-printed counts. The report is written after every section, so that one cut short is worth keeping.
+bars beside the figures are for one H200. What matters most comes first. All sections together have
+`--total-s`, and each is certain of some of it: time that one does not use goes to the next. Of one
+that is cut off or fails the last table that it printed counts. The report is written after every
+section, so that one cut short is worth keeping.
 Without a GPU it shows that the scripts run, and says so: use `--models ViT-Ti/16
 --trainer-model ViT-Ti/16 --batch 1 2 --trainer-batch 1 --decode-images 8 --rounds 1` then.
 """
@@ -24,17 +26,17 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
-
-import torch
 
 HERE = Path(__file__).resolve().parent
 PEER, ENGINE, JOB = "its rows beside our model", "all rows with DeepSpeed", "the whole job"
@@ -53,15 +55,20 @@ CACHES = {
     name: str(Path(tempfile.gettempdir()) / f"vit_ray_gpu_{os.getuid()}" / name.lower())
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 }
+KILLED_S = 15.0
+# The first line of an error: torch's have several, and warnings of its libraries may follow.
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 NO_GPU = (
     "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
     "measured memory and the bars of an H200 are left out, and ratios between implementations "
-    "mean nothing for a GPU.\n\n"
+    "mean nothing for a GPU."
 )
 
 
-# Seconds of one section of each part. Half a minute of a model's is compiling, three times.
-LIMITS_S = {"model": 120, "activations": 45, "decode": 40, "trainer": 150, "memory": 60}
+# Seconds of one section of each part, at least and at most. All that are certain fit `--total-s`.
+# A model's: 15 to start, a minute of compiling and trying, 20 of rounds.
+LEAST_S = {"model": 105, "activations": 30, "decode": 35, "trainer": 55, "memory": 25}
+MOST_S = {"model": 150, "activations": 60, "decode": 60, "trainer": 170, "memory": 75}
 
 
 class Section(NamedTuple):
@@ -100,8 +107,22 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
         yield Section("memory", f"{model}: memory of the whole engine, eager", command)
 
 
+def granted_s(parts: Sequence[str], left_s: float) -> float:
+    """Seconds that the first of some sections may take: what the others are not certain of.
+
+    Where even that is short, all get less by the same share.
+
+    Args:
+        parts: of the section and of all that follow it.
+        left_s: for all of them.
+    """
+    certain_s = [LEAST_S[part] for part in parts]
+    share = min(1.0, left_s / sum(certain_s))
+    return min(MOST_S[parts[0]], left_s - share * sum(certain_s[1:]))
+
+
 def run_section(command: list[str], limit_s: float) -> str:
-    """The last table that a script printed, or the last line of what went wrong.
+    """The last table that a script printed, and what went wrong.
 
     Args:
         command: a script of this folder, and its arguments.
@@ -110,6 +131,7 @@ def run_section(command: list[str], limit_s: float) -> str:
     paths = [str(HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         **CACHES,
+        "HF_HUB_OFFLINE": "1",  # nothing is fetched, and nothing waits for a network
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONWARNINGS": "ignore",  # a warning is not what went wrong
@@ -128,7 +150,8 @@ def run_section(command: list[str], limit_s: float) -> str:
     if is_cut:
         shown += f"\n\nCut off after {limit_s:.0f} s; {until_then}"
     elif process.returncode or not table:
-        error = (errors.splitlines() or [f"exit code {process.returncode}"])[-1]
+        code = f"exit code {process.returncode}"
+        error = (ERROR.findall(errors) or errors.splitlines() or [code])[-1]
         shown += f"\n\nEnded by `{error[:300]}`; {until_then}"
     return f"{shown}\n\n{table}\n"
 
@@ -139,13 +162,17 @@ def _content(file: IO[str]) -> str:
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
+    """Whether it ended by itself; what it started, and left, is ended in any case."""
     try:
         process.wait(limit_s)
+        return True
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         return False
-    return True
+    finally:
+        with suppress(ProcessLookupError):  # there is nothing left
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs must not hold the rest
+            process.wait(KILLED_S)
 
 
 def _last_table(printed: str) -> str:
@@ -156,8 +183,11 @@ def _last_table(printed: str) -> str:
 
 def environment_table() -> str:
     """Device, versions, and what the missing libraries leave out."""
+    import torch  # here and not above, so that its seconds count
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
+        *([] if torch.cuda.is_available() else [NO_GPU, ""]),
         f"{device}, {os.cpu_count()} CPU cores; Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
         "",
@@ -189,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trainer-batch", type=int, default=128, help="at most, for the trainer")
     made.add_argument("--decode-images", type=int, default=512, help="of a batch")
     made.add_argument("--rounds", type=int, default=3)
-    parts = list(LIMITS_S)
+    parts = list(LEAST_S)
     made.add_argument("--parts", nargs="+", choices=parts, default=parts)
     made.add_argument("--total-s", type=float, default=570.0, help="of all sections together")
     made.add_argument("--out", type=Path)
@@ -208,19 +238,24 @@ def write(path: Path, report: str) -> None:
 def main() -> None:
     args = parser().parse_args()
     end_s = time.monotonic() + args.total_s
-    note = "" if torch.cuda.is_available() else NO_GPU
-    report = f"# One GPU: {time.strftime('%Y-%m-%d')}\n\n{note}{environment_table()}"
+    report = f"# One GPU: {time.strftime('%Y-%m-%d')}\n\n{environment_table()}"
     print(report, flush=True)
-    for part, title, command in sections(args):
-        if part in args.parts:
-            limit_s = min(LIMITS_S[part], end_s - time.monotonic())
-            text = run_section(command, limit_s) if limit_s > 0 else "Not run: no time was left.\n"
-            section = f"\n## {title}\n\n{text}"
-            print(section, flush=True)
-            report += section
-            if args.out:
-                write(args.out, report)
+    chosen = [section for section in sections(args) if section.part in args.parts]
+    for number, (_, title, command) in enumerate(chosen):
+        parts = [section.part for section in chosen[number:]]
+        limit_s = granted_s(parts, end_s - time.monotonic())
+        text = run_section(command, limit_s) if limit_s > 0 else "Not run: no time was left.\n"
+        section = f"\n## {title}\n\n{text}"
+        print(section, flush=True)
+        report += section
+        if args.out:
+            write(args.out, report)
+
+
+def _stop(*_: object) -> None:
+    raise SystemExit("stopped")  # by way of what ends the section that runs
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     main()

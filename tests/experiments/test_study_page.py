@@ -86,6 +86,19 @@ def test_the_end_waits_for_the_page_that_is_being_written_and_begins_no_other(
     assert "page" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_the_end_goes_on_without_a_page_that_hangs_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = pages(monkeypatch)
+    monkeypatch.setattr(page, "END_S", 0.05)
+    with page_meanwhile(recipe, "id") as renew:
+        renew()
+        made.await_one()
+    assert made.written == []
+    assert "a page of run id that was begun is not written after 0.05 s" in caplog.text
+    made.may_end.release()
+
+
 def test_a_page_that_fails_is_told_and_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, recipe: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,6 +22,8 @@ FIRST_PAGE_S: Final = 60.0
 """What ends sooner has its page at the end alone."""
 TIMES_ITS_COST: Final = 20
 """Time between two pages, in times what the one before has taken: a twentieth of one core."""
+END_S: Final = 300.0
+"""Longest wait at the end of a job for the page that is just being written."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,4 +94,11 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
     finally:
         is_over.set()
         is_due.set()
-        writing.join()  # or an older page would take the place of the last one
+        writing.join(END_S)  # or an older page would take the place of the last one
+        if writing.is_alive():
+            logger.warning(
+                "a page of run %s that was begun is not written after %g s, and not waited for any "
+                "longer; where it takes the last one's place, jobs/report.py makes that anew",
+                run_id,
+                END_S,
+            )

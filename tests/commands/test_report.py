@@ -13,8 +13,9 @@ from mlflow.tracking import MlflowClient
 from vit_ray.commands import report as command
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments.page import page_of
-from vit_ray.report.page import Written
+from vit_ray.experiments import page as page_module
+from vit_ray.experiments.page import page_meanwhile, page_of, write_page
+from vit_ray.report.page import Written, reload_s
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
@@ -105,6 +106,31 @@ def test_a_watched_page_is_written_until_no_run_goes_on(recipe, monkeypatch, cap
     assert 'http-equiv="refresh"' not in page_of_runs(recipe).read_text()
     assert "1 not finished" not in capsys.readouterr().out
     assert {item.path for item in client.list_artifacts(run_id)} == {"report.html", "report.csv"}
+
+
+def test_a_job_that_renews_a_watched_page_keeps_it_watched_until_its_own_end(recipe, monkeypatch):
+    run_id, begun = _run(recipe, "mine"), threading.Semaphore(0)
+    watched = recipe.with_changes(report={"watch_s": 7})
+
+    def write(*arguments):
+        begun.release()
+        return write_page(*arguments)
+
+    def renewed(by):
+        with page_meanwhile(by, run_id) as renew:
+            renew()
+            assert begun.acquire(timeout=5)
+        return reload_s(page_of_runs(recipe))
+
+    monkeypatch.setattr(page_module, "write_page", write)
+    monkeypatch.setattr(page_module, "FIRST_PAGE_S", 0.0)
+    assert renewed(recipe) is None
+    assert renewed(watched) == 7.0
+    assert renewed(recipe) == 7.0
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    sent = SimpleNamespace(remote=lambda *_: True)
+    recorder = SimpleNamespace(flush=sent, artifact=sent)
+    assert reload_s(page_of(watched, run_id, recorder)) is None
 
 
 def page_of_runs(recipe):

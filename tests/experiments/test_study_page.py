@@ -29,7 +29,7 @@ class Pages:
         self.written: list[str | None] = []
         self.error = error
 
-    def __call__(self, recipe: Any, run_id: str | None) -> None:
+    def __call__(self, recipe: Any, run_id: str | None, watch_s: Any) -> None:
         self.begun.release()
         assert self.may_end.acquire(timeout=LIMIT_S)
         self.written.append(run_id)

@@ -46,7 +46,7 @@ def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None
 def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | None) -> Written:
     client = reached_client(recipe.tracking.uri)
     run_id = None if whole_experiment else _find_run(client, recipe)
-    written = write_page(recipe, run_id)
+    written = write_page(recipe, run_id, recipe.report.watch_s)
     is_kept = recipe.report.watch_s is None or not written.is_live
     if is_kept and (keeper := keep_with or run_id):
         for path, folder in parts_of(written.page):

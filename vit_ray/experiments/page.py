@@ -13,7 +13,7 @@ from typing import Any, Final
 from vit_ray.config import Recipe
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import metrics_log_path
-from vit_ray.report.page import Written, parts_of, write_report
+from vit_ray.report.page import Written, parts_of, reload_s, write_report
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
 
 FLUSH_S: Final = 20.0
@@ -28,22 +28,29 @@ END_S: Final = 300.0
 logger = logging.getLogger(__name__)
 
 
-def write_page(recipe: Recipe, run_id: str | None) -> Written:
+def write_page(recipe: Recipe, run_id: str | None, watch_s: float | None = None) -> Written:
     """The page of a run with its children, or of the whole experiment.
+
+    Args:
+        watch_s: as in `write_report`.
 
     Raises:
         ValueError: MLflow has no such runs.
     """
     selection = run_id or recipe.tracking.experiment
-    target = metrics_log_path(recipe).with_name("report.html")
     uri = absolute_uri(recipe.tracking.uri)
-    return write_report(uri, selection, target, watch_s=recipe.report.watch_s)
+    return write_report(uri, selection, _place_of_page(recipe), watch_s=watch_s)
+
+
+def _place_of_page(recipe: Recipe) -> Path:
+    return metrics_log_path(recipe).with_name("report.html")
 
 
 def page_of(recipe: Recipe, run_id: str | None, recorder: Any) -> Path | None:
     """As `write_page` at the end of a long job, which must not fail because MLflow is away.
 
-    The page, its table and its figures are kept with the run that `recorder` records.
+    The page, its table and its figures are kept with the run that `recorder` records. It is the
+    last one, and does not reload itself, although that run has not ended.
     """
     if run_id is None:
         return None
@@ -69,7 +76,7 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
 
     A thread writes it, which nobody waits for but the end of the block, and whose failures are
     told alone. What is called while a page is written, or sooner after it than `TIMES_ITS_COST`,
-    has the next one in common.
+    has the next one in common. A page that reloads itself, as `report.watch_s` has it, goes on to.
     """
     is_due, is_over = threading.Event(), threading.Event()
 
@@ -82,7 +89,8 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
             is_due.clear()
             begun_s = time.monotonic()
             try:
-                write_page(recipe, run_id)
+                watch_s = recipe.report.watch_s or reload_s(_place_of_page(recipe))
+                write_page(recipe, run_id, watch_s)
             except Exception as error:
                 _tell_of_none(recipe, run_id, error)
             pause_s = TIMES_ITS_COST * (time.monotonic() - begun_s)

@@ -7,6 +7,7 @@ figures as SVG and PNG.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ FACTS = {
     "vit_ray.resumed_at_steps": "resumed at steps",
     "vit_ray.changed_params": "changed on restart",
 }
+_RELOAD = re.compile(r'<meta http-equiv="refresh" content="([0-9.e+]+)">')
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,14 @@ def write_report(
     write_figures(_figures_folder(page), [chart for part in drawn.values() for chart in part])
     replace_file(page.with_suffix(".csv"), figures.cells(runs).csv().encode())
     return Written(page, missing, not archive.runs, is_live)
+
+
+def reload_s(page: Path) -> float | None:
+    """Seconds after which a written page reloads itself; None if it does not, or is not there."""
+    if not page.is_file():
+        return None
+    found = _RELOAD.search(page.read_text(encoding="utf-8").partition("<title>")[0])
+    return float(found[1]) if found else None
 
 
 def parts_of(page: Path) -> list[tuple[Path, str]]:

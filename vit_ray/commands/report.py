@@ -12,7 +12,7 @@ from vit_ray.report.page import Written, parts_of
 from vit_ray.report.runs import require_store
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, reached_client
-from vit_ray.tracking.past_runs import find_newest_run
+from vit_ray.tracking.past_runs import runs_of_name
 from vit_ray.tracking.run_status import RUN_FOLDER
 
 MAX_FAILURES: Final = 10
@@ -57,12 +57,11 @@ def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | Non
 
 
 def _find_run(client: MlflowClient, recipe: Recipe) -> str | None:
-    where, folder = recipe.tracking.experiment, recipe.with_absolute_paths().run_folder
-    here = find_newest_run(client, where, recipe.name, folder=folder)
-    if here is not None and RUN_FOLDER in client.get_run(here).data.tags:
-        return here
+    folder = recipe.with_absolute_paths().run_folder
+    its = runs_of_name(client, recipe.tracking.experiment, recipe.name)
+    here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
     # One that was recorded without its folder may be older than others of the name.
-    return find_newest_run(client, where, recipe.name)
+    return next((str(run.info.run_id) for run in here or its), None)
 
 
 def report_page(recipe: Recipe) -> int:

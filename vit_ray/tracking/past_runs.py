@@ -40,44 +40,38 @@ def newest_run(
     """
 
     def ask(client: MlflowClient) -> str | None:
-        where = tracking.experiment
-        return find_newest_run(
-            client, where, name, kind, parent_id, folder=folder, noted_id=noted_id
-        )
+        its = runs_of_name(client, tracking.experiment, name, kind, parent_id)
+        if folder is not None:
+            noted = [run for run in its if run.info.run_id == noted_id]
+            here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
+            its = noted or here or [run for run in its if RUN_FOLDER not in run.data.tags]
+        return str(its[0].info.run_id) if its else None
 
     return _asked(tracking, ask, None)
 
 
-def find_newest_run(
+def runs_of_name(
     client: MlflowClient,
     experiment: str,
     name: str,
     kind: str | None = None,
     parent_id: str | None = None,
-    *,
-    folder: str | None = None,
-    noted_id: str | None = None,
-) -> str | None:
-    """As `newest_run`, for whom an MLflow that is away is no answer.
+) -> list[Run]:
+    """Runs of this name and `vit_ray.kind`, if given, under a parent or under none; newest first.
 
     Raises:
-        MlflowException: it does not answer.
+        MlflowException: MLflow does not answer.
     """
     place = client.get_experiment_by_name(experiment)
     if place is None:
-        return None
+        return []
     wanted = f"attributes.run_name = '{name}'"
     if kind is not None:
         wanted += f" and tags.`vit_ray.kind` = '{kind}'"
     found = client.search_runs(
         [place.experiment_id], wanted, order_by=["attributes.start_time DESC"]
     )
-    its = [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent_id]
-    if folder is not None:
-        noted = [run for run in its if run.info.run_id == noted_id]
-        here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
-        its = noted or here or [run for run in its if RUN_FOLDER not in run.data.tags]
-    return str(its[0].info.run_id) if its else None
+    return [run for run in found if run.data.tags.get("mlflow.parentRunId") == parent_id]
 
 
 def is_finished(tracking: TrackingConfig, run_id: str) -> bool:

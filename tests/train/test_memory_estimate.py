@@ -188,6 +188,13 @@ class Measured(NamedTuple):
     """What DeepSpeed was told, in elements."""
 
 
+class Gathered(NamedTuple):
+    calls: list[Call]
+    most_held: int
+    told: dict[str, int]
+    """What DeepSpeed takes for its sizes."""
+
+
 def small_buckets() -> None:
     """Sizes for a small model as they would be for one that is 100 times as large."""
     zero_settings.LEAST_BUCKET = 20_000  # type: ignore[misc]
@@ -255,6 +262,103 @@ def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
         assert {call.phase for call in gathers} == {PASSES}
         assert len(gathers) == 2  # of what decays, and of what does not
     assert {call.phase for call in gathers} == {0: set(), 3: {0, 1}}.get(stage, {PASSES})
+
+
+# Elements that stage 3 gathers ahead, and those that it holds.
+GATHERING = [
+    (70_000, 200_000), (10_000, 400_000), (200_000, 600_000), (10_000, 10**9), (0, 10**9)
+]  # fmt: skip
+DEPTH, LARGEST = 4, 128 * 512 + 512  # a matrix and its bias
+
+
+@pytest.fixture(scope="module")
+def gathered() -> dict[tuple[int, int], Gathered]:
+    return run_ranks(2, measure_gathering, GATHERING)[0]
+
+
+@pytest.mark.parametrize("sizes", GATHERING)
+def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
+    gathered: dict[tuple[int, int], Gathered],
+    sizes: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathering(*sizes, monkeypatch.setattr)
+    shape = state_shape(vit(DEPTH, 16, precision="bf16", zero_stage=3), 5, 2)
+    settings, count, element = shape.settings, shape.num_parameters, shape.weight_bytes
+    assert (settings.prefetch, settings.held) == sizes
+    calls, most_held, told = gathered[sizes]
+    assert told == {
+        "prefetch_bucket_size": settings.prefetch,
+        "max_live_parameters": settings.held,
+        "max_reuse_distance": settings.reuse_distance,
+        "param_persistence_threshold": settings.persistence,
+        "reduce_bucket_size": settings.reduce_bucket,
+    }
+    buffers = state_memory(shape, Activations(0, 0)).buffers * GIB / element
+    assert most_held == pytest.approx(buffers - 2 * settings.reduce_bucket, rel=0.01)
+    planned = traffic_per_step(shape, PASSES).weights / PASSES
+    for phase in range(PASSES):
+        own = [call.size for call in calls if call.phase == phase and "gather" in call.name]
+        again = 0.01 if settings.held < count else 1e-5  # whole modules; odd sizes padded
+        assert sum(own) * RING["all_gather_into_tensor"] == pytest.approx(planned, rel=again)
+        # Ahead: until it is so much, and the last may be the largest.
+        assert max(own) < (settings.prefetch + LARGEST) * element + 2 * element
+        assert max(own) >= max(settings.prefetch, LARGEST) * element
+
+
+def gathering(prefetch: int, held: int, put: Any = setattr) -> None:
+    put(zero_settings, "PREFETCH", prefetch)
+    put(zero_settings, "HELD", held)
+
+
+def measure_gathering(rank: int, sizes: list[tuple[int, int]]) -> dict[tuple[int, int], Gathered]:
+    """Of a usual step of stage 3, for each pair of sizes."""
+    calls: list[Call] = []
+    for name in COUNTED:
+        _count_calls(name, calls)
+    recipe = vit(DEPTH, 16, precision="bf16", zero_stage=3, global_batch_size=8)
+    found = {}
+    for pair in sizes:
+        gathering(*pair)
+        engine = _engine(recipe)
+        for _ in range(2):  # its first step records the order of the layers
+            _passes_of(engine)
+            engine.step(1e-3)
+        calls.clear()
+        held = _watch_held(engine)
+        _passes_of(engine)
+        config = engine._engine._config.zero_config
+        told = (
+            "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance",
+            "param_persistence_threshold", "reduce_bucket_size",
+        )  # fmt: skip
+        given = {name: getattr(config, name) for name in told}
+        found[pair] = Gathered(list(calls), max(held), given)
+        engine.close()
+    return found
+
+
+def _watch_held(engine: DeepSpeedEngine) -> list[int]:
+    """Gathered elements, after each module's part of a pass."""
+    held: list[int] = []
+    weights: list[Any] = list(engine._names)
+
+    def note(*_: Any) -> None:
+        held.append(sum(w.ds_numel for w in weights if w.ds_status.name != "NOT_AVAILABLE"))
+
+    for module in engine._engine.module.modules():
+        if not list(module.children()):
+            module.register_forward_hook(note)
+            module.register_full_backward_hook(note)
+    return held
+
+
+def _passes_of(engine: DeepSpeedEngine) -> None:
+    global _phase
+    images, labels = torch.zeros(2, 16, 16, 3, dtype=torch.uint8), torch.zeros(2, 1).long()
+    for _phase in range(PASSES):
+        engine.backward(images, labels, torch.arange(2))
+    _phase = PASSES
 
 
 def measure_deepspeed(rank: int, cases: list[tuple[str, int]]) -> dict[tuple[str, int], Measured]:

@@ -143,7 +143,7 @@ def _backward_buffers(shape: StateShape) -> float:
         buckets = 2 if shape.overlaps else 1
         return settings.reduce_bucket * (held * buckets + copied)
     everything = shape.num_parameters + shape.num_frozen
-    gathered = min(everything, settings.reused + settings.prefetch)
+    gathered = min(everything, settings.held + shape.largest_parameter)
     # A single worker computes with its shard directly.
     whole = gathered if shape.world_size > 1 else 0
     return (2 * settings.reduce_bucket + whole) * sent

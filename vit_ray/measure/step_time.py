@@ -47,7 +47,7 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     trained = ring * shape.num_parameters * shape.weight_bytes
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
-        gathered = count + max(0, count - shape.settings.reused)
+        gathered = count + max(0, count - shape.settings.held)
         weights = ring * gathered * shape.weight_bytes
         return Traffic(trained * accumulation_steps, weights * accumulation_steps)
     passes = accumulation_steps if shape.stage == 2 else 1

@@ -2,7 +2,9 @@
 
 Gradients are summed over workers in buckets beside the backward pass. What is left to wait for at
 its end is the last bucket, so that small ones are better, until starting each costs more: for N
-parameters of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts.
+parameters of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts. New weights
+of stages 1 and 2 have no size here: they are gathered after the step, in place and all at once
+(DeepSpeed 0.19.8 heeds its `allgather_bucket_size` only where torch cannot do so).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ START_S: Final = 50e-6
 LINK_BYTES_PER_S: Final = 50e9
 # Of bf16, 10 MB: below, links do not reach their speed.
 LEAST_BUCKET: Final = 5_000_000
+PREFETCH: Final = 50_000_000  # about two blocks of ViT-H/14
+HELD: Final = 1_000_000_000  # 2 GB of bf16: every model of the paper, whole
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,25 @@ class ZeroSettings:
 
     reduce_bucket: int
     """Gradients that are summed over workers at a time. DeepSpeed allocates it whole."""
-    gather_bucket: int = 500_000_000
-    """Weights that stages 1 and 2 gather at a time, after the step and in place: no second copy is
-    made and nothing computes beside it, so the more the better."""
-    prefetch: int = 50_000_000
-    """Weights that stage 3 gathers ahead: about two blocks of ViT-H/14."""
-    reuse_distance: int = 1_000_000_000
-    """Stage 3 keeps weights gathered that are used again within so many, counted from the forward
-    pass to its end and back: half of it is kept. Gathering them again costs half of all traffic."""
-
+    prefetch: int
+    """Weights that stage 3 gathers ahead in each module, up to `held` altogether."""
+    held: int
+    """Weights that stage 3 holds gathered, to which those of one module may come. What is held when
+    the forward pass ends, the backward pass uses; the others are gathered again."""
     persistence: int = 0
     """Tensors up to this size stay whole on every rank under stage 3. None need to: a norm or a
     bias is gathered in one operation with the matrices that are prefetched beside it, so that
     whole copies would save no operation, and would have to be gathered anew after every step."""
 
     @property
-    def reused(self) -> int:
-        """Weights that stage 3 leaves gathered from the forward to the backward pass."""
-        return self.reuse_distance // 2
+    def reuse_distance(self) -> int:
+        """Weights between two uses of one that stage 3 does not let go of for being far apart.
+
+        To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds more
+        than this asks for: gathering ahead in every module, it soon has all that `held` allows, and
+        does not let go of what it has found gathered.
+        """
+        return 2 * self.held
 
 
 def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
@@ -60,4 +65,4 @@ def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
     bytes_sent = 2 * 2  # of each element: bf16, and an all-reduce sends it twice
     best = math.sqrt(num_parameters * START_S * LINK_BYTES_PER_S / bytes_sent)
     bucket = max(LEAST_BUCKET, int(best), largest_parameter)
-    return ZeroSettings(reduce_bucket=min(num_parameters, bucket))
+    return ZeroSettings(min(num_parameters, bucket), PREFETCH, HELD)

@@ -482,12 +482,12 @@ def deepspeed_config(
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": settings.reduce_bucket,
-            "allgather_bucket_size": settings.gather_bucket,
         }
     if stage == 3:
         zero |= {
             "stage3_param_persistence_threshold": settings.persistence,
             "stage3_prefetch_bucket_size": settings.prefetch,
+            "stage3_max_live_parameters": settings.held,
             "stage3_max_reuse_distance": settings.reuse_distance,
         }
     if train.offload:

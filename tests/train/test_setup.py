@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from ray import cloudpickle
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.small import FAMILIES, small_model
 from tests.train.fakes import make_job
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
@@ -139,6 +141,39 @@ def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> 
     ) as caught:
         build_engine(job, 4, 1, loads_weights=True)
     assert caught.value.is_agreed
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "place"),
+    [
+        ("ViT", "jax", "vit.npz"),
+        ("ViT", "timm", "vit.safetensors"),
+        ("ViT", "huggingface", "folder"),
+        ("ResNet", "jax", "bit.npz"),
+        ("ResNet", "timm", "bit.safetensors"),
+        ("ResNet", "huggingface", "folder"),
+        ("R+ViT", "jax", "hybrid.npz"),
+    ],
+)
+def test_a_worker_reads_weights_of_every_layout_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layout: Any, place: str
+) -> None:
+    """What it is sent is the address of the weights: all that differs is in the reading."""
+    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda model, *_, **__: model)
+    published = small_model(family, num_classes=3)
+    save_weights(published, tmp_path / place, layout)
+    sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in FAMILIES[family].items()}
+    model = {"name": family, "image_size": 32, **sizes}
+    job = make_job(tmp_path, model=model, init_from=str(tmp_path / place))
+    job = pickle.loads(cloudpickle.dumps(replace(job, new_head=True, num_classes=4)))
+    made, report = build_engine(job, 4, 1, loads_weights=True)
+    its: Any = made
+    assert report is not None
+    assert sorted(report.new) == ["head.bias", "head.weight"]
+    kept = {key: value for key, value in its.state_dict().items() if "head." not in key}
+    assert kept.keys() == {key for key in published.state_dict() if "head." not in key}
+    for key, value in kept.items():
+        torch.testing.assert_close(value, published.state_dict()[key], msg=key)
 
 
 @pytest.mark.parametrize(

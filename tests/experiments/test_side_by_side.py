@@ -7,6 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
+from vit_ray.experiments import side_by_side
 from vit_ray.experiments.side_by_side import Room, makespan, run_side_by_side, starting_now
 
 
@@ -68,9 +69,34 @@ def test_never_more_run_than_there_is_room_for_and_all_results_come_back() -> No
             running -= 1
         return f"{inherited.get()} {index}"
 
-    found = run_side_by_side(work, on_gpus(*[1] * 6), Room(2, 99), is_stopped=never)
+    found = run_side_by_side(work, on_gpus(*[1] * 6), lambda: Room(2, 99), is_stopped=never)
     assert found == {index: f"lanes {index}" for index in range(6)}
     assert most == 2
+
+
+def test_nodes_that_come_are_used_while_others_run_and_those_that_go_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(side_by_side, "POLL_S", 0.01)
+    room, both = Room(1, 9), threading.Barrier(2, timeout=10)
+    lock, running, beside = threading.Lock(), set[int](), dict[int, set[int]]()
+
+    def work(index: int) -> None:
+        nonlocal room
+        with lock:
+            beside[index] = set(running)
+            running.add(index)
+        if index == 0:
+            room = Room(2, 9)
+        if index < 2:
+            both.wait()
+            room = Room(1, 9)
+            both.wait()  # neither ends before there is less room
+        with lock:
+            running.remove(index)
+
+    run_side_by_side(work, on_gpus(1, 1, 1, 1), lambda: room, is_stopped=never)
+    assert beside == {0: set(), 1: {0}, 2: set(), 3: set()}
 
 
 def test_nothing_starts_after_a_stop_and_what_runs_comes_to_its_end() -> None:
@@ -80,7 +106,7 @@ def test_nothing_starts_after_a_stop_and_what_runs_comes_to_its_end() -> None:
         stopped.set()
         return index
 
-    found = run_side_by_side(work, on_gpus(1, 1, 1), Room(1, 9), is_stopped=stopped.is_set)
+    found = run_side_by_side(work, on_gpus(1, 1, 1), lambda: Room(1, 9), is_stopped=stopped.is_set)
     assert found == {0: 0}
 
 
@@ -93,5 +119,5 @@ def test_an_error_is_raised_after_the_others_have_ended() -> None:
         ended.set()
 
     with pytest.raises(RuntimeError, match="the record is gone"):
-        run_side_by_side(work, on_gpus(1, 1), Room(2, 9), is_stopped=never)
+        run_side_by_side(work, on_gpus(1, 1), lambda: Room(2, 9), is_stopped=never)
     assert ended.is_set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,24 @@ def test_side_by_side_the_largest_cell_begins(
     run_cells(monkeypatch, cells, train, Room(0, 3.4, runs=1), parent)
     assert begun == [cell.name for cell in cells]
     assert parent.first == cells[0].name
+
+
+def test_a_study_uses_what_its_cluster_has_now(
+    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
+) -> None:
+    rooms, both = iter([Room(0, 1.7)]), threading.Barrier(2, timeout=10)
+
+    def train(recipe: Any, **_: Any) -> Any:
+        if recipe.name != cells[2].name:
+            both.wait()
+        return result(recipe)
+
+    monkeypatch.setattr(retries, "train", train)
+    monkeypatch.setattr(study, "cluster_room", lambda config: next(rooms, Room(0, 3.4)))
+    parent: Any = Parent()
+    config = study_of(recipe_from_dict(_recipe("/x", [_model("any")]), "test"))
+    found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
+    assert [one.error for one in found] == ["", "", ""]
 
 
 def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell]) -> None:

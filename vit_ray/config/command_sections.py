@@ -292,7 +292,7 @@ class StudyConfig(_Axes):
     """How often a cell that failed is started again from its newest checkpoint. One whose loss or
     gradient was not finite has diverged, and is not."""
     max_concurrent: Positive | None = None
-    """Cells at a time, largest first; unset = what the cluster holds."""
+    """Cells at a time, largest first; unset = what the cluster holds when each starts."""
     max_gpus: Positive | None = None
     """GPUs that the cells take together; unset = all of the cluster's."""
     budget_gpu_hours: PositiveFloat | None = None

@@ -77,7 +77,7 @@ def makespan(hours: Sequence[float], needs: Sequence[Room], room: Room) -> float
 def run_side_by_side(
     work: Callable[[int], Result],
     needs: Sequence[Room],
-    room: Room,
+    room: Callable[[], Room],
     *,
     is_stopped: Callable[[], bool],
 ) -> dict[int, Result]:
@@ -86,6 +86,7 @@ def run_side_by_side(
     Args:
         work: called with an index, in a thread with a copy of this context.
         needs: what each takes, in the order in which they start.
+        room: what the cluster has now; asked while some wait, as nodes come and go.
 
     Raises:
         Exception: what a `work` raised, after the others that run have ended.
@@ -97,7 +98,8 @@ def run_side_by_side(
         while True:
             if waiting and is_stopped():
                 waiting = []
-            for index in starting_now(waiting, list(running.values()), needs, room):
+            now = list(running.values())
+            for index in starting_now(waiting, now, needs, room()) if waiting else ():
                 waiting.remove(index)
                 context = contextvars.copy_context()
                 running[threads.submit(context.run, work, index)] = index

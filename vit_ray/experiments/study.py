@@ -159,7 +159,7 @@ def _run_cells(
     run_side_by_side(
         lambda place: run.train_group(open_groups[place]),
         [_needs(group, room) for group in open_groups],
-        room,
+        lambda: cluster_room(study),
         is_stopped=run.is_stopped,
     )
     return [run.ended[cell.name] for cell in cells if cell.name in run.ended]
@@ -291,7 +291,7 @@ def _needs(group: Group, room: Room) -> Room:
 
 
 def cluster_room(study: StudyConfig) -> Room:
-    """What the cells may take of the cluster together."""
+    """What the cells may take of the cluster, as it is now, together."""
     has = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = has.get("GPU", 0.0)
     most = gpus if study.max_gpus is None else min(gpus, study.max_gpus)

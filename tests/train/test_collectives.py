@@ -1,4 +1,4 @@
-"""Rows of several ranks in one place, passed in parts."""
+"""Numbers and arrays of several ranks together, and their rows in one place, passed in parts."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.ranks import run_ranks
-from vit_ray.train.collectives import all_rows
+from vit_ray.train.collectives import all_max, all_rows, all_sum, all_sum_array, from_first
 
 COUNTS = (5, 0, 11)
 ROW_BYTES = 3 * 4
@@ -78,3 +78,30 @@ def test_no_more_than_the_bound_is_on_a_device_at_a_time(
     for calls, _ in ranks:
         assert calls == expected
         assert max(calls[: len(small)]) <= 100
+
+
+# Sums that are exact in fp64, in any order, and in nothing less.
+NUMBERS = [(2.0**53 - 8, 2.0**-10), (3.0, -(2.0**40)), (4.0, 0.25)]
+
+
+def reduced(rank: int) -> dict[str, Any]:
+    device = torch.device("cpu")
+    array = np.outer(NUMBERS[rank], np.arange(3.0))
+    all_sum_array(array, device)
+    first, second = NUMBERS[rank]
+    return {
+        "sum": all_sum([first, torch.tensor(second, dtype=torch.float64), rank == 1], device),
+        "max": all_max([first, second], device),
+        "array": array,
+        "first": from_first(7 + rank, device),
+    }
+
+
+def test_sums_and_maxima_are_those_of_all_ranks_to_the_last_bit() -> None:
+    firsts, seconds = zip(*NUMBERS, strict=True)
+    for found in run_ranks(3, reduced):
+        assert found["sum"] == [sum(firsts), sum(seconds), 1.0]
+        assert found["max"] == [max(firsts), max(seconds)]
+        sums = np.array(found["sum"][:2])
+        assert np.array_equal(found["array"], np.outer(sums, np.arange(3.0)))
+        assert found["first"] == 7

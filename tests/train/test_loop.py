@@ -220,6 +220,24 @@ def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
     assert metrics["train/loss"] == pytest.approx(np.arange(BATCH).mean())
 
 
+def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
+    class FourRanks:
+        """The others' first numbers, loss, refusal and norm, are larger by 1, 2 and 3."""
+
+        def sum(self, values: Any) -> list[float]:
+            return [
+                4.0 * float(value) + (6.0 if i in (0, 2) else 0.0) for i, value in enumerate(values)
+            ]
+
+    hooks, mine = FakeHooks(), BATCH // 4
+    stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
+    context = RankContext(TOTAL, 0, 4, mine, FourRanks())
+    run_training(FakeEngine(), stream, recipe(), context, hooks, Progress(), Compute(1_000_000))
+    metrics = hooks.logged[0][1]
+    assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
+    assert metrics["train/grad_norm"] == 1.0 + 1.5
+
+
 def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
     hooks = FakeHooks()
     run(FakeEngine(), hooks, recipe(train={"log_every_steps": 4}))

@@ -112,6 +112,7 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("train.averaging=1.0", "averaging=1.0 would never move"),
         ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
+        ("evaluate={few_shot_train: x, few_shot_test: y, shots: []}", "shots=[] leaves nothing"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: Tuple should have at least 1"),
         ("name=a/b", "name='a/b'"),
         ("train.zero_stage", "expected key=value"),

@@ -490,6 +490,11 @@ class EvalConfig(Section):
                 "few_shot_train and few_shot_test go together; "
                 f"given {self.few_shot_train!r} and {self.few_shot_test!r}"
             )
+        if self.few_shot_train is not None and not self.shots:
+            raise ValueError(
+                "shots=[] leaves nothing to measure on few_shot_train; give numbers such as "
+                "[1, 5, 10, 25], or unset few_shot_train and few_shot_test"
+            )
         return self
 
 

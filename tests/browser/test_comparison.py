@@ -11,20 +11,20 @@ from selenium.webdriver.common.action_chains import ActionChains
 
 from tests.browser.synthetic_study import STEPS, write_study
 from tests.browser.test_report import (
-    A4_WIDTH,
-    CUT_OFF,
     POINTS,
-    axe_violations,
     browser,
     find,
     show,
+    test_axe_finds_nothing_wrong,
+    test_nothing_is_cut_off,
     tooltip,
     wait,
 )
 from vit_ray.report.compare import compare
 from vit_ray.report.compare_page import write_comparison
 
-__all__ = ["browser"]
+# Of the page here, too.
+__all__ = ["browser", "test_axe_finds_nothing_wrong", "test_nothing_is_cut_off"]
 PAIR = ("synthetic-ViT-S/16-data1.0", "synthetic-R50x1-data1.0")
 LOSS = "figure[data-chart='chart-training_loss_compared']"
 
@@ -59,19 +59,3 @@ def test_who_points_at_the_curve_that_was_picked_sees_its_exact_values(
     text = wait(browser, lambda: tooltip(browser))
     assert PAIR[0] in text
     assert "2.3" in text  # the loss of step 0
-
-
-@pytest.mark.parametrize("width", [1280, 390, A4_WIDTH])
-def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -> None:
-    show(browser, page, width, media="print" if width == A4_WIDTH else "")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    assert browser.execute_script(CUT_OFF) == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_wrong(
-    page: Path, browser: webdriver.Chrome, width: int, scheme: str
-) -> None:
-    show(browser, page, width, **{"color-scheme": scheme})
-    assert axe_violations(browser) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,20 @@ def pages(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> Pa
     return made
 
 
+@contextmanager
+def begun(made: Pages, recipe: Any) -> Iterator[Callable[[], None]]:
+    """A long job that has called for its first page, which has begun."""
+    with page_meanwhile(recipe, "id") as renew:
+        renew()
+        made.await_one()
+        yield renew
+
+
 def test_calls_that_come_while_a_page_is_written_have_the_next_one_in_common(
     monkeypatch: pytest.MonkeyPatch, recipe: Any
 ) -> None:
     made = pages(monkeypatch)
-    with page_meanwhile(recipe, "id") as renew:
-        renew()
-        made.await_one()
+    with begun(made, recipe) as renew:
         for _ in range(3):
             renew()  # returns at once: the page is still being written
         assert made.written == []
@@ -74,9 +83,7 @@ def test_the_end_waits_for_the_page_that_is_being_written_and_begins_no_other(
     monkeypatch: pytest.MonkeyPatch, recipe: Any
 ) -> None:
     made = pages(monkeypatch)
-    with page_meanwhile(recipe, "id") as renew:
-        renew()
-        made.await_one()
+    with begun(made, recipe) as renew:
         renew()
         made.may_end.release(2)
     assert len(made.written) in (1, 2)  # the second may have begun before the end
@@ -91,9 +98,8 @@ def test_the_end_goes_on_without_a_page_that_hangs_and_says_so(
 ) -> None:
     made = pages(monkeypatch)
     monkeypatch.setattr(page, "END_S", 0.05)
-    with page_meanwhile(recipe, "id") as renew:
-        renew()
-        made.await_one()
+    with begun(made, recipe):
+        pass
     assert made.written == []
     assert "a page of run id that was begun is not written after 0.05 s" in caplog.text
     made.may_end.release()
@@ -104,9 +110,7 @@ def test_a_page_that_fails_is_told_and_is_no_failure(
 ) -> None:
     made = pages(monkeypatch, OSError("disk full"))
     made.may_end.release(2)
-    with caplog.at_level(logging.WARNING), page_meanwhile(recipe, "id") as renew:
-        renew()
-        made.await_one()
+    with caplog.at_level(logging.WARNING), begun(made, recipe) as renew:
         renew()
         made.await_one()
     assert len(made.written) == 2
@@ -127,9 +131,7 @@ def test_pages_that_take_long_are_seldom(monkeypatch: pytest.MonkeyPatch, recipe
     made = pages(monkeypatch)
     monkeypatch.setattr(page, "TIMES_ITS_COST", 1e9)  # of any time that a clock can tell
     made.may_end.release(2)
-    with page_meanwhile(recipe, "id") as renew:
-        renew()
-        made.await_one()
+    with begun(made, recipe) as renew:
         renew()
         assert not made.begun.acquire(timeout=0.2)
 

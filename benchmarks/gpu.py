@@ -187,7 +187,8 @@ def environment_table() -> str:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
-        *([] if torch.cuda.is_available() else [NO_GPU, ""]),
+        *(gpu_lines(device) if torch.cuda.is_available() else [NO_GPU, *unseen_gpu()]),
+        "",
         f"{device}, {os.cpu_count()} CPU cores; Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
         "",
@@ -202,6 +203,29 @@ def environment_table() -> str:
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"| {name} | missing: leaves out {cost} |")
     return "\n".join(lines) + "\n"
+
+
+def gpu_lines(device: str) -> list[str]:
+    """What MFU is a share of."""
+    sys.path.append(str(HERE.parent))  # where this project is not installed
+    from vit_ray.measure.devices import peak_flops
+
+    peak = peak_flops(device, "bf16")
+    if peak is None:
+        return [f"**The peak rate of {device} is not known: MFU is left out.**"]
+    return [f"MFU is of {peak / 1e12:.0f} TFLOP/s, dense bf16 by the maker's data sheet."]
+
+
+def unseen_gpu() -> list[str]:
+    """Why torch may have none where there is one."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return [
+        "",
+        "`nvidia-smi` is here all the same: see whether it lists a GPU, whether torch is built for "
+        f"its driver (CUDA below), and CUDA_VISIBLE_DEVICES ({listed}).",
+    ]
 
 
 def c_compiler() -> str | None:

@@ -102,8 +102,11 @@ class Row:
     """Why it was not run, or not as it was to be."""
 
     @property
-    def images_per_s(self) -> float:
-        return self.batch / statistics.median(self.wall_s.values())
+    def images_per_s(self) -> float | None:
+        """By the rounds, or before the first by the trial that chose the batch."""
+        if self.wall_s:
+            return self.batch / statistics.median(self.wall_s.values())
+        return self.tried["compiled" if self.is_compiled else "eager"].get(self.batch)
 
 
 def our_model(name: str) -> nn.Module:
@@ -401,15 +404,19 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         head = f"| {row.model} | {row.mode} | {row.peer} | {row.batch or '-'}"
         tail = f"{_tried(row, 'eager')} | {_tried(row, 'compiled')} | {'; '.join(row.notes)} |"
-        if not row.wall_s:
+        rate = row.images_per_s
+        if rate is None:
             lines.append(f"{head} | - | - | - | - | - | - | {tail}")
+            continue
+        head += f" | {rate:.2f} | {_mfu(row, rate)}"
+        if not row.wall_s:
+            lines.append(f"{head} | - | - | by its trial, without a round | {tail}")
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
         bar = _bar([row, ours], RATIO_BAR if row.peer != OURS else None, ".1f")
         wall_s = row.wall_s.values()
         lines.append(
-            f"{head} | {row.images_per_s:.2f} | {_mfu(row)} "
-            f"| {_ratio(row.wall_s, ours.wall_s, row, ours)}{bar} "
+            f"{head} | {_ratio(row.wall_s, ours.wall_s, row, ours)}{bar} "
             f"| {_ratio(row.cpu_s, ours.cpu_s, row, ours)} "
             f"| {min(wall_s):.3f} to {max(wall_s):.3f} s | {tail}"
         )
@@ -421,7 +428,7 @@ def _tried(row: Row, mode: str) -> str:
     return ", ".join(f"{size}: {f'{rate:.1f}' if rate else 'no memory'}" for size, rate in rates)
 
 
-def _mfu(row: Row) -> str:
+def _mfu(row: Row, images_per_s: float) -> str:
     """Two cells: the share of the peak by what is computed, and by the paper's count."""
     precision = "bf16" if row.dtype == torch.bfloat16 else "fp32"
     peak = (
@@ -430,7 +437,7 @@ def _mfu(row: Row) -> str:
     if peak is None:
         return "- | -"
     paper = 6 * forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE)
-    computed, by_paper = (f"{n * row.images_per_s / peak:.1%}" for n in (row.flops, paper))
+    computed, by_paper = (f"{n * images_per_s / peak:.1%}" for n in (row.flops, paper))
     bar = _bar([row], MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
     return f"{computed if row.flops else '-'}{bar} | {by_paper}"
 

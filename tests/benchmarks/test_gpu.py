@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import gpu
 
@@ -271,3 +272,30 @@ def test_a_report_that_cannot_be_written_is_printed_all_the_same(
     printed = capsys.readouterr()
     assert printed.out.count("Not run: no time was left.") == 10
     assert "Not written: " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("NVIDIA H200", "MFU is of 989 TFLOP/s"), ("Other 1", "peak rate of Other 1 is not known")],
+)
+def test_the_report_says_what_mfu_is_of(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert told in gpu.environment_table().splitlines()[0]
+    assert "No GPU here" not in gpu.environment_table()
+
+
+def test_a_gpu_that_torch_does_not_see_is_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.environment_table().count("nvidia-smi") == 0
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "`nvidia-smi` is here all the same" in gpu.environment_table()
+    assert "CUDA_VISIBLE_DEVICES (7)" in gpu.environment_table()

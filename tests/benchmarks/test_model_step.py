@@ -369,6 +369,34 @@ def test_what_lies_on_the_device_in_the_rounds_lies_there_when_sizes_are_tried(
     assert all(row.wall_s and not row.notes for row in rows)
 
 
+def test_what_is_cut_off_before_the_first_round_has_the_figures_of_its_trial(
+    measured: Measure, gpu: Callable[[str], None]
+) -> None:
+    rows = measured(0, "compiled", vit_ray=lambda _: Tiny(), none=lambda _: Tiny(0, 0))
+    gpu("NVIDIA H200")
+    head, _, ours, none = table(rows).splitlines()
+    rate = rows[0].tried["compiled"][rows[0].batch]
+    assert f"| vit_ray | {rows[0].batch} | {rate:.2f} | 0.0% | " in ours
+    assert ours.split(" | ")[6].endswith("%")
+    assert "| - | - | by its trial, without a round | " in ours
+    assert "| none | - | - | - | - | - | - | - | " in none
+    assert ours.count("|") == none.count("|") == head.count("|")
+
+
+def test_the_clock_is_read_when_the_device_has_done_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU computes on while the host goes ahead."""
+    events: list[str] = []
+    clock = time.perf_counter
+    monkeypatch.setattr(model_step, "IMAGE_SIZE", 8)
+    trainee = Trainee(lambda _: Tiny(), NAME, torch.float32)
+    monkeypatch.setattr(model_step, "wait", lambda: events.append("wait"))
+    monkeypatch.setattr(time, "perf_counter", lambda: (events.append("clock"), clock())[1])
+    assert trainee.seconds(1, 0.0) is not None
+    assert events == ["wait", "clock", "wait", "clock"] * 2
+
+
 def test_a_model_that_is_out_gives_the_others_its_memory(measured: Measure) -> None:
     """Blocks that are compiled refer to themselves, so that only a collection frees them."""
     ended: list[weakref.ref[nn.Module]] = []

@@ -11,9 +11,11 @@ import torch
 from tests.train.engine_runs import build_engine
 from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
 from tests.train.ranks import run_ranks
+from tests.train.test_prefetch import PretendedGpu
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
+from vit_ray.train import evaluation
 from vit_ray.train.evaluation import _features, measure_accuracy, measure_few_shot
 from vit_ray.train.loop import EvaluationCutError
 
@@ -128,6 +130,33 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
 
 def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2
+
+
+@pytest.mark.parametrize("stream", ["accuracy", "few-shot"])
+def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    batches, seen = share(0, 1), []
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(images)
+            return images.flatten(1), torch.zeros(len(images), 5)
+
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    monkeypatch.setattr(evaluation, "all_sum_array", lambda array, device: None)
+    monkeypatch.setattr(evaluation, "read_by_first", lambda read, device: read())
+    is_few_shot = stream == "few-shot"
+    sections = {"evaluate": {"few_shot_train": "a", "few_shot_test": "b", "shots": [1]}}
+    job = make_job(tmp_path, **(sections if is_few_shot else {"data": {"eval": "somewhere"}}))
+    pool = np.arange(NUM_IMAGES) % 5
+    job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
+    engine = Engine(device=torch.device("cuda"))
+    assert Worker(job, engine, FakeActor(), lambda name, start: batches).hooks.evaluate(4)
+    passes = len(batches) * (2 if is_few_shot else 1)
+    assert len(seen) == passes
+    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
 
 
 CLASSES = tuple("abcde")

@@ -71,6 +71,10 @@ class PretendedGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.order: list[str] = []
         self.on_side = False
+        self.pinned: list[torch.Tensor] = []
+        self.there: list[torch.Tensor] = []
+        self.copies: list[str] = []
+        """To it, each as its thread, its stream, and what it is a copy of."""
         gpu = self
 
         class Stream:
@@ -96,10 +100,35 @@ class PretendedGpu:
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda *_: self.order.append("memory is kept")
         )
+        plain = torch.Tensor.to
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            self.pinned.append(tensor)
+            return tensor
+
+        def to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
+            if args[0] != torch.device("cuda"):
+                return plain(tensor, *args, non_blocking=non_blocking)
+            if _has(self.there, tensor):
+                return tensor
+            how = "left to the stream" if non_blocking else "waited for"
+            source = "pinned" if _has(self.pinned, tensor) else "pageable"
+            place = "beside" if self.on_side else "in the way"
+            thread = threading.current_thread().name
+            self.copies.append(f"{thread}: {source}, {how}, {place}")
+            self.there.append(tensor.clone())
+            return self.there[-1]
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "to", to)
 
     def copy(self) -> Batch:
         self.order.append("copy beside" if self.on_side else "copy in the way")
         return {"image": torch.zeros(1)}
+
+
+def _has(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
+    return any(one is tensor for one in tensors)
 
 
 def test_the_image_is_copied_beside_the_computing_which_waits_for_it_when_it_is_used(
@@ -116,26 +145,13 @@ def test_the_image_is_copied_beside_the_computing_which_waits_for_it_when_it_is_
 def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    PretendedGpu(monkeypatch)
-    pinned: list[str] = []
-    copies: list[tuple[str, Any]] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(threading.current_thread().name)
-        return tensor
-
-    def copy(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
-        copies.append((threading.current_thread().name, non_blocking))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.Tensor, "to", copy)
+    gpu = PretendedGpu(monkeypatch)
     read = (batch(n) for n in range(4))
     columns = ("image", "sample")
     found = list(device_batches(read, torch.device("cuda"), 2, columns))
     assert [int(one["sample"][0]) for one in found] == [0, 1, 2, 3]
-    assert pinned == ["prefetch"] * 8
-    assert copies == [("prefetch", True)] * 4
+    assert len(gpu.pinned) == 8
+    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * 4
 
 
 def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> None:

@@ -26,6 +26,7 @@ from vit_ray.train.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.train.objective import classification_loss, normalize
 from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.train.prefetch import device_batches
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.watchdog import Watchdog
 
@@ -164,7 +165,11 @@ class Evaluator:
         return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
 
     def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
-        for batch in self._open_batches(name, start):
+        """Batches of a stream, on a GPU with their images copied there beside what it computes."""
+        batches, device = self._open_batches(name, start), self._engine.device
+        if device.type == "cuda":  # all but the images is used on the host
+            batches = device_batches(batches, device, pinned=("image",))
+        for batch in batches:
             self._watchdog.note_move()
             self._cut_if_wanted()
             yield batch

@@ -32,7 +32,6 @@ from vit_ray.train.job import TrainJob, UnrecoverableError
 from vit_ray.train.lane_link import Assignment, LaneLink, Streams
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch, roll_back
-from vit_ray.train.prefetch import device_batches
 from vit_ray.train.process_group import RankPlace, joined_process_group
 from vit_ray.train.progress import Progress
 from vit_ray.train.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
@@ -162,10 +161,7 @@ def _set_up(
     )
 
     def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
-        size = recipe.evaluate.batch_size
-        read = _refusing(streams.evaluation_batches(name, size, start))
-        # All but the images is used on the host.
-        return device_batches(read, device, pinned=("image",)) if device.type == "cuda" else read
+        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
 
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
     hooks = WorkerHooks(

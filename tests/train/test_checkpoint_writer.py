@@ -255,6 +255,16 @@ def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.M
     assert steps(run) == [4, 2]
 
 
+def test_where_weights_are_averaged_theirs_is_the_best(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch)
+    for step, last, averaged in ((1, 0.1, 2.0), (2, 3.0, 0.5), (3, 0.2, 1.0), (4, 2.0, 3.0)):
+        losses = {"eval/loss": last, "eval/averaged_loss": averaged}
+        disk.save(step, eval_step=step, metrics=losses)
+    assert steps(run) == [4, 2]
+
+
 def test_a_loss_that_is_not_finite_is_never_the_best(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,34 @@ class LossesByStep(FakeHooks):
         return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
 
 
+class LossesOfBoth(FakeHooks):
+    """The averaged weights become better while the last ones become worse, or the other way."""
+
+    averaged_factor: float = -0.1
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        losses = {"eval/loss": 1.0 - step * self.averaged_factor}
+        return losses | {"eval/averaged_loss": 2.0 + step * self.averaged_factor}
+
+
+@pytest.mark.parametrize(("factor", "best"), [(-0.1, 1.0), (0.1, 2.2)])
+def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: float) -> None:
+    chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    hooks, progress = LossesOfBoth(), Progress()
+    hooks.averaged_factor = factor
+    ended = run(FakeEngine(), hooks, chosen, progress)
+    assert progress.best_eval_loss == pytest.approx(best)
+    assert ("no better" in ended) == (factor > 0)
+
+
+def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
+    progress = Progress(metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0})
+    run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), recipe(evaluate={"every_steps": 5}), progress)
+    assert progress.best_eval_loss == 0.5
+    assert "eval/averaged_loss" not in progress.metrics
+    assert "train/loss" in progress.metrics
+
+
 def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
     chosen = recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, parts = Progress(), Progress()

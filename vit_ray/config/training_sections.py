@@ -387,7 +387,8 @@ class TrainConfig(Section):
     profile_steps: tuple[Positive, Positive] | None = None
     """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
-    """Stop after this many evaluations without a better validation loss."""
+    """Stop after this many evaluations without a better validation loss, which is that of the
+    averaged weights where there are any (`averaging`)."""
     step_timeout_s: PositiveFloat = 600.0
     """A step that takes longer counts as hung: the attempt is ended and restarted."""
 
@@ -464,7 +465,7 @@ class CheckpointConfig(Section):
     keep_steps: tuple[Positive, ...] = ()
     """Also write one after each of these steps, and never remove it."""
     keep_best: bool = False
-    """Also keep the one with the best validation loss."""
+    """Also keep the one with the best validation loss, that of averaged weights where there are any."""
 
 
 class EvalConfig(Section):

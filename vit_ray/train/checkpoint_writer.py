@@ -159,8 +159,8 @@ class CheckpointWriter:
         # What cannot be opened now may be the best: `prune` judges whether it is damaged.
         unknown = {step for step, found in opened.items() if found is None}
         measured = [found.position.progress for found in opened.values() if found is not None]
-        losses = {p.step: p.metrics["eval/loss"] for p in measured if p.eval_step == p.step}
-        finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+        losses = {p.step: p.validation_loss for p in measured if p.eval_step == p.step}
+        finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
         return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())
 
 

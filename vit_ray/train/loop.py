@@ -346,10 +346,12 @@ def _evaluate_if_due(
     metrics: dict[str, Any] = hooks.evaluate(progress.step)
     if not metrics:
         return False
-    progress.metrics |= metrics
+    # Weights are averaged no longer where the run goes on with a recipe that has it off.
+    others = {key: value for key, value in progress.metrics.items() if "/averaged_" not in key}
+    progress.metrics = others | metrics
     hooks.log(progress.step, metrics)
-    loss = metrics.get("eval/loss")
-    if loss is None or not (is_due or progress.step == context.total_steps):
+    loss = progress.validation_loss
+    if "eval/loss" not in metrics or loss is None or not (is_due or progress.step == context.total_steps):
         return False
     progress.eval_step = progress.step
     best = progress.best_eval_loss

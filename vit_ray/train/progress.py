@@ -26,6 +26,11 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     """Last value of every metric."""
 
+    @property
+    def validation_loss(self) -> float | None:
+        """Last one, of the averaged weights where there are any; None before the first."""
+        return self.metrics.get("eval/averaged_loss", self.metrics.get("eval/loss"))
+
     def is_over(self, total_steps: int) -> bool:
         """Whether nothing is left to do of a run of so many steps."""
         return bool(self.ended) or (self.step >= total_steps and not self.evaluation_due)

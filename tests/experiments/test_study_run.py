@@ -136,6 +136,28 @@ def test_a_failing_cell_is_retried_and_then_shown_as_failed(
     assert study._totals(found)["study/failed_cells"] == 1.0
 
 
+@pytest.mark.parametrize(("averaging", "told"), [(0.0, 0.5), (0.99, 0.7)])
+def test_a_study_tells_the_accuracy_of_the_averaged_weights_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+    cells: list[Cell],
+    capsys: pytest.CaptureFixture[str],
+    averaging: float,
+    told: float,
+) -> None:
+    changed = cells[0].recipe.with_changes(train={"averaging": averaging})
+    metrics = {"eval/top1": 0.5} | ({"eval/averaged_top1": 0.7} if averaging else {})
+    parent = Parent()
+    found = run_cells(
+        monkeypatch, [replace(cells[0], recipe=changed)],
+        lambda recipe, **_: result(recipe, **metrics), Room(0, 1.7), parent,
+    )  # fmt: skip
+    assert [made[-1] for made in parent.recorder.made if made[0] == "child_ended"] == [told]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert print_study(study.StudyResult(found, 1, "id", None, "")) == 0
+    shown = capsys.readouterr().out
+    assert ("top-1 averaged" in shown, "70.00%" in shown) == (bool(averaging),) * 2
+
+
 def test_a_cell_that_failed_once_and_then_ended_is_no_failed_cell(
     monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
 ) -> None:

@@ -23,6 +23,11 @@ def test_a_log_line_has_every_figure() -> None:
     )
 
 
+def test_both_accuracies_are_told_where_weights_are_averaged() -> None:
+    told = describe(RunStatus(metrics={"eval/top1": 0.5, "eval/averaged_top1": 0.625}))
+    assert told == "top-1 50.00%, of averaged weights 62.50%"
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert describe(RunStatus(metrics={"train/loss": 1.0})) == "loss 1.000"
 

@@ -181,6 +181,21 @@ def test_an_accuracy_on_held_out_images_is_no_result():
     assert told == [None, "dev split"]
 
 
+def test_where_all_average_their_weights_these_are_compared():
+    last = {"eval/top1": 0.5, "few_shot/5_shot_top1": 0.3}
+    theirs = {"eval/averaged_top1": 0.6, "few_shot/averaged_5_shot_top1": 0.4}
+    runs = [cell("ViT-B/32", seed, **last, **theirs) for seed in (0, 1)]
+    assert figures.accuracies_of(runs) == ["few_shot/averaged_5_shot_top1", "eval/averaged_top1"]
+    (row,) = texts(table_6(runs, []))
+    assert row["top-1 accuracy of averaged weights %"].startswith("60.00")
+    assert row["5-shot linear accuracy of averaged weights %"].startswith("40.00")
+    assert "best top-1 accuracy of averaged weights: ViT-B/32" in _tiles(runs)
+    # Beside one that does not average, or has not, the last weights of all are.
+    runs.append(cell("ViT-B/16", 0, **last))
+    assert figures.accuracies_of(runs) == ["few_shot/5_shot_top1", "eval/top1"]
+    assert [figures.decided_top1(run) for run in runs] == [0.6, 0.6, 0.5]
+
+
 def test_of_both_accuracies_that_of_the_test_set_counts():
     both = run("both", metrics={"eval/top1": 0.5, "dev/top1": 0.9})
     other_order = run("both", metrics={"dev/top1": 0.9, "eval/top1": 0.5})

@@ -16,6 +16,7 @@ _COLUMNS = (
     ("5-shot", "few_shot/5_shot_top1", "{:.2%}"),
     ("top-1", "eval/top1", "{:.2%}"),
 )
+_AVERAGED = ("top-1 averaged", "eval/averaged_top1", "{:.2%}")
 
 
 def print_study(result: StudyResult) -> int:
@@ -23,7 +24,8 @@ def print_study(result: StudyResult) -> int:
     table = Table(title="Scaling study (proxy data: not the paper's JFT-300M)")
     for title in ("model", "data", "length", "seed"):
         table.add_column(title)
-    columns = [*_COLUMNS, *_transfer_columns(result)]
+    has_averaged = any(_AVERAGED[1] in cell.metrics for cell in result.cells)
+    columns = [*_COLUMNS, *([_AVERAGED] if has_averaged else []), *_transfer_columns(result)]
     for title, _, _ in columns:
         table.add_column(title, justify="right")
     for cell in result.cells:

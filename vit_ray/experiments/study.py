@@ -30,6 +30,7 @@ from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
 from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
+from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.transfer import OF_THE_CELL, run_transfer, task_recipe, task_tags
 from vit_ray.launch.preflight import (
@@ -265,7 +266,7 @@ class _StudyRun:
         if result.error:
             recorder.event.remote("failed cell", f"{cell.name}: {result.error}", 0)
         recorder.child_step.remote(cell.name, resolved.total_steps)
-        recorder.child_ended.remote(cell.label, result.metrics.get("eval/top1"))
+        recorder.child_ended.remote(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
 
 
 def _told(error: Exception) -> str:

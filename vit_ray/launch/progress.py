@@ -41,12 +41,16 @@ def shown_progress(
         thread.join(timeout=10)
 
 
+_TOP1 = (
+    ("eval/top1", "top-1 {:.2%}"),
+    ("eval/averaged_top1", "of averaged weights {:.2%}"),
+)
 _IN_THE_BAR = (
     ("train/loss", "loss {:.3f}"),
     ("train/images_per_s", "{:.0f} images/s"),
     ("data/wait_fraction", "data wait {:.0%}"),
     ("perf/mfu", "MFU {:.1%}"),
-    ("eval/top1", "top-1 {:.2%}"),
+    *_TOP1,
 )
 _IN_A_LINE = (
     ("train/loss", "loss {:.3f}"),
@@ -62,7 +66,7 @@ _IN_A_LINE = (
     ("perf/own_ms_max", "at most {:.0f} ms"),
     ("perf/slowest_rank", "of worker {:.0f}"),
     ("perf/memory_gib", "{:.1f} GiB"),
-    ("eval/top1", "top-1 {:.2%}"),
+    *_TOP1,
 )
 
 

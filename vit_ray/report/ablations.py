@@ -74,7 +74,7 @@ def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
 
 def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
     """Figure 9: few-shot accuracy while training, by what the classifier reads and its rate."""
-    key = next((key for key in accuracies_of(runs) if key.startswith("few_shot/")), "eval/top1")
+    key = (accuracies_of(runs) or ["eval/top1"])[0]
     held = [run for run in runs if run.params.get("model.pool", "None") != "None"]
     if len({run.params["model.pool"] for run in held}) < 2:
         return []

@@ -24,19 +24,26 @@ _IMAGES_KEY: Final = "study/train_images"
 MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
 
-# Metric key, what a person calls it.
-ACCURACIES = {
+
+def averaged(key: str) -> str:
+    """The key of what is measured of the averaged weights in the place of the last ones."""
+    return key.replace("/", "/averaged_", 1)
+
+
+_LAST = {
     "few_shot/5_shot_top1": "5-shot linear accuracy",
     "few_shot/10_shot_top1": "10-shot linear accuracy",
     "few_shot/25_shot_top1": "25-shot linear accuracy",
     "few_shot/1_shot_top1": "1-shot linear accuracy",
-    "eval/averaged_top1": "top-1 accuracy, averaged weights",
     "eval/top1": "top-1 accuracy",
 }
+# Metric key, what a person calls it.
+ACCURACIES = _LAST | {averaged(key): f"{name} of averaged weights" for key, name in _LAST.items()}
 CURVES = {
     "train/loss": Axis("training loss"),
     "eval/loss": Axis("validation loss"),
     "eval/top1": Axis("validation top-1", is_percent=True),
+    "eval/averaged_top1": Axis("validation top-1 of averaged weights", is_percent=True),
     "few_shot/5_shot_top1": Axis("5-shot accuracy", is_percent=True),
 }
 
@@ -69,11 +76,22 @@ def pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Keys to plot: the first few-shot accuracy that there is, top-1, and those of transfers."""
+    """Keys to plot: the first few-shot accuracy that there is, top-1, and those of transfers.
+
+    The first two of averaged weights where all that have been measured have them.
+    """
     held = {key for run in runs for key in run.metrics}
-    few_shot = [key for key in ACCURACIES if key in held and key.startswith("few_shot/")][:1]
-    rest = ("eval/top1", MEAN_TRANSFER, *_transfers(runs))
-    return few_shot + [key for key in rest if key in held]
+    few_shot = [key for key in _LAST if key in held and key.startswith("few_shot/")][:1]
+    top1 = [key for key in ("eval/top1",) if key in held]
+    transfers = [key for key in (MEAN_TRANSFER, *_transfers(runs)) if key in held]
+    return [decided_key(runs, key) for key in few_shot + top1] + transfers
+
+
+def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
+    """The accuracy that decides, in which all of the runs can be compared."""
+    measured = [run for run in runs if key in run.metrics]
+    has_all = measured and all(averaged(key) in run.metrics for run in measured)
+    return averaged(key) if has_all else key
 
 
 def _transfers(runs: Sequence[RecordedRun]) -> list[str]:
@@ -387,7 +405,7 @@ def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
 
 def decided_top1(run: RecordedRun) -> float | None:
     """Accuracy of the averaged weights where the run averaged any, or else of the last ones."""
-    return run.metrics.get("eval/averaged_top1", run.metrics.get("eval/top1"))
+    return run.metrics.get(decided_key([run], "eval/top1"))
 
 
 def is_trial(run: RecordedRun) -> bool:

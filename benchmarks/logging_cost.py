@@ -117,7 +117,7 @@ class Steps:
     def __init__(self, recipe: Recipe, others: StartedProcesses) -> None:
         self._recipe, self._batch_size = recipe, recipe.train.global_batch_size
         self._others = others
-        loss = make_loss(recipe, num_images=self._batch_size)
+        loss = make_loss(recipe)
         self._engine = DeepSpeedEngine(
             build_objective(recipe, CLASSES),
             recipe.train,

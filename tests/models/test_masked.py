@@ -54,13 +54,13 @@ def test_a_swapped_patch_takes_any_other_patch_of_its_image_and_never_itself() -
     assert stats.chisquare(counts[1:]).pvalue > 1e-3
 
 
-def test_corruption_depends_on_seed_epoch_and_sample_and_on_nothing_else() -> None:
-    whole = draw_corruption(SAMPLES, 49, seed=1, epoch=2)
+def test_corruption_depends_on_seed_step_and_sample_and_on_nothing_else() -> None:
+    whole = draw_corruption(SAMPLES, 49, seed=1, step=2)
     shuffled = torch.randperm(4000, generator=torch.Generator().manual_seed(0))
     for full, part in zip(whole, draw_corruption(SAMPLES[shuffled], 49, 1, 2), strict=True):
         assert torch.equal(full[shuffled], part)
-    for seed, epoch in [(2, 2), (1, 3)]:
-        assert not torch.equal(whole.corrupted, draw_corruption(SAMPLES, 49, seed, epoch).corrupted)
+    for seed, step in [(2, 2), (1, 3)]:
+        assert not torch.equal(whole.corrupted, draw_corruption(SAMPLES, 49, seed, step).corrupted)
     assert len({tuple(row) for row in whole.corrupted.tolist()}) == 4000
 
 

@@ -169,7 +169,7 @@ def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
         },
         "test",
     )
-    module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen, 100)
+    module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen)
     images, labels = batch(0)
     samples, waits = torch.arange(GLOBAL_BATCH), HostWaits()
     with waits:

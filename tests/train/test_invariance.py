@@ -69,7 +69,7 @@ def losses(rank: int, micro: int, chosen: Recipe) -> list[float]:
         chosen.optim,
         micro_batch_size=micro,
         accumulation_steps=share // micro,
-        loss_function=make_loss(chosen, 100),
+        loss_function=make_loss(chosen),
     )
     torch.manual_seed(rank)  # nothing may draw from it
     found = []

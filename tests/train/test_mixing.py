@@ -116,7 +116,7 @@ def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: 
     images = torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8)
     classes, samples = torch.randint(0, 5, (6, labels)), torch.tensor([5, 3, 8, 1, 0, 9])
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
-    found = make_loss(recipe, 100)(module, images, classes, samples, 7)
+    found = make_loss(recipe)(module, images, classes, samples, 7)
     mixing = draw_mixing(samples, (8, 8), recipe.train, 4, 7)
     logits = module(mix_images(normalize(images, torch.float32), mixing.weight))
     hot = multi_hot(classes, 5)

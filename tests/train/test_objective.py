@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models import masked
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.train.objective import (
@@ -72,7 +73,7 @@ def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, 
             "model": {"name": "ViT-Ti/16", **rates},
             "train": {"precision": "fp32"},
         }
-        loss = make_loss(recipe_from_dict(tree, "test"), num_images=100)
+        loss = make_loss(recipe_from_dict(tree, "test"))
         images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
         labels = torch.zeros(len(samples), 1, dtype=torch.int64)
         loss(module, images, labels, torch.tensor(samples), step)  # type: ignore[arg-type]
@@ -84,20 +85,67 @@ def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, 
     assert len({key for one in drawn for key in one}) == 9
 
 
-def test_masked_patches_differ_from_epoch_to_epoch_by_the_step() -> None:
-    """100 images in steps of 8: steps 0 to 12 begin in the first epoch, step 13 in the second."""
-    epochs: list[int] = []
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("target", ["mean_color", "full_patch"])
+def test_what_is_predicted_of_masked_patches_is_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, precision: str, target: str
+) -> None:
+    """A mean of 223 is of colour 6 of 8, and bf16's 0.75, to which it rounds, of the last one."""
+    given: list[torch.Tensor] = []
 
-    def module(images: torch.Tensor, samples: torch.Tensor, epoch: int) -> torch.Tensor:
-        epochs.append(epoch)
+    def keep(predictions: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        given.append(pixels)
+        return predictions.float().mean()
+
+    monkeypatch.setitem(masked._LOSSES, target, keep)
+    tree = {
+        "name": "x",
+        "model": {"name": "ViT-Ti/16", "image_size": 32},
+        "train": {"loss": "masked_patch", "masked_target": target, "precision": precision},
+    }
+    recipe = recipe_from_dict(tree, "test")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    module = build_objective(recipe, 10).to(dtype)
+    images = torch.full((2, 32, 32, 3), 223, dtype=torch.uint8)
+    samples, labels = torch.arange(2), torch.zeros(2, 1)
+    make_loss(recipe)(module, images, labels, samples, 0).backward()
+    (pixels,) = given
+    torch.testing.assert_close(pixels, torch.full_like(pixels, 191 / 255), rtol=0, atol=1e-6)
+    assert set(masked.color_class(pixels.mean(dim=(-2, -1))).flatten().tolist()) == {6 * 73}
+
+
+def test_masked_patches_differ_from_step_to_step() -> None:
+    steps: list[int] = []
+
+    def module(images: torch.Tensor, samples: torch.Tensor, step: int) -> torch.Tensor:
+        steps.append(step)
         return torch.zeros(())
 
     train = {"loss": "masked_patch", "global_batch_size": 8, "precision": "fp32"}
-    loss = make_loss(recipe_from_dict({"name": "x", "train": train}, "test"), num_images=100)
+    loss = make_loss(recipe_from_dict({"name": "x", "train": train}, "test"))
     images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
-    for step in (0, 12, 13, 25):
+    for step in (0, 12, 13):
         loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]
-    assert epochs == [0, 0, 1, 2]
+    assert steps == [0, 12, 13]
+
+
+@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.8}, {"cutmix": 1.0}])
+def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing: dict[str, float]) -> None:
+    given: list[torch.Tensor] = []
+
+    def module(images: torch.Tensor) -> torch.Tensor:
+        given.append(images)
+        return torch.zeros(len(images), 5)
+
+    images = torch.arange(256, dtype=torch.uint8).view(2, 16, 8, 1).repeat(1, 1, 1, 3)
+    labels = torch.zeros(2, 1, dtype=torch.int64)
+    for precision in ("fp32", "bf16"):
+        tree = {"name": "x", "train": {"precision": precision, **mixing}}
+        loss = make_loss(recipe_from_dict(tree, "test"))
+        loss(module, images, labels, torch.arange(2), 3)  # type: ignore[arg-type]
+    whole, rounded = given
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -465,7 +465,7 @@ class CheckpointConfig(Section):
     keep_steps: tuple[Positive, ...] = ()
     """Also write one after each of these steps, and never remove it."""
     keep_best: bool = False
-    """Also keep the one with the best validation loss, that of averaged weights where there are any."""
+    """Also keep the one with the best validation loss, as for `train.early_stopping`."""
 
 
 class EvalConfig(Section):

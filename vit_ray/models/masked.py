@@ -4,7 +4,7 @@ Half of the patch embeddings of each image are corrupted: of these 80 % become a
 embedding, 10 % the embedding of another patch of the same image, 10 % stay as they are. The
 encoder predicts something simple about the pixels of the corrupted patches.
 
-Which patches, and how, is a pure function of (seed, epoch, sample), as are the units that dropout
+Which patches, and how, is a pure function of (seed, step, sample), as are the units that dropout
 drops: the same on any number of workers, in any order of batches, after any restart.
 
 Where the paper is silent: exactly half of the patches (rounded down, at least one) are corrupted
@@ -56,14 +56,14 @@ def num_corrupted(num_patches: int) -> int:
     return max(1, int(num_patches * CORRUPTED_FRACTION))
 
 
-def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0) -> Corruption:
-    """The corruption of each sample, from (seed, epoch, sample) alone.
+def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0) -> Corruption:
+    """The corruption of each sample, from (seed, step, sample) alone.
 
     Args:
         samples: int64 (B,), global numbers of the images.
         num_patches: N, at least 2.
         seed: of the run.
-        epoch: 0-based pass over the data.
+        step: 0-based, of training: an image is corrupted anew whenever it is seen.
 
     Raises:
         ValueError: if an image has fewer than two patches.
@@ -75,7 +75,7 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, epoch: int = 0
         )
     order, kind, other = (
         # 63 bits, which are no negative numbers.
-        random_words(sample_keys(samples, seed, epoch, stream), num_patches) & (2**63 - 1)
+        random_words(sample_keys(samples, seed, step, stream), num_patches) & (2**63 - 1)
         for stream in range(3)
     )
     corrupted = order.topk(num_corrupted(num_patches), dim=1).indices.sort(dim=1).values
@@ -149,23 +149,24 @@ class MaskedPatchObjective(nn.Module):
         head: nn.Linear = self.model.head
         return head
 
-    def forward(self, images: Tensor, samples: Tensor | None = None, epoch: int = 0) -> Tensor:
+    def forward(self, images: Tensor, samples: Tensor | None = None, step: int = 0) -> Tensor:
         """Mean loss over the corrupted patches, a float32 scalar.
 
         Args:
-            images: float (B, 3, H, W) in [-1, 1].
+            images: float (B, 3, H, W) in [-1, 1]; in float32 also where the model is in bf16, or
+                what is predicted is rounded, too.
             samples: int64 (B,), global numbers of the images. None gives the model's own logits of
                 the whole images, so that its features can be evaluated while it trains.
-            epoch: 0-based pass over the data.
+            step: 0-based, of training.
         """
         if samples is None:
             logits: Tensor = self.model(images)
             return logits
         patches_BND = self.model.embed(images)
-        corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, epoch)
+        corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, step)
         encoded_BND = self.model.encode(
             self.corrupt(patches_BND, corruption),
-            keys=sample_keys(samples, self.seed, epoch, DROPOUT_STREAM),
+            keys=sample_keys(samples, self.seed, step, DROPOUT_STREAM),
         )
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions: Tensor = self.prediction(

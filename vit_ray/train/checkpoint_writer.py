@@ -160,7 +160,7 @@ class CheckpointWriter:
         unknown = {step for step, found in opened.items() if found is None}
         measured = [found.position.progress for found in opened.values() if found is not None]
         losses = {p.step: p.validation_loss for p in measured if p.eval_step == p.step}
-        finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        finite = {s: loss for s, loss in losses.items() if loss is not None and math.isfinite(loss)}
         return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())
 
 

@@ -350,8 +350,8 @@ def _evaluate_if_due(
     others = {key: value for key, value in progress.metrics.items() if "/averaged_" not in key}
     progress.metrics = others | metrics
     hooks.log(progress.step, metrics)
-    loss = progress.validation_loss
-    if "eval/loss" not in metrics or loss is None or not (is_due or progress.step == context.total_steps):
+    loss = progress.validation_loss if "eval/loss" in metrics else None
+    if loss is None or not (is_due or progress.step == context.total_steps):
         return False
     progress.eval_step = progress.step
     best = progress.best_eval_loss

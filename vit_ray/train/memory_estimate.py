@@ -181,7 +181,7 @@ def forward_pass(
 ) -> Callable[[], Tensor]:
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     height, width = recipe.model.sides
-    loss = make_loss(recipe, num_images=batch_size)
+    loss = make_loss(recipe)
 
     def forward() -> Tensor:
         with device:

@@ -178,7 +178,7 @@ def _prepared(
         numbers = torch.arange(batch_size)
     if mode == "inference":
         return _inference(model.eval(), images, dtype)
-    loss = make_loss(recipe, num_images=batch_size)
+    loss = make_loss(recipe)
     labels = (numbers % config.num_classes)[:, None]
 
     def train() -> None:

@@ -47,14 +47,11 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
+def make_loss(recipe: Recipe) -> LossFunction:
     """The recipe's loss as the engine calls it.
 
     What is random in it (dropout, mixing, the choice of patches) is a function of the seed, the
     step and the sample, and of nothing that depends on how a batch is cut into workers and passes.
-
-    Args:
-        num_images: training images of one epoch; other patches are masked in each.
     """
     train = recipe.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -80,9 +77,8 @@ def make_loss(recipe: Recipe, num_images: int) -> LossFunction:
     def predict_patches(
         module: nn.Module, images: Tensor, _: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        # The epoch of the batch's first image, for all of them.
-        epoch = step * train.global_batch_size // num_images
-        loss: Tensor = module(normalize(images, dtype), samples, epoch)
+        # What is predicted is the pixels themselves; the model rounds its own input.
+        loss: Tensor = module(normalize(images, torch.float32), samples, step)
         return loss
 
     return predict_patches if train.loss == "masked_patch" else classify

@@ -127,7 +127,7 @@ def build_engine(
         recipe.optim,
         micro_batch_size=micro_batch_size,
         accumulation_steps=passes,
-        loss_function=make_loss(recipe, job.num_images),
+        loss_function=make_loss(recipe),
     )
     return engine, report
 

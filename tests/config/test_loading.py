@@ -179,6 +179,20 @@ def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may
         recipe_from_dict(tree, "here")
 
 
+def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
+    rows: list[dict[str, Any]] = [{"label": "a", "model": {"name": "R50x1"}}, {"label": "b"}]
+    tree = {"name": "run", "model": {"image_size": 32}, "study": {"models": rows}}
+    told = r"study 'a': model has no image_size, and would have 224 where the recipe has 32"
+    with pytest.raises(ValueError, match=told):
+        recipe_from_dict(tree, "here")
+    rows[0]["model"]["image_size"] = 224
+    recipe = recipe_from_dict(tree, "here").with_changes(seed=1)
+    assert recipe.study is not None
+    assert [row.model and row.model.image_size for row in recipe.study.models] == [224, None]
+    del rows[0]["model"]["image_size"]
+    recipe_from_dict({**tree, "model": {"image_size": 224}}, "here").with_changes(seed=1)
+
+
 def test_every_list_of_the_schema_is_told_above() -> None:
     found = {key for key, annotation in _fields(Recipe) if is_list(annotation)}
     axes = {f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images")}

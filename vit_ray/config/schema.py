@@ -6,6 +6,7 @@ Other rooms take the section they need; nothing edits a recipe after it is loade
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from vit_ray.config.command_sections import (
     PlanConfig,
     ReportConfig,
     StudyConfig,
+    StudyModel,
     SubsetConfig,
     SweepConfig,
     VerifyConfig,
@@ -157,6 +159,8 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := _repeated(recipe):
         raise ValueError(f"{where}: {problem}")
     rows = recipe.study.models if recipe.study else ()
+    if problem := _unlike_size(recipe, rows):
+        raise ValueError(f"{where}: {problem}")
     models = [
         ("model", recipe.model),
         *((f"study {row.label!r}: model", row.model) for row in rows if row.model),
@@ -165,6 +169,20 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
         if problem := model.geometry_problem():
             raise ValueError(f"{where}: {key}.{problem}")
     return recipe
+
+
+def _unlike_size(recipe: Recipe, rows: Sequence[StudyModel]) -> str | None:
+    """Which row's model has the default size of images, and not the recipe's, unasked, or None."""
+    size = recipe.model.image_size
+    for row in rows:
+        own = row.model or recipe.model
+        if own.image_size != size and "image_size" not in own.model_fields_set:
+            return (
+                f"study {row.label!r}: model has no image_size, and would have {own.image_size} "
+                f"where the recipe has {value_text(size)}: a row's model is whole; give it, or "
+                "name in changes what differs from the recipe's model"
+            )
+    return None
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:

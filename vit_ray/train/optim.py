@@ -24,8 +24,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine
     that takes a trial step to make its state must not move the weights.
 
-    torch's are fused, on a CPU too: one pass over the state, in all threads. All take a refusal as
-    a number (`found_inf`).
+    torch's are fused, on a CPU too: one pass over the state, in all threads. Where it is offloaded,
+    DeepSpeed's own for CPUs is no faster on two threads (`benchmarks/offload_step.py`), and has to
+    be compiled there. All take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
     groups = [

@@ -22,6 +22,7 @@ from vit_ray.models import build_model
 from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 IMAGE_SIZE, NUM_CLASSES = 224, 1000
+DEVICE = torch.device("cuda")
 BAR = 0.10
 
 
@@ -32,7 +33,7 @@ def predicted_gib(name: str, batch: int) -> float:
 
 
 def measured_gib(name: str, batch: int) -> float:
-    with torch.device("cuda"):
+    with DEVICE:
         forward, weights = pass_of(name, batch)
     drop_gradients(weights)
     forward().backward()  # libraries take their workspaces now
@@ -55,9 +56,7 @@ def largest_measured(name: str, batch: int) -> tuple[int, float]:
     measured: dict[int, float | None] = {}
 
     def fits(size: int) -> bool:
-        measured[size] = unless_out_of_memory(
-            lambda: measured_gib(name, size), torch.device("cuda")
-        )
+        measured[size] = unless_out_of_memory(lambda: measured_gib(name, size), DEVICE)
         return measured[size] is not None
 
     sizes = [batch >> halves for halves in reversed(range(batch.bit_length()))]

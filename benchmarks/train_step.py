@@ -1,7 +1,7 @@
 """What the trainer costs: the whole step of a job against the same model in a bare torch loop.
 
     python benchmarks/train_step.py [--model ViT-S/16] [--batch 4] [--steps 12] [--rounds 2]
-        [--precision fp32] [--compile] [--rows bare zero0 ...] [--out FILE.md]
+        [--precision fp32] [--compile] [--rows bare zero0 ...] [--row-s 75] [--out FILE.md]
 
 Rows, each in a process of its own, one after the other in every round, on one worker: a loop of
 plain torch on a batch that lies ready; in bf16 another one under autocast; this project's loop and
@@ -13,8 +13,8 @@ rounds. In bf16 the bare loop and the engine both keep bf16 weights and gradient
 that AdamW steps; the loop under autocast, which keeps fp32 weights only, is there to compare. On a
 GPU where there is one; the batch is halved while any row runs out of its memory, and its peak
 stands beside what `vit_ray.train.memory_estimate` predicts, which knows nothing of --compile. MFU
-is against the dense peak. The bare loops need torch alone; a row whose libraries are missing is
-listed as such. The table is printed after every row.
+is against the dense peak. The bare loops need torch alone; a row whose libraries are missing, or
+that has not ended after `--row-s`, is listed as such. The table is printed after every row.
 """
 
 import argparse
@@ -292,14 +292,22 @@ def run_apart(name: str, args: argparse.Namespace) -> Measured | str:
     # What a worker with one CPU gets from Ray, for all rows.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *sys.argv, "--batch", str(args.batch), "--only", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_s"')]
+    # Files, and no pipes: those end only with the last process that a row started.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        try:
+            done = subprocess.run(
+                command, env=environment, stdout=out, stderr=err, timeout=args.row_s
+            )
+        except subprocess.TimeoutExpired:
+            return f"has not ended after {args.row_s:.0f} s"
+        printed, errors = (file.seek(0) or file.read() for file in (out, err))
+    lines = [line for line in printed.splitlines() if line.startswith('{"step_s"')]
     if lines:
         return Measured(**json.loads(lines[-1]))
-    if OUT_OF_MEMORY in done.stderr:
+    if OUT_OF_MEMORY in errors:
         return OUT_OF_MEMORY
     code = f"exit code {done.returncode}"
-    last = (ERROR.findall(done.stderr) or done.stderr.strip().splitlines() or [code])[-1]
+    last = (ERROR.findall(errors) or errors.strip().splitlines() or [code])[-1]
     return str(last).replace("|", "/")[:160]
 
 
@@ -379,6 +387,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS))
+    parser.add_argument("--row-s", type=float, help="at most, of a row's process")
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,8 +1,12 @@
 """What a job's step costs, from measurements that are made up."""
 
 import argparse
+import os
+import signal
 import subprocess
-from typing import Any
+import sys
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -15,7 +19,8 @@ NAMES = ["bare", "zero0", "job"]
 
 def arguments(**changes: Any) -> argparse.Namespace:
     known = {"model": "ViT-Ti/16", "batch": 8, "precision": "bf16", "compile": False}
-    return argparse.Namespace(**{**known, "rows": NAMES, "rounds": 1, **changes})
+    known |= {"rows": NAMES, "rounds": 1, "row_s": 60.0}
+    return argparse.Namespace(**{**known, **changes})
 
 
 def cells(line: str) -> list[str]:
@@ -71,6 +76,31 @@ def test_memory_has_a_bar_where_the_prediction_is_of_what_ran(
 def test_a_row_that_fails_names_the_error_and_not_what_was_said_after_it(
     errors: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = subprocess.CompletedProcess([], 9, stdout="", stderr=errors)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
+
+    def run(*_: Any, stderr: IO[str], **__: Any) -> Any:
+        stderr.write(errors)
+        return subprocess.CompletedProcess([], 9)
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert run_apart("zero0", arguments()) == told
+
+
+def test_a_row_that_hangs_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ends, but leaves a process that has its output open."""
+    lives = f"[{sys.executable!r}, '-c', 'import time; time.sleep(120)']"
+    pid = tmp_path / "pid"
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys, time\n"
+        "if sys.argv[-1] == 'job': time.sleep(600)\n"
+        "if sys.argv[-1] == 'bare':\n"
+        f"    open({str(pid)!r}, 'w').write(str(subprocess.Popen({lives}).pid))\n"
+        "print('{\"step_s\": 0.25}')\n"
+    )
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
+    assert run_apart("job", arguments(row_s=0.1)) == "has not ended after 0 s"
+    try:
+        assert run_apart("bare", arguments(row_s=40.0)) == Measured(0.25)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)

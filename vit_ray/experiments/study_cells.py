@@ -168,7 +168,7 @@ def _refuse_same_names(cells: list[Cell]) -> None:
     names = [cell.name for cell in cells]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"study: {len(twice)} cells have a name twice, such as {twice[0]!r}; give each of "
+            f"study: cells have a name twice, such as {twice[0]!r}; give each of "
             "study.models its own label, and list fractions and lengths that differ more"
         )
 

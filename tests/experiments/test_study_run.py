@@ -247,6 +247,10 @@ def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell
             "-small-.*sweep.space: init_from=/a: init_from is the cell's; leave it out",
         ),
         (
+            {"sweep": {"space": {"model": [{"dropout": 0.1}, {"depth": 2}]}}},
+            "-small-.*sweep.space: model={.depth.: 2}: model.depth is the cell's; leave it out",
+        ),
+        (
             {"sweep": {"space": {"optim.layer_decay": [0.7], "optim.frozen": [["head"]]}}},
             "-small-.*sweep.space: layer_decay=0.7, frozen=.*: optim.frozen has head",
         ),

@@ -90,7 +90,9 @@ def test_a_task_that_trains_something_else_has_another_run(base: str) -> None:
         ({"init_from": "/y"}, r"changes.init_from is the cell's; leave it out"),
         ({"workers": {"num_workers": 2}}, r"changes.workers.num_workers is the cell's"),
         ({"optim.stps": 3}, r"unknown key optim.stps; did you mean optim.steps"),
-        ({"model.patch_size": 5}, r"patches of 5 pixels do not fill"),
+        ({"model.patch_size": 5}, r"changes.model.patch_size is the cell's; leave it out"),
+        ({"model": {"name": "R50x1"}}, r"changes.model.name is the cell's"),
+        ({"model.image_size": 15}, r"patches of 4 pixels do not fill"),
     ],
 )
 def test_a_task_that_cannot_be_is_refused_with_its_name(base: str, changes: Any, told: str) -> None:

@@ -32,7 +32,7 @@ from vit_ray.experiments.search_space import errors_of_point, points_of, with_po
 from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
 from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.transfer import OF_THE_CELL, run_transfer, task_recipe, task_tags
+from vit_ray.experiments.transfer import key_of_the_cell, run_transfer, task_recipe, task_tags
 from vit_ray.launch.preflight import (
     ResolvedRun,
     check_batch,
@@ -128,8 +128,8 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
     for point in points_of(recipe, sweep):
         trials.append(with_point(recipe, point))
         with errors_of_point(recipe, point):
-            if taken := [key for key in point if key.partition(".")[0] in OF_THE_CELL]:
-                raise ValueError(f"{taken[0]} is the cell's; leave it out")
+            if taken := key_of_the_cell(point):
+                raise ValueError(f"{taken} is the cell's; leave it out")
             check_head_is_trained(trials[-1], "sweep_trial")
             check_batch(trials[-1], kept)
     if sweep.scheduler == "asha":

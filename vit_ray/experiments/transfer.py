@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from vit_ray.config import Recipe, load_recipe
@@ -21,8 +22,12 @@ from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.run_metadata import SIZES
 from vit_ray.launch.worker_group import RunFailedError
 
-OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
+_OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
 """Sections and keys of a task's recipe that are as the cell has them."""
+_SIZES: Final = (
+    "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
+)  # fmt: skip
+"""Of a model, without which its weights fit no more."""
 _OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
 """Options of a model that its fine-tuning has as the task's recipe has them."""
 
@@ -38,8 +43,8 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     """
     where = f"study.transfer {task.name!r}"
     point = dict(leaves(task.changes))
-    if taken := [key for key in point if key.partition(".")[0] in OF_THE_CELL]:
-        raise ValueError(f"{where}: changes.{taken[0]} is the cell's; leave it out")
+    if taken := key_of_the_cell(point):
+        raise ValueError(f"{where}: changes.{taken} is the cell's; leave it out")
     base, own = load_recipe(task.recipe), cell.recipe
     # Off and unset are one: a model that has no such option can be fine-tuned by the recipe, too.
     of_task = {key: getattr(base.model, key) or None for key in _OF_PRETRAINING}
@@ -56,6 +61,13 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     }
     recipe = with_point(base, point, where, **changes)
     return recipe.with_changes(name=f"{recipe.name}-{_digest(_trained_text(recipe))}")
+
+
+def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
+    """A key of what a task changes or varies that is as the cell has it; None if there is none."""
+    of_model = [f"model.{key}" for key in _SIZES]
+    taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
+    return next(taken, None)
 
 
 def _trained_text(recipe: Recipe) -> str:

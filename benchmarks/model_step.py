@@ -272,8 +272,8 @@ def choose(trainee: Trainee, sizes: list[int], row: Row) -> None:
             try_sizes(trainee, sizes, eager)
         start = sizes.index(fastest(eager) or sizes[0])
         nearest = sorted(sizes, key=lambda size: abs(sizes.index(size) - start))
-        compile_blocks(trainee.model)
         try:
+            compile_blocks(trainee.model)
             try_sizes(trainee, nearest, compiled, COMPILED_SIZES, COMPILED_S)
         except Exception as error:  # as many kinds as there are parts of a compiler
             what = "not compiled" if fastest(compiled) is None else "no further size compiled"

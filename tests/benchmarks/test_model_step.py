@@ -117,6 +117,11 @@ class Broken(Block):
         self._compiled_call_impl = fails
 
 
+class Refuses(Block):
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        raise AttributeError("this torch has no such setting")
+
+
 class Steady:
     """Takes so many seconds a step by size of the batch; of other sizes there is no memory."""
 
@@ -252,9 +257,9 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def uncompilable(_: str) -> nn.Module:
+def of_blocks(kind: type[Block]) -> nn.Module:
     model = Tiny()
-    model.blocks = nn.ModuleList([Broken() for _ in range(2)])
+    model.blocks = nn.ModuleList([kind() for _ in range(2)])
     return model
 
 
@@ -288,7 +293,8 @@ def test_a_model_that_fails_leaves_the_others_their_rows(measured: Measure) -> N
         vit_ray=lambda _: Tiny(most_compiled=2),
         small=lambda _: Tiny(most=1, most_compiled=1),
         none=lambda _: Tiny(most=0, most_compiled=0),
-        uncompilable=uncompilable,
+        uncompilable=lambda _: of_blocks(Broken),
+        refuses=lambda _: of_blocks(Refuses),
         missing=missing,
     )
     by_peer = {row.peer: row for row in rows}
@@ -300,9 +306,13 @@ def test_a_model_that_fails_leaves_the_others_their_rows(measured: Measure) -> N
     assert by_peer["uncompilable"].notes == [
         "not compiled: RuntimeError: Failed to find C compiler"
     ]
+    assert by_peer["refuses"].notes == [
+        "not compiled: AttributeError: this torch has no such setting"
+    ]
     assert by_peer["missing"].notes == ["ModuleNotFoundError: No module named 'timm'"]
     assert {row.peer: list(row.wall_s) for row in rows} == {
-        OURS: [0, 1], "small": [0, 1], "none": [], "uncompilable": [0, 1], "missing": [],
+        OURS: [0, 1], "small": [0, 1], "none": [], "uncompilable": [0, 1], "refuses": [0, 1],
+        "missing": [],
     }  # fmt: skip
     assert {row.peer for row in rows if row.is_compiled and row.wall_s} == {OURS, "small"}
     head, _, *lines = table(rows).splitlines()

@@ -97,6 +97,9 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
         {"train": {"activation_checkpointing": 1}},
         {"train": {"offload": True}},
         {"optim": {"name": "sgd"}},
+        {"optim": {"frozen": ["embedding"]}},
+        {"train": {"mixup": 0.8}},
+        {"train": {"cutmix": 1.0}},
         {"data": {"decode": "device"}},
     ],
 )

@@ -19,10 +19,11 @@ LIMIT_FILE = "micro_batch_limit.json"
 _DECIDES_MEMORY: Final = (
     ("optim", "name"),
     ("optim", "first_moment"),
+    ("optim", "frozen"),
     ("data", "decode"),
     *(("train", key) for key in (
         "precision", "zero_stage", "offload", "activation_checkpointing", "compile", "averaging",
-        "loss", "masked_target",
+        "loss", "masked_target", "mixup", "cutmix",
     )),
 )  # fmt: skip
 CPU_MOST = 64  # images; larger passes are no faster on a CPU and only take memory

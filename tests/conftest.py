@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import secrets
 import shutil
@@ -48,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         needs_ray = "ray_head" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.split("::")[0]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collection_of_new_objects_alone() -> None:
+    """Compiled graphs leave millions of objects, at which every collection would look again."""
+    gc.collect()
+    gc.freeze()
 
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

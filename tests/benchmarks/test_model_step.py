@@ -468,12 +468,13 @@ def test_a_library_that_cannot_be_imported_is_as_one_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a torchvision of another torch is; transformers imports it because it is there."""
-    (tmp_path / "other_build.py").write_text("raise RuntimeError('operator nms does not exist')")
+    other = "other_build"
+    (tmp_path / f"{other}.py").write_text("raise RuntimeError('operator nms does not exist')")
     (tmp_path / "good_build.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with without_broken("other_build"), without_broken("good_build"), without_broken("no_build"):
-        assert importlib.util.find_spec("other_build") is None
+    with without_broken(other), without_broken("good_build"), without_broken("no_build"):
+        assert importlib.util.find_spec(other) is None
         assert importlib.util.find_spec("good_build") is not None
         assert importlib.util.find_spec("no_build") is None
     with pytest.raises(RuntimeError, match="operator nms"):
-        importlib.import_module("other_build")
+        importlib.import_module(other)

@@ -93,7 +93,7 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     yield Section("decode", "JPEG files to crops on the device", command)
     # One round: a row is a median already, and half a minute of it is the start of its process.
     trainer = ["--batch", str(args.trainer_batch), "--precision", "bf16", "--rounds", "1"]
-    trainer += ["--row-s", "75"]  # one that hangs must not cost the others theirs
+    trainer += ["--row-s", "75"]  # of a section with more time, not all for one that hangs
     command = ["train_step.py", "--model", args.trainer_model, *trainer, "--compile"]
     command += ["--rows", "bare", "zero0", "job", "zero1", "autocast"]
     title = f"{args.trainer_model}: the whole step of a job, compiled, against a bare loop"

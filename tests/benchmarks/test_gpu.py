@@ -204,13 +204,13 @@ def test_what_a_section_does_not_use_goes_to_those_that_follow() -> None:
 def test_scripts_that_all_hang_are_all_begun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In two seconds, and not ten minutes."""
+    """In five seconds, and not ten minutes."""
 
     def hangs(args: argparse.Namespace) -> Any:
         yield from (gpu.Section(part, f"a {part}", ["silent.py"]) for part in gpu.LEAST_S)
 
     monkeypatch.setattr(gpu, "sections", hangs)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--total-s", "2"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--total-s", "5"])
     gpu.main()
     printed = capsys.readouterr().out
     assert printed.count("Cut off after ") == len(gpu.LEAST_S)

@@ -25,10 +25,10 @@ def test_a_process_that_has_ended_counts_as_it_was_last_seen() -> None:
     others = StartedProcesses()
     before_s = others.cpu_s()
     first = started()
-    assert others.cpu_s() - before_s >= 0.19  # clock ticks are a hundredth
+    assert others.cpu_s() - before_s >= 0.15  # clock ticks are a hundredth
     first.communicate("\n")
     second = started()
-    assert others.cpu_s() - before_s >= 0.38
+    assert others.cpu_s() - before_s >= 0.3
     second.communicate("\n")
 
 

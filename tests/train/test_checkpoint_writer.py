@@ -265,6 +265,19 @@ def test_where_weights_are_averaged_theirs_is_the_best(
     assert steps(run) == [4, 2]
 
 
+def test_losses_of_averaged_and_of_last_weights_are_not_compared(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where averaging is switched off in the middle of a run."""
+    disk = FullDisk(run, monkeypatch)
+    for step, loss in ((1, 0.5), (2, 0.4)):
+        both = {"eval/loss": 9.0, "eval/averaged_loss": loss}
+        disk.save(step, eval_step=step, metrics=both)
+    for step, loss in ((3, 2.0), (4, 1.0), (5, 1.5)):
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [5, 4, 2]
+
+
 def test_a_loss_that_is_not_finite_is_never_the_best(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

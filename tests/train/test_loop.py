@@ -208,11 +208,27 @@ def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: f
 
 
 def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
-    progress = Progress(metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0})
-    run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), recipe(evaluate={"every_steps": 5}), progress)
-    assert progress.best_eval_loss == 0.5
+    progress = Progress(
+        best_eval_loss=0.1,
+        best_loss_key="eval/averaged_loss",
+        evals_without_best=1,
+        metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
+    )
+    chosen = recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
+    assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) == "finished"
+    assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
     assert "train/loss" in progress.metrics
+
+
+def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_last_weights() -> (
+    None
+):
+    progress = Progress(best_eval_loss=0.6, evals_without_best=1)
+    chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
+    assert "no better" not in ended
+    assert progress.best_eval_loss == pytest.approx(1.0)
 
 
 def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:

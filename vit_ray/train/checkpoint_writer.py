@@ -152,16 +152,20 @@ class CheckpointWriter:
         steps = [step for step, _ in list_checkpoints(self._run_folder)]
         permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
         kept = {step for step in steps if permanent.is_due_at(step)}
-        return kept | self._best_step() if self._keep.keep_best else kept
+        return kept | self._best_steps() if self._keep.keep_best else kept
 
-    def _best_step(self) -> set[int]:
+    def _best_steps(self) -> set[int]:
         opened = {s: open_checkpoint(folder) for s, folder in list_checkpoints(self._run_folder)}
         # What cannot be opened now may be the best: `prune` judges whether it is damaged.
         unknown = {step for step, found in opened.items() if found is None}
         measured = [found.position.progress for found in opened.values() if found is not None]
-        losses = {p.step: p.validation_loss for p in measured if p.eval_step == p.step}
-        finite = {s: loss for s, loss in losses.items() if loss is not None and math.isfinite(loss)}
-        return unknown | ({min(finite, key=finite.__getitem__)} if finite else set())
+        # Of losses of the last and of averaged weights each has a best: they are not compared.
+        best: dict[str, tuple[float, int]] = {}
+        for p in measured:
+            loss = p.metrics.get(p.loss_key, math.nan)
+            if p.eval_step == p.step and loss < best.get(p.loss_key, (math.inf, 0))[0]:
+                best[p.loss_key] = loss, p.step
+        return unknown | {step for _, step in best.values()}
 
 
 def _has_gone(folder: Location) -> bool:

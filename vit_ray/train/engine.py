@@ -125,7 +125,7 @@ class DeepSpeedEngine:
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
         """Forward and backward pass of one micro-batch; returns its mean loss, detached.
 
-        `step`: 0-based, for losses that change from epoch to epoch.
+        `step`: 0-based, for losses that change from step to step.
         """
         with self.forward_times.measured():
             loss = self._loss_function(self._engine, images, labels, samples, step)

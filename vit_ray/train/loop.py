@@ -350,9 +350,12 @@ def _evaluate_if_due(
     others = {key: value for key, value in progress.metrics.items() if "/averaged_" not in key}
     progress.metrics = others | metrics
     hooks.log(progress.step, metrics)
-    loss = progress.validation_loss if "eval/loss" in metrics else None
+    loss = metrics.get(progress.loss_key)
     if loss is None or not (is_due or progress.step == context.total_steps):
         return False
+    if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
+        progress.best_loss_key = progress.loss_key
+        progress.best_eval_loss, progress.evals_without_best = None, 0
     progress.eval_step = progress.step
     best = progress.best_eval_loss
     if math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best):

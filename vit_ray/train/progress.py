@@ -12,6 +12,8 @@ class Progress:
     step: int = 0
     """Steps completed."""
     best_eval_loss: float | None = None
+    best_loss_key: str = "eval/loss"
+    """Metric that `best_eval_loss` is of."""
     evals_without_best: int = 0
     eval_step: int = -1
     """Step of the last evaluation; -1 before the first."""
@@ -27,9 +29,10 @@ class Progress:
     """Last value of every metric."""
 
     @property
-    def validation_loss(self) -> float | None:
-        """Last one, of the averaged weights where there are any; None before the first."""
-        return self.metrics.get("eval/averaged_loss", self.metrics.get("eval/loss"))
+    def loss_key(self) -> str:
+        """The validation loss that decides: of the averaged weights where there are any."""
+        averaged = "eval/averaged_loss"
+        return averaged if averaged in self.metrics else "eval/loss"
 
     def is_over(self, total_steps: int) -> bool:
         """Whether nothing is left to do of a run of so many steps."""

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import TypeVar
 
 import pytest
 
 from vit_ray.experiments import side_by_side
 from vit_ray.experiments.side_by_side import Room, makespan, run_side_by_side, starting_now
 
+Result = TypeVar("Result")
+
 
 def never() -> bool:
     return False
+
+
+def run_all(
+    work: Callable[[int], Result],
+    needs: list[Room],
+    room: Callable[[], Room],
+    is_stopped: Callable[[], bool] = never,
+) -> dict[int, Result]:
+    """Trainings that take the same of any cluster."""
+    return run_side_by_side(work, lambda _: needs, room, count=len(needs), is_stopped=is_stopped)
 
 
 def on_gpus(*counts: int) -> list[Room]:
@@ -69,7 +83,7 @@ def test_never_more_run_than_there_is_room_for_and_all_results_come_back() -> No
             running -= 1
         return f"{inherited.get()} {index}"
 
-    found = run_side_by_side(work, on_gpus(*[1] * 6), lambda: Room(2, 99), is_stopped=never)
+    found = run_all(work, on_gpus(*[1] * 6), lambda: Room(2, 99))
     assert found == {index: f"lanes {index}" for index in range(6)}
     assert most == 2
 
@@ -95,8 +109,42 @@ def test_nodes_that_come_are_used_while_others_run_and_those_that_go_are_not(
         with lock:
             running.remove(index)
 
-    run_side_by_side(work, on_gpus(1, 1, 1, 1), lambda: room, is_stopped=never)
+    run_all(work, on_gpus(1, 1, 1, 1), lambda: room)
     assert beside == {0: set(), 1: {0}, 2: set(), 3: set()}
+
+
+def test_what_takes_gpus_where_there_are_some_takes_them_when_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first runs on CPUs, as there are no GPUs yet; the next ones have one GPU in turn."""
+    monkeypatch.setattr(side_by_side, "POLL_S", 0.01)
+    lock, came, third = threading.Lock(), threading.Event(), threading.Event()
+    running, beside = set[int](), dict[int, set[int]]()
+
+    def needs(room: Room) -> list[Room]:
+        return [Room(min(1.0, room.gpus), 4.0)] * 3
+
+    def work(index: int) -> None:
+        with lock:
+            beside[index] = set(running)
+            running.add(index)
+        if index == 0:
+            came.wait(10)
+        elif index == 1:
+            came.set()
+            third.wait(0.2)  # which would come beside it
+        else:
+            third.set()
+        with lock:
+            running.remove(index)
+
+    rooms = iter([Room(0, 4)])
+    run_side_by_side(
+        work, needs, lambda: next(rooms, Room(1, 64)), count=3, is_stopped=never
+    )  # fmt: skip
+    assert beside[0] == set()
+    assert beside[1] == {0}
+    assert 1 not in beside[2]
 
 
 def test_nothing_starts_after_a_stop_and_what_runs_comes_to_its_end() -> None:
@@ -106,7 +154,7 @@ def test_nothing_starts_after_a_stop_and_what_runs_comes_to_its_end() -> None:
         stopped.set()
         return index
 
-    found = run_side_by_side(work, on_gpus(1, 1, 1), lambda: Room(1, 9), is_stopped=stopped.is_set)
+    found = run_all(work, on_gpus(1, 1, 1), lambda: Room(1, 9), stopped.is_set)
     assert found == {0: 0}
 
 
@@ -119,5 +167,5 @@ def test_an_error_is_raised_after_the_others_have_ended() -> None:
         ended.set()
 
     with pytest.raises(RuntimeError, match="the record is gone"):
-        run_side_by_side(work, on_gpus(1, 1), lambda: Room(2, 9), is_stopped=never)
+        run_all(work, on_gpus(1, 1), lambda: Room(2, 9))
     assert ended.is_set()

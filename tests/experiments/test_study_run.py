@@ -226,6 +226,25 @@ def test_a_study_uses_what_its_cluster_has_now(
     assert [one.error for one in found] == ["", "", ""]
 
 
+def test_a_cluster_that_does_not_answer_for_now_is_taken_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, cells: list[Cell], caplog: pytest.LogCaptureFixture
+) -> None:
+    rooms = iter([Room(0, 1.7)])
+
+    def room(_: Any) -> Room:
+        for first in rooms:
+            return first
+        raise ConnectionError("the head is away")
+
+    monkeypatch.setattr(retries, "train", lambda recipe, **_: result(recipe))
+    monkeypatch.setattr(study, "cluster_room", room)
+    parent: Any = Parent()
+    config = study_of(recipe_from_dict(_recipe("/x", [_model("any")]), "test"))
+    found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
+    assert [one.error for one in found] == ["", "", ""]
+    assert "cells start as before: the head is away" in caplog.text
+
+
 def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell]) -> None:
     wide = cells[0].recipe.with_changes(workers={"num_workers": 8})
     groups = [

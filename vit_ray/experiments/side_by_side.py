@@ -1,7 +1,8 @@
 """Trainings side by side, as many as the cluster holds: a list schedule, and its simulation.
 
-The same rule decides what runs and what `--dry-run` foretells: whenever something has ended, those
-that wait start in their order, each that finds room beside those that run.
+The same rule decides what runs and what `--dry-run` foretells: whenever something has ended, or the
+cluster has changed, those that wait start in their order, each that finds room beside those that
+run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vit_ray.config import Recipe
 Result = TypeVar("Result")
 
 POLL_S = 5.0
-"""How often it is asked whether those that wait may still start."""
+"""How often it is asked whether those that wait may still start, and what the cluster has."""
 
 
 @dataclass(frozen=True)
@@ -76,33 +77,39 @@ def makespan(hours: Sequence[float], needs: Sequence[Room], room: Room) -> float
 
 def run_side_by_side(
     work: Callable[[int], Result],
-    needs: Sequence[Room],
+    needs: Callable[[Room], Sequence[Room]],
     room: Callable[[], Room],
     *,
+    count: int,
     is_stopped: Callable[[], bool],
 ) -> dict[int, Result]:
     """Results by index, of those that were started before `is_stopped` said so.
 
     Args:
         work: called with an index, in a thread with a copy of this context.
-        needs: what each takes, in the order in which they start.
+        needs: what each takes of a cluster, in the order in which they start.
         room: what the cluster has now; asked while some wait, as nodes come and go.
+        count: how many there are.
 
     Raises:
         Exception: what a `work` raised, after the others that run have ended.
     """
-    waiting = list(range(len(needs)))
+    waiting = list(range(count))
     running: dict[Future[Result], int] = {}
+    taken: dict[int, Room] = {}  # by those that run, of the cluster in which they started
     results: dict[int, Result] = {}
-    with ThreadPoolExecutor(max(1, len(needs)), thread_name_prefix="cell") as threads:
+    with ThreadPoolExecutor(max(1, count), thread_name_prefix="cell") as threads:
         while True:
             if waiting and is_stopped():
                 waiting = []
-            now = list(running.values())
-            for index in starting_now(waiting, now, needs, room()) if waiting else ():
-                waiting.remove(index)
-                context = contextvars.copy_context()
-                running[threads.submit(context.run, work, index)] = index
+            if waiting:
+                now = room()
+                each = [taken.get(index, need) for index, need in enumerate(needs(now))]
+                for index in starting_now(waiting, list(running.values()), each, now):
+                    waiting.remove(index)
+                    taken[index] = each[index]
+                    context = contextvars.copy_context()
+                    running[threads.submit(context.run, work, index)] = index
             if not running:
                 return results
             for future in wait(running, POLL_S, FIRST_COMPLETED).done:

@@ -7,6 +7,7 @@ cell that fails is started again from its newest checkpoint, and then is a row l
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,8 @@ from vit_ray.launch.preflight import (
 )
 from vit_ray.launch.run_metadata import training_cost
 from vit_ray.tracking.past_runs import add_to_finished
+
+_LOG = logging.getLogger(__name__)
 
 Group = list[tuple[Cell, ResolvedRun]]
 """Cells that are trained one after another: one, or the lengths of a row that branches."""
@@ -157,10 +160,20 @@ def _run_cells(
     open_groups = _in_order([group for group in groups if not run.is_over(group)], room)
     soon = (cell for group in open_groups for cell, _ in group if cell.name not in finished)
     parent.start_workers(first.recipe if (first := next(soon, None)) else None)
+
+    def room_now() -> Room:
+        nonlocal room
+        try:
+            room = cluster_room(study)
+        except Exception as error:  # of a cluster that does not answer for now
+            _LOG.warning("what the cluster has is not known, cells start as before: %s", error)
+        return room
+
     run_side_by_side(
         lambda place: run.train_group(open_groups[place]),
-        [_needs(group, room) for group in open_groups],
-        lambda: cluster_room(study),
+        lambda now: [_needs(group, now) for group in open_groups],
+        room_now,
+        count=len(open_groups),
         is_stopped=run.is_stopped,
     )
     return [run.ended[cell.name] for cell in cells if cell.name in run.ended]

@@ -196,6 +196,15 @@ def test_where_all_average_their_weights_these_are_compared():
     assert [figures.decided_top1(run) for run in runs] == [0.6, 0.6, 0.5]
 
 
+def test_an_accuracy_of_averaged_weights_on_held_out_images_is_none_on_the_test_set():
+    metrics = {"dev/top1": 0.9, "dev/averaged_top1": 0.95, "eval/top1": 0.5}
+    assert figures.decided_top1(run("both", metrics=metrics)) == 0.5
+    assert (
+        figures.decided_top1(run("dev", metrics={"dev/top1": 0.9, "dev/averaged_top1": 0.95}))
+        == 0.95
+    )
+
+
 def test_of_both_accuracies_that_of_the_test_set_counts():
     both = run("both", metrics={"eval/top1": 0.5, "dev/top1": 0.9})
     other_order = run("both", metrics={"dev/top1": 0.9, "eval/top1": 0.5})

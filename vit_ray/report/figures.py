@@ -88,10 +88,14 @@ def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
-    """The accuracy that decides, in which all of the runs can be compared."""
-    measured = [run for run in runs if key in run.metrics]
-    has_all = measured and all(averaged(key) in run.metrics for run in measured)
-    return averaged(key) if has_all else key
+    """The accuracy that decides: of averaged weights where all that have the key have it of them.
+
+    And of the same images: a test set, or a dev split.
+    """
+    measured, other = [run for run in runs if key in run.metrics], averaged(key)
+    has_all = measured and all(other in run.metrics for run in measured)
+    is_alike = all(run.is_on_dev(key) == run.is_on_dev(other) for run in measured)
+    return other if has_all and is_alike else key
 
 
 def _transfers(runs: Sequence[RecordedRun]) -> list[str]:

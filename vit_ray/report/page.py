@@ -32,7 +32,7 @@ FACTS = {
     "vit_ray.resumed_at_steps": "resumed at steps",
     "vit_ray.changed_params": "changed on restart",
 }
-_RELOAD = re.compile(r'<meta http-equiv="refresh" content="([0-9.e+]+)">')
+_RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 
 
 @dataclass(frozen=True)

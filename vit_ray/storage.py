@@ -20,8 +20,8 @@ from vit_ray.retry import with_retries
 
 _LOG: Final = logging.getLogger(__name__)
 
-PLACEHOLDER: Final = "BUCKET"
-"""The bucket of shipped recipes, which leave the place of data and runs to their user."""
+PLACEHOLDER: Final = "s3://BUCKET"
+"""In shipped recipes, which leave the place of data and runs to their user."""
 
 
 class Creation(Enum):
@@ -291,6 +291,11 @@ def _sync_folder(path: str) -> None:
             os.close(folder)
 
 
+def is_placeholder(path: str) -> bool:
+    """Whether a shipped recipe's user has not said yet where this is to be."""
+    return f"{path}/".startswith(f"{PLACEHOLDER}/")
+
+
 def locate(path: str) -> Location:
     """The location that a user's path means.
 
@@ -305,7 +310,7 @@ def locate(path: str) -> Location:
     if path.startswith("s3://"):
         if not path.split("/")[2]:
             raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder.")
-        if path.split("/")[2] == PLACEHOLDER:
+        if is_placeholder(path):
             raise ValueError(
                 f"{path!r} is a placeholder of a shipped recipe: give the key that has it "
                 "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one."

@@ -163,7 +163,7 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
     told = "=.*ascending order" if key == "optim.decay_at" else r"=\[.* twice; list each once"
     with pytest.raises(ValueError, match=f"^here: {section}.*{name}{told}"):
         recipe_from_dict(tree, "here")
-    # A run that was begun with it can be continued.
+    # A checkpoint that was begun with it opens.
     if section in ("evaluate", "checkpoint"):
         assert Recipe.model_validate_json(json.dumps(tree)).name == "run"
 
@@ -191,6 +191,9 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
     assert [row.model and row.model.image_size for row in recipe.study.models] == [224, None]
     del rows[0]["model"]["image_size"]
     recipe_from_dict({**tree, "model": {"image_size": 224}}, "here").with_changes(seed=1)
+    for changes in ({"model": {"image_size": 64}}, {"model.image_size": 64}):
+        rows[0]["changes"] = changes  # asked for
+        recipe_from_dict(tree, "here")
 
 
 def test_every_list_of_the_schema_is_told_above() -> None:

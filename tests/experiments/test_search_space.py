@@ -65,7 +65,7 @@ def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> 
     assert recipe.sweep is not None
     told = (
         r'sweep\.space: model={"name": "ViT-S/16"}: model \'ViT-S/16\' has no option depth, width, '
-        r".*\. Set to null what a base, or the recipe that is changed here, gives for another model"
+        r".*\. What a base, or the recipe that is changed here, gives for another model"
     )
     with pytest.raises(ValueError, match=told):
         points_of(recipe, recipe.sweep)

@@ -103,6 +103,9 @@ def test_the_end_goes_on_without_a_page_that_hangs_and_says_so(
     assert made.written == []
     assert "a page of run id that was begun is not written after 0.05 s" in caplog.text
     made.may_end.release()
+    for thread in threading.enumerate():
+        if thread.name == "page":
+            thread.join(10)
 
 
 def test_a_page_that_fails_is_told_and_is_no_failure(

@@ -16,7 +16,7 @@ from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
 from vit_ray.models.flops import count_exaflops, forward_macs
-from vit_ray.storage import PLACEHOLDER, locate
+from vit_ray.storage import PLACEHOLDER, is_placeholder, locate
 from vit_ray.train.memory_estimate import (
     count_parameters,
     estimate_memory,
@@ -26,7 +26,6 @@ from vit_ray.train.memory_estimate import (
 )
 
 STAGES = (0, 1, 2, 3)
-_UNKNOWN = f"s3://{PLACEHOLDER}"
 NETWORK_GB_PER_S = 50.0  # 400 Gbit/s for each GPU, as in HGX and DGX H100 reference designs
 GPUS_PER_SERVER = 8
 
@@ -61,8 +60,8 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     """
     check_model(recipe)
     train = recipe.data.train
-    paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
-    if all(not path.startswith(_UNKNOWN) and locate(path).exists() for path in paths):
+    paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
+    if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
         return _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
     return _source_facts(recipe) or _told_facts(recipe)

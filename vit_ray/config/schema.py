@@ -175,8 +175,10 @@ def _unlike_size(recipe: Recipe, rows: Sequence[StudyModel]) -> str | None:
     """Which row's model has the default size of images, and not the recipe's, unasked, or None."""
     size = recipe.model.image_size
     for row in rows:
-        own = row.model or recipe.model
-        if own.image_size != size and "image_size" not in own.model_fields_set:
+        own = row.model
+        if own is None or "image_size" in own.model_fields_set:
+            continue
+        if own.image_size != size and "model.image_size" not in dict(_leaves(row.changes, "")):
             return (
                 f"study {row.label!r}: model has no image_size, and would have {own.image_size} "
                 f"where the recipe has {value_text(size)}: a row's model is whole; give it, or "
@@ -193,7 +195,7 @@ def _repeated(section: Section, prefix: str = "") -> str | None:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         parts = value if isinstance(value, tuple) else (value,)
-        values = [one.path if isinstance(one, TrainingSet) else one for one in parts]
+        values = [one.path.rstrip("/") if isinstance(one, TrainingSet) else one for one in parts]
         twice = [one for place, one in enumerate(values) if one in values[:place]]
         is_set = is_list(field.annotation) and name != "stages"
         if is_set and twice and not isinstance(twice[0], Section):

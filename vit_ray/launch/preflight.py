@@ -259,8 +259,8 @@ def check_model(recipe: Recipe) -> None:
         checked_options(model.name, spec, options)
     except ValueError as error:
         raise ValueError(
-            f"{error} Set to null what a base, or the recipe that is changed here, gives for "
-            "another model.name"
+            f"{error} What a base, or the recipe that is changed here, gives for another "
+            "model.name is to be set to null"
         ) from None
     as_grid(model.image_size)
     if recipe.optim.layer_decay < 1.0 and isinstance(spec, PlainResNet | PlainAxialResNet):

@@ -93,7 +93,7 @@ def test_a_row_that_hangs_leaves_the_others_theirs(
     pid = tmp_path / "pid"
     (tmp_path / "script.py").write_text(
         "import subprocess, sys, time\n"
-        "if sys.argv[-1] == 'job': time.sleep(600)\n"
+        "if sys.argv[-1] == 'job': time.sleep(20)\n"
         "if sys.argv[-1] == 'bare':\n"
         f"    open({str(pid)!r}, 'w').write(str(subprocess.Popen({lives}).pid))\n"
         "print('{\"step_s\": 0.25}')\n"

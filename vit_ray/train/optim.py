@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     that takes a trial step to make its state must not move the weights.
 
     torch's are fused, on a CPU too: one pass over the state, in all threads. Where it is offloaded,
-    DeepSpeed's own for CPUs takes 0.87 to 0.95 of the time on one thread, no less on two
+    DeepSpeed's own for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on two
     (`benchmarks/offload_step.py`), and has to be compiled there for three minutes. All take a
     refusal as a number (`found_inf`).
     """

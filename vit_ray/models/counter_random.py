@@ -34,8 +34,7 @@ def line_keys(keys: Tensor, count: int) -> Tensor:
 
 def random_words(keys: Tensor, count: int) -> Tensor:
     """`count` words of 64 random bits for each key: int64 (B, count), of either sign."""
-    counters = torch.arange(1, count + 1, device=keys.device) * _GOLDEN
-    return _mix(keys[:, None] + counters)
+    return _mix(keys[:, None] + torch.ops.vit_ray.golden_multiples(keys, count))
 
 
 def random_uint16(keys: Tensor, count: int) -> Tensor:
@@ -53,6 +52,26 @@ def _signed(word: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _golden_multiples(keys: Tensor, count: int) -> Tensor:
+    """The first `count` multiples of the golden ratio modulo 2^64: int64 (count,) on keys' device.
+
+    An operation of its own, so that compiled code reads the products from memory. Inductor would
+    fold them into the loop's index: in C++ that overflow is undefined, and g++ 12 drops the loop's
+    bound and writes past the end of the output.
+    """
+    return torch.arange(1, count + 1, device=keys.device) * _GOLDEN
+
+
+torch.library.define("vit_ray::golden_multiples", "(Tensor keys, SymInt count) -> Tensor")
+# `torch.library.custom_op` would cost each call some hundred microseconds of the host.
+torch.library.impl("vit_ray::golden_multiples", "CompositeExplicitAutograd", _golden_multiples)
+
+
+@torch.library.register_fake("vit_ray::golden_multiples")
+def _(keys: Tensor, count: int) -> Tensor:
+    return keys.new_empty(count)
 
 
 def _mix(words: Tensor) -> Tensor:

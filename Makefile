@@ -18,7 +18,7 @@ BOTH := --numprocesses=2 --dist=loadgroup
 # Without it a machine is generic itself, and cannot run what is compiled for AVX2.
 HAS_AVX2 := $(shell grep -qsw avx2 /proc/cpuinfo && echo yes)
 
-.PHONY: env quickstart test test-faults soak test-processors check test-browser newcomer screenshots clean
+.PHONY: env quickstart test test-slow test-all test-generic test-faults soak test-processors check check-docs test-browser newcomer screenshots clean
 
 env: $(STAMP)
 
@@ -41,26 +41,37 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The pages build, and what is imported is declared, and the reverse.
+check-docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 	$(BIN)/deptry vit_ray jobs --optional-dependencies-dev-groups dev
 	$(BIN)/deptry vit_ray jobs tests benchmarks docs
 
-# First as the processor that differs most from this one; the closing line is that of all tests.
+# Every behaviour once. The matrices and the long jobs are in `test-slow`.
 test: check
-ifdef HAS_AVX2
-	$(GENERIC) $(BIN)/python -m pytest $(PUBLISHED)
-endif
 	$(BIN)/python -m pytest $(BOTH) --durations=10
 
-test-processors: env
-	$(BIN)/python -m pytest $(NUMERIC)
-	$(GENERIC) $(BIN)/python -m pytest $(NUMERIC)
+test-slow: env
+	$(BIN)/python -m pytest $(BOTH) --slow=only --durations=10
+
+test-all: test check-docs test-generic test-browser test-slow
+
+# As the processor that differs most from this one.
+test-generic: env
 ifdef HAS_AVX2
-	$(AVX2) $(BIN)/python -m pytest $(NUMERIC)
+	$(GENERIC) $(BIN)/python -m pytest $(PUBLISHED) --slow=also
+endif
+
+test-processors: env
+	$(BIN)/python -m pytest --slow=also $(NUMERIC)
+	$(GENERIC) $(BIN)/python -m pytest --slow=also $(NUMERIC)
+ifdef HAS_AVX2
+	$(AVX2) $(BIN)/python -m pytest --slow=also $(NUMERIC)
 endif
 
 test-faults: env
-	$(BIN)/python -m pytest -o addopts=-q tests/faults
+	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/faults
 
 # Hours; given again it goes on. SOAK_FAULTS=10 is an hour's part of it.
 SOAK_FAULTS ?= 200
@@ -70,7 +81,7 @@ soak: env
 # MLflow's pages and ours in Chromium (apt-get install chromium chromium-driver npm), and pictures for docs/mlflow.md.
 STORE ?= sqlite:///quickstart/mlflow.db
 test-browser: env build/axe.min.js
-	$(BIN)/python -m pytest -o addopts=-q tests/browser
+	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/browser
 
 # Finds what people cannot read or reach (MPL-2.0; only tests use it).
 build/axe.min.js:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,18 +35,40 @@ import pytest
 import ray
 
 from tests.ports import free_ports
+from tests.rerun import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes share the tests: all that need Ray go to one, which starts it.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow",
+        choices=["no", "also", "only"],
+        default="no",
+        help="tests marked `slow`: leave them out, run them with the others, or run them alone",
+    )
 
-    The others go file by file, since those of a file share what their fixtures compute.
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select by `--slow`, then group the tests for the processes that share them.
+
+    All that need Ray go to one process, which starts it. The others go file by file, since those
+    of a file share what their fixtures compute.
     """
+    chosen = config.getoption("slow")
+    if chosen != "also":
+        cases: Counter[str] = Counter()
+        selected, deselected = [], []
+        for item in items:
+            mark, function = item.get_closest_marker("slow"), item.nodeid.split("[")[0]
+            cases[function] += 1
+            is_slow = mark is not None and cases[function] > mark.kwargs.get("after", 0)
+            (selected if is_slow == (chosen == "only") else deselected).append(item)
+        items[:] = selected
+        config.hook.pytest_deselected(items=deselected)
     for item in items:
         needs_ray = "ray_head" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.split("::")[0]))

@@ -70,6 +70,7 @@ def after_one_that_died(root: str, index: int) -> str:
     return path
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("place", "number"), [(in_folder, 1), (after_one_that_died, 2)])
 def test_of_two_that_start_together_one_holds(tmp_path: Path, place: object, number: int) -> None:
     got = holders(functools.partial(place, str(tmp_path)), 200)  # type: ignore[arg-type]
@@ -91,6 +92,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield "s3://locks/runs"
 
 
+@pytest.mark.slow
 def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:
     got = holders(functools.partial(in_folder, bucket), 5)
     assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 5

@@ -46,6 +46,7 @@ def unfinished() -> list[str]:
     return [upload["Key"] for upload in found]
 
 
+@pytest.mark.slow
 def test_a_large_upload_of_which_every_fourth_part_fails_is_whole(
     bucket: Location, proxy: FaultProxy
 ) -> None:

@@ -10,6 +10,7 @@ NAME = "ViT-Ti/16"
 GIB = 2**30
 
 
+@pytest.mark.slow
 def test_what_lies_there_before_the_pass_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, and what libraries take for themselves at their first use."""
     calls: list[str] = []

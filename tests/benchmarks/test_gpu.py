@@ -236,6 +236,7 @@ PathFinder.find_spec = find_spec
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows"),
     [

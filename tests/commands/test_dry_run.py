@@ -84,6 +84,7 @@ def test_more_workers_than_the_batch_divides_among_is_an_error() -> None:
         describe_training(small(workers={"num_workers": 3}))
 
 
+@pytest.mark.slow
 def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text

@@ -64,6 +64,7 @@ def test_rows_of_the_table_agree_with_each_other() -> None:
         )
 
 
+@pytest.mark.slow
 def test_each_stage_needs_less_state_than_the_one_before() -> None:
     recipe = recipe_of("train.micro_batch_size=32", "plan.num_gpus=64")
     facts, cluster = told_facts(recipe), planned_cluster(recipe)
@@ -76,6 +77,7 @@ def test_each_stage_needs_less_state_than_the_one_before() -> None:
     assert len({memory.activations for memory in stages}) == 1
 
 
+@pytest.mark.slow
 def test_smaller_devices_hold_smaller_micro_batches() -> None:
     sizes = []
     for device in ("H200", "A100", "L4"):

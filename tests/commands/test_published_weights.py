@@ -147,6 +147,7 @@ RESIZED = "their positions are resized to"
 AS_THEY_ARE = "they have no positions, and are used as they are at"
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [

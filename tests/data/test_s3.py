@@ -81,6 +81,7 @@ def test_a_data_set_reads_the_same_from_s3(s3: FaultProxy, dataset: Manifest) ->
         np.testing.assert_array_equal(here[name], there[name])
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "hang", "cut", "flip", "slow"])
 def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: str) -> None:
     remote = open_dataset("s3://sets/small")
@@ -101,6 +102,7 @@ def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
     assert s3.faults.injected == []
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "cut", "slow"])
 def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path, kind: str) -> None:
     s3.faults.set(kind, remaining=1 if kind == "slow" else 3, path=f"empty/{kind}")
@@ -186,6 +188,7 @@ def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]
     return {entry.key: (entry.labels, entry.read()) for entry in entries}
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("kind", ["503", "reset", "cut", "slow"])
 @pytest.mark.parametrize("layout", ["classes", "tars", "hub", "list"])
 def test_sources_are_read_from_s3_as_from_disk(
@@ -230,6 +233,7 @@ print(json.dumps({"fingerprint": report.fingerprint, "samples": sorted(samples)}
 """
 
 
+@pytest.mark.slow
 def test_convert_to_s3_and_stream_from_it_under_faults(
     ray_cluster: Any, proxy: FaultProxy, buckets: Path, image_folder: Path, dataset: Manifest
 ) -> None:

@@ -72,6 +72,7 @@ def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], N
             assert store.faults.remaining == 0
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 def test_rows_are_those_of_the_disk(store: FaultProxy, bucket: Path, kind: str) -> None:
     expected = used_rows(open_dataset(str(bucket / "set")))
@@ -82,6 +83,7 @@ def test_rows_are_those_of_the_disk(store: FaultProxy, bucket: Path, kind: str) 
     at_each_request(store, "/b/set/", kind, read)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 def test_shards_and_manifest_arrive_as_they_are(
     store: FaultProxy, bucket: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_patterns_stand_for_keys_as_for_files(
 FLIPPED = (".parquet", "/shard-", "/index-")
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 def test_a_conversion_makes_the_same_data_set(
     store: FaultProxy, bucket: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +149,7 @@ def converted(source: str, target: str) -> ConvertReport:
     return convert(source, target, rows_per_row_group=2, shard_mib=0.01, seed=3)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
     run = locate(f"s3://b/{kind}-run")
@@ -160,6 +164,7 @@ def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
     at_each_request(store, f"/b/{kind}-run/step", kind, write_and_open)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
     store: FaultProxy, kind: str

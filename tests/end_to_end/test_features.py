@@ -66,6 +66,7 @@ def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any
     return [row["key"] for row in rows], labels, features.numpy(), found.logits.numpy()
 
 
+@pytest.mark.slow
 def test_workers_write_what_one_forward_gives_and_measure_each_class(
     digits: Digits, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
 from tests.conftest import ROOT, Digits, Head
@@ -21,6 +22,7 @@ def submit(head: Head, working_dir: Path, *entrypoint: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_a_submitted_job_ends_well_and_records_its_run(
     ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from vit_ray.launch.run import train
 from vit_ray.launch.worker_group import RunFailedError
 
 
+@pytest.mark.slow
 def test_a_warm_lane_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed(
     digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

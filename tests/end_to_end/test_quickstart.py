@@ -19,6 +19,7 @@ def _shorter(recipe: str) -> Recipe:
     return load_recipe(recipe).with_changes(**changes)
 
 
+@pytest.mark.slow
 def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     ray_cluster: Head,
     tmp_path: Path,

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT, Digits, Head
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
 from tests.end_to_end.runs import curve, runs_of, small_recipe, write_recipe
@@ -38,6 +40,7 @@ def submit(head: Head, recipe: Recipe, code: Path, folder: Path, variables: dict
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
     ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
 ) -> None:

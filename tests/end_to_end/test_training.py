@@ -233,6 +233,7 @@ def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
     assert [k for k in kinds if k != "first step"] == ["not finite", "rolled back", "not finite"]
 
 
+@pytest.mark.slow
 def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
     ray_cluster: Head, straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_the_figures_of_any_budget_are_those_of_transformers_attention(
     np.testing.assert_allclose(rollouts, expected_rollouts, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_of_one_image_and_layer_is_held_at_a_time() -> None:
     model = small_model("ViT", depth=8, image_size=128).eval()
     images = pictures(3, (128, 128))

@@ -203,6 +203,7 @@ def resumed(ray_cluster, digits, tmp_path_factory):
     return recipe, run_study(recipe)
 
 
+@pytest.mark.slow
 def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(resumed):
     recipe, result = resumed
     assert result.is_complete

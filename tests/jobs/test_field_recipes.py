@@ -257,6 +257,7 @@ def run_grown(rank: int, folder: str) -> Outcome:
 ENDED_EARLY = ("early_stopping", "elastic", "rollback")
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ENDED_EARLY])
 def test_a_small_recipe_trains(outcomes: dict[str, Outcome], name: str) -> None:
     outcome = outcomes[name]

@@ -32,6 +32,7 @@ def trained(cell: Cell) -> dict[str, str]:
     return {key: flat[key] for key in flat if is_trained(key) and not key.startswith(measured)}
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_is_planned_without_data(path: Path) -> None:
     recipe = load_recipe(path)
@@ -44,6 +45,7 @@ def test_every_study_is_planned_without_data(path: Path) -> None:
     assert f"{len(plan.cells)} cells" in describe_study(recipe)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("path", sorted(OF_THE_PAPER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_headers_say_what_the_study_costs(path: Path) -> None:
     plan = plan_study(load_recipe(path))
@@ -123,6 +125,7 @@ def test_the_models_of_figure_3_on_jft_are_those_of_table_5() -> None:
         assert f"{top1 * 100:.2f}" in header, row
 
 
+@pytest.mark.slow
 def test_table_6_has_its_exaflops() -> None:
     plan = plan_study(load_recipe(OF_THE_PAPER / "table6.yaml"))
     assert len(plan.cells) == len(TABLE_6) == 18

@@ -94,6 +94,7 @@ def record(
     return run_id
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gets_the_models_logits_from_uint8_images(
     trained: Any, tmp_path: Path
 ) -> None:

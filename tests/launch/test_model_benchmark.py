@@ -62,6 +62,7 @@ def test_models_are_measured_on_ray_and_recorded_one_run_each(
     assert "2 or more" in shown
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_is_told_and_recorded_and_the_next_is_measured(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ def small_vit(recompute_every: int) -> nn.Module:
     return model
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("recompute_every", [0, 1, 2])
 def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every: int) -> None:
     model, images = small_vit(recompute_every), torch.randn(8, 3, 32, 32)

@@ -122,6 +122,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("family", "options"), COMPILED)
@@ -138,6 +139,7 @@ def test_a_compiled_step_equals_an_eager_one(
     assert_same_step(compiled, reference, rtol=1e-3 if dtype == torch.float32 else 0.1)
 
 
+@pytest.mark.slow
 def test_a_step_in_machine_code_equals_an_eager_one() -> None:
     model = small_model("ViT", depth=1, representation=True)
     reference = step(model)

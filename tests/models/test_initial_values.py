@@ -181,6 +181,7 @@ def test_every_tensor_of_every_family_starts_as_its_kind_does(
         assert start(parameter.detach()), name
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", ["ViT-B/16", "R50x1", "R50x1+ViT-B/16", "AxialResNet50"])
 def test_first_logits_are_the_head_bias(name: str) -> None:
     model = build_model(name, num_classes=3, image_size=32, head_bias=-6.9).eval()

@@ -5,6 +5,7 @@ import pytest
 from tests.train.ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_partitioned_models_take_the_same_steps_as_whole_ones() -> None:
     found = run_ranks(1, _losses_by_stage)[0]
     assert len(found) == 14

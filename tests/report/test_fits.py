@@ -144,6 +144,7 @@ def test_compute_at_equal_accuracy_is_found_with_its_uncertainty():
     assert compare_at_equal_accuracy(same, same).typical.value == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_intervals_of_the_ratio_hold_the_truth_as_often_as_they_promise():
     held = 0
     for seed in range(80):

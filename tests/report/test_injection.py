@@ -60,6 +60,7 @@ def plain(empty_store, tmp_path_factory):
     return Elements(_page(empty_store, tmp_path_factory.mktemp("plain"), PLAIN).read_text()).found
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("evil", EVIL)
 def test_a_text_from_outside_adds_no_element_and_no_attribute(evil, plain, tmp_path, empty_store):
     page = _page(empty_store, tmp_path, evil).read_text()

@@ -71,6 +71,7 @@ def test_only_children_that_ended_well_are_finished(tracking):
     assert {name: run.info.run_id for name, run in found.items()} == {"done": done}
 
 
+@pytest.mark.slow
 def test_of_two_finished_runs_of_a_name_the_newest_counts(tracking):
     parent = _run(tracking, "grid")
     starts = (2000, 3000, 1000)

@@ -569,6 +569,7 @@ def _record_in_process(uri, folder, name):
     sys.exit(0 if tracker.finish(timeout_s=60) else 1)
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_on_a_new_sqlite_file_all_write_everything(config, tmp_path):
     Path(config.uri.removeprefix("sqlite:///")).unlink()
     context = multiprocessing.get_context("spawn")

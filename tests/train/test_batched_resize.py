@@ -47,6 +47,7 @@ def test_each_is_what_torch_makes_of_it(
         assert (image.double() - expected).abs().max() <= 0.52
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("size", [(24, 32), (224, 224)])
 def test_an_image_is_the_same_to_the_last_bit_in_any_company(size: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(1)

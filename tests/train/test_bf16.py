@@ -70,6 +70,7 @@ def runs() -> list[dict[Any, Any]]:
     return run_ranks(WORLD, all_kinds, "bf16", PASSES)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_start_from_the_weights_before_they_were_rounded(runs: Any, kind: Any) -> None:
     whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
@@ -118,6 +119,7 @@ def gradient_of_bf16() -> dict[str, Tensor]:
     return mean_gradient(TrainConfig(), torch.bfloat16, PASSES)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_passes_are_summed_in_fp32(
     runs: Any, gradient_of_bf16: dict[str, Tensor], kind: Any

@@ -63,6 +63,7 @@ def assert_same_training(compiled: Any, eager: Any, tolerance: float) -> None:
     assert compiled[2] > 0
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("family", ["ViT", "Axial-ViT", "R+ViT"])
 def test_a_deeper_model_takes_no_more_compiling(family: str) -> None:
     """All blocks run the code of one; the last one's, which computes less, is another."""
@@ -115,6 +116,7 @@ def runs() -> dict[Any, Any]:
     return run_ranks(1, compiled_and_eager)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: Any) -> None:
     compiled, eager = runs[kind]
@@ -123,6 +125,7 @@ def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: An
     assert_same_training(compiled, eager, 1e-4 if "fp32" in kind else 3e-2)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", ["R50x1", "R50x1+ViT-B/32"])
 def test_inductor_lays_the_convolutions_of_a_resnet_out_channels_last(name: str) -> None:
     """By its own rule for GPUs, which no device is needed for: a graph on `meta` is on no CPU."""

@@ -82,6 +82,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
     return largest
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind: str) -> None:
     (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
@@ -162,6 +163,7 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
     return largest, FOLDED_PRODUCT.findall("".join(code))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family: str) -> None:
     ((largest, folded),) = run_ranks(1, family_difference, family)
@@ -217,6 +219,7 @@ def losses(recipe: Recipe, *, compiles: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_every_shipped_recipe_with_dropout_trains_compiled() -> None:
     (found,) = run_ranks(1, recipe_losses)
     assert len(found) >= 12

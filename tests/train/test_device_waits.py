@@ -297,6 +297,7 @@ def without_overlap(rank: int, stage: int, precision: str) -> list[float]:
     return run_steps(engine, 0, 3, MICRO)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sums_beside_the_backward_pass_keep_the_stream_waiting_and_not_the_host(
     stage: int,

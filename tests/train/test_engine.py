@@ -84,6 +84,7 @@ def plain_torch_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow(after=8)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("world", "micro"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
@@ -132,6 +133,7 @@ def assert_goes_on(run: Run, source: Run, precision: str, what: Any) -> None:
     assert difference < AVERAGED_TOLERANCE[precision] * float(source.averaged.abs().max()), what
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_stage_and_world_resumes_from_any_other(

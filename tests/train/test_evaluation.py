@@ -184,6 +184,7 @@ def of_each_class(rank: int, folder: str) -> Any:
     return worker.hooks.evaluate(0), worker.actor.files
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
     alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
     metrics, files = alone[0]

@@ -86,6 +86,7 @@ def straight(folder: str) -> dict[int, dict[str, Run]]:
     }
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_every_stage_trains_as_plain_torch(
     straight: dict[int, dict[str, Run]], world: int, stage: int

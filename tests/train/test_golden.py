@@ -23,6 +23,7 @@ def curves() -> dict[str, list[float]]:
     return run_ranks(WORKERS, loss_curves)[0]
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_run_has_the_losses_that_were_kept(curves: dict[str, Any], name: str) -> None:
     golden = json.loads(FILE.read_text())

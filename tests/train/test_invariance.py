@@ -99,6 +99,7 @@ def curves() -> dict[str, list[float]]:
     return {**run_ranks(1, all_losses)[0], **run_ranks(2, all_losses)[0]}
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("name", ["1 x 2", "1 x 4", "1 x 4, recomputed", "2 x 2", "2 x 4", "2 x 1"])
 def test_dropout_does_not_depend_on_workers_and_micro_batches(
     curves: dict[str, list[float]], name: str

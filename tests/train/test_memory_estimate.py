@@ -214,6 +214,7 @@ def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         small_buckets()
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("case", CASES)
 def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
     measured: dict[tuple[str, int], Measured], case: tuple[str, int]
@@ -276,6 +277,7 @@ def gathered() -> dict[tuple[int, int], Gathered]:
     return run_ranks(2, measure_gathering, GATHERING)[0]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("sizes", GATHERING)
 def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
     gathered: dict[tuple[int, int], Gathered],

@@ -31,6 +31,7 @@ def small(**changes: Any) -> tuple[Recipe, BenchmarkModelsConfig]:
     return recipe, recipe.benchmark_models
 
 
+@pytest.mark.slow
 def test_real_passes_are_timed_for_every_mode_and_whole_size() -> None:
     recipe, config = small(image_sizes=[7, 8, 17], max_batch_size=3)
     device, found = measure_model(recipe, config, use_gpu=False)

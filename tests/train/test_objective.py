@@ -85,6 +85,7 @@ def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, 
     assert len({key for one in drawn for key in one}) == 9
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("target", ["mean_color", "full_patch"])
 def test_what_is_predicted_of_masked_patches_is_not_rounded(

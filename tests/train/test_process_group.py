@@ -4,6 +4,7 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
@@ -52,6 +53,7 @@ def train_one_after_another(rank: int, stages: tuple[int, ...]) -> list[list[flo
     return list(train(rank, 2, stages))
 
 
+@pytest.mark.slow
 def test_a_training_after_others_is_bit_equal_to_the_first_of_its_process() -> None:
     in_one = run_ranks(2, train_one_after_another, STAGES)[0]
     alone = {stage: run_ranks(2, train_one_after_another, (stage,))[0][0] for stage in (0, 1, 2, 3)}
@@ -67,6 +69,7 @@ def _resident_mib() -> float:
         return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_fifty_trainings() -> None:
     (used,) = run_ranks(1, memory_after_trainings, 50)
     grown: Any = used[-1] - used[9]

@@ -129,6 +129,7 @@ def test_a_smooth_model_sums_to_the_same_losses_in_any_pieces(dtype: torch.dtype
     assert max(found.values()) < 10 * torch.finfo(dtype).eps, found
 
 
+@pytest.mark.slow
 def test_a_model_with_relu_and_max_pool_begins_with_the_same_losses() -> None:
     # Where rounding has a ReLU or max pool take another branch, losses part: measured in this run
     # 2e-7 after 10 steps, 3e-6 after 20, 1.1e-4 after 40, 1e-3 after 60, and 2e-3 from 100 to 160;
@@ -137,6 +138,7 @@ def test_a_model_with_relu_and_max_pool_begins_with_the_same_losses() -> None:
     assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [(SMOOTH, 1e-6), (WITH_RELU, 1e-5)])
 def test_process_groups_begin_with_the_same_losses(
     name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch

@@ -284,6 +284,7 @@ def break_something(folder: Path, rng: random.Random) -> None:
         (folder / "rank-00001-of-00002").mkdir(exist_ok=True)
 
 
+@pytest.mark.slow(after=10)
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
     run: Location, seed: int

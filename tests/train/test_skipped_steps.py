@@ -63,6 +63,7 @@ def train_on(
     return weights, actor.events, progress
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(stage: int) -> None:
     train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.0, nonfinite="skip")

@@ -266,6 +266,7 @@ def again(straight: dict[str, Run], folder: str) -> dict[Any, Run]:
     return run_ranks(WORLD, resumed_of_wider, own + crossed, folder)[0]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", ["adafactor", "adamw"])
 def test_every_stage_takes_the_same_steps(straight: dict[str, Run], name: str) -> None:
     first = straight[f"{name}-fp32-0"].losses
@@ -278,6 +279,7 @@ def test_every_stage_takes_the_same_steps(straight: dict[str, Run], name: str) -
             assert run.losses == pytest.approx(first, rel=2e-2), label
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_under_another_stage(
     straight: dict[str, Run], again: dict[Any, Run]
 ) -> None:

@@ -85,6 +85,7 @@ def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
     return rows, is_refused
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_shard_is_used(small: Manifest) -> None:
     whole, is_refused = used_rows(small)
     assert (len(whole), is_refused) == (6, False)
@@ -100,6 +101,7 @@ def test_verify_finds_every_flipped_bit_of_a_shard(small: Manifest) -> None:
         assert check_file(small, 0, 0.0).problems, flip
 
 
+@pytest.mark.slow
 def test_a_manifest_with_a_flipped_bit_is_not_opened(small: Manifest) -> None:
     for flip in flips(Path(small.root) / MANIFEST_FILE, bits_per_byte=2):
         with pytest.raises(ValueError, match=r"damaged|upgrade"):

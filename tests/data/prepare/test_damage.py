@@ -113,6 +113,7 @@ def splice(content: bytes, choice: random.Random) -> bytes:
 DAMAGES = {"flip": flip, "cut": cut, "erase": erase, "splice": splice}
 
 
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_nothing_is_lost_without_a_word(

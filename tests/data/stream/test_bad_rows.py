@@ -135,6 +135,7 @@ def test_the_limit_counts_distinct_rows_of_all_processes(monkeypatch: pytest.Mon
         other.note({4: "four"})
 
 
+@pytest.mark.slow
 def test_many_bad_rows_are_counted_seldom_and_not_too_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -88,6 +88,7 @@ def test_whatever_is_wrong_with_a_file_is_an_error_that_names_it(name: str, tmp_
     assert all(problem.startswith("weights it cannot be read: ") for problem in problems)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("family", ["ViT", "R+ViT", "ResNet"])
 @pytest.mark.parametrize("change", [lambda a: a.reshape(-1), lambda a: a[None], lambda a: a.sum()])
 def test_tensors_of_other_ranks_fit_or_are_refused(

@@ -74,6 +74,7 @@ def drawn(shapes: dict[str, tuple[int, ...]]) -> Arrays:
     }
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
     name: str, tmp_path: Path
@@ -163,6 +164,7 @@ def huggingface_tensors(timm: dict[str, Tensor], prefix: str) -> dict[str, Tenso
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
 def test_one_model_in_each_published_layout_has_the_logits_of_its_names(
     layout: str, tmp_path: Path
@@ -231,6 +233,7 @@ def bit_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.slow
 def test_the_npz_of_bit_fits_its_model_and_one_to_be_fine_tuned(tmp_path: Path) -> None:
     path = str(tmp_path / "BiT-M-R50x1-ILSVRC2012.npz")
     np.savez(path, **drawn(bit_shapes(1000)))  # type: ignore[arg-type]

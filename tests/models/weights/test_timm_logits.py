@@ -24,6 +24,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_timms_code_with_the_same_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ INSIDE_HEADERS = [
 ]
 
 
+@pytest.mark.slow(after=20)
 @pytest.mark.parametrize("cut", [*range(0, len(SHARD), 512), *INSIDE_HEADERS])
 def test_a_cut_archive_is_never_taken_for_a_whole_one(
     serial: None, tmp_path: Path, cut: int

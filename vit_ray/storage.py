@@ -23,6 +23,9 @@ _LOG: Final = logging.getLogger(__name__)
 PLACEHOLDER: Final = "s3://BUCKET"
 """In shipped recipes, which leave the place of data and runs to their user."""
 
+_READS_OLDER: Final = "bf285d9"
+"""The last commit that reads what was written before the formats of this code."""
+
 
 class Creation(Enum):
     """Result of `Location.create`."""
@@ -289,6 +292,18 @@ def _sync_folder(path: str) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def other_format(what: str, found: int, read: int) -> str:
+    """Error of a checkpoint or a data set whose format this code does not read.
+
+    Args:
+        what: what it is and where it lies.
+        found: its format.
+        read: the one format that is read.
+    """
+    way_out = f"use commit {_READS_OLDER} of vit_ray" if found < read else "upgrade vit_ray"
+    return f"{what} has format {found}; this code reads format {read} only; {way_out}"
 
 
 def is_placeholder(path: str) -> bool:

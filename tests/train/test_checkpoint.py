@@ -246,48 +246,23 @@ def test_an_index_of_another_form_is_damaged(run: Location, change: Callable[[di
         read_checkpoint(folder)
 
 
-def test_a_newer_format_names_itself(run: Location) -> None:
+@pytest.mark.parametrize(("version", "way_out"), [(9, "upgrade vit_ray"), (1, "use commit ")])
+@pytest.mark.parametrize("name", [COMMIT, "rank-00000-of-00002.json"])
+def test_another_format_is_refused_with_who_reads_it(
+    run: Location, name: str, version: int, way_out: str
+) -> None:
+    """The first format had no marker, and a folder without one is otherwise half a checkpoint."""
     folder = write(run, 1)
-    rewrite_index(folder, 0, lambda index: index.update(format_version=9))
-    with pytest.raises(ValueError, match="has format 9; this code reads up to 2"):
+    if name != COMMIT:
+        folder.child(COMMIT).delete()
+    path = Path(folder.path) / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
+    told = (
+        f"checkpoint {folder.path} has format {version}; this code reads format 2 only; {way_out}"
+    )
+    with pytest.raises(ValueError, match=told) as refused:
         read_checkpoint(folder)
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Location:
-    """A checkpoint of format 1, as version 0.1 wrote it."""
-    source = Path(__file__).parent / "format_1" / "step-00000003"
-    folder = tmp_path / "old" / "step-00000003"
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return locate(str(folder))
-
-
-def test_a_checkpoint_of_format_1_opens_as_before(old: Location) -> None:
-    checkpoint = read_checkpoint(old)
-    checkpoint.verify()
-    assert checkpoint.position == position(3)
-    weights = checkpoint.weights()
-    assert torch.equal(weights["a"], values(3)["a"].view(3, 4))
-    assert torch.equal(weights["b"], values(3)["b"])
-
-
-def test_a_stray_file_does_not_hide_a_checkpoint_of_format_1(old: Location) -> None:
-    (Path(old.path) / "rank-00002-of-00003.json").write_text("{}")
-    read_checkpoint(old).verify()
-
-
-def test_a_part_of_format_1_is_no_checkpoint(old: Location) -> None:
-    (Path(old.path) / "rank-00001-of-00002.json").unlink()
-    with pytest.raises(PartialCheckpointError, match="1 of 2 ranks"):
-        read_checkpoint(old)
-
-
-def test_format_1s_mark_of_damage_counts(old: Location) -> None:
-    (Path(old.path) / "damaged.json").write_text("{}")
-    with pytest.raises(DamagedCheckpointError, match="was marked as damaged"):
-        read_checkpoint(old)
+    assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it
 
 
 def test_a_disk_that_is_full_leaves_nothing_that_counts(

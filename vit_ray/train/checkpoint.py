@@ -285,7 +285,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
     Raises:
         PartialCheckpointError: nobody has committed it.
         DamagedCheckpointError: what is there is not what was written.
-        ValueError: it was written by a newer version.
+        ValueError: it has another format.
     """
     content = read_again(lambda: read_folder(folder), DamagedCheckpointError)
     try:

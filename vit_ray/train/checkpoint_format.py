@@ -9,8 +9,6 @@ count.
 
 A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_rows` and
 `exp_avg_sq_columns` have one for each row and column of it as a matrix, all in rank 0's file.
-
-Format 1 had no `commit.json`: such a checkpoint is whole if all indexes of one group are there.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from vit_ray.retry import read_again
-from vit_ray.storage import Location
+from vit_ray.storage import Location, other_format
 
 FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
-DAMAGE_MARK: Final = "damaged.json"
-"""File by which format 1 marked a folder as unusable."""
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
 _SIZES: Final[dict[str, Callable[[Sequence[int]], int]]] = {
     "exp_avg_sq_rows": lambda shape: shape[0],
@@ -140,21 +136,17 @@ def read_folder(folder: Location) -> FolderContent:
     Raises:
         PartialCheckpointError: nobody has committed it.
         DamagedCheckpointError: it was committed, and its files are not what was written.
-        ValueError: it was written by a newer version.
+        ValueError: it has another format.
     """
     sizes = _sizes(folder)
-    if DAMAGE_MARK in sizes:
-        raise DamagedCheckpointError(f"checkpoint {folder.path} was marked as damaged")
-    if COMMIT in sizes:
-        listed = _listed_files(folder)
-        indexes = _read_listed(folder, listed, sizes)
-        if missing := {tensors_name(name) for name in indexes} - listed.keys():
-            raise DamagedCheckpointError(
-                f"checkpoint file {folder.path}/{COMMIT} does not list {min(missing)}"
-            )
-    else:
-        indexes = _read_uncommitted(folder, sizes)
-    _check_version(folder, indexes.values())
+    if COMMIT not in sizes:
+        raise PartialCheckpointError(_why_partial(folder, sizes))
+    listed = _listed_files(folder)
+    indexes = _read_listed(folder, listed, sizes)
+    if missing := {tensors_name(name) for name in indexes} - listed.keys():
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{COMMIT} does not list {min(missing)}"
+        )
     shards = [_shard(folder, name, index) for name, index in indexes.items()]
     for shard in shards:
         _check_size(folder, shard.file, shard.bytes, sizes)
@@ -254,7 +246,7 @@ def _listed_files(folder: Location) -> dict[str, dict[str, Any]]:
     """What the marker lists; it has to be, byte for byte, what `commit` writes."""
     content = folder.child(COMMIT).read()
     marker = _parse(folder, COMMIT, content)
-    _check_version(folder, [marker])
+    _check_version(folder, marker)
     try:
         files = {name: (f["bytes"], f["sha256"]) for name, f in marker["files"].items()}
     except (KeyError, TypeError, AttributeError):
@@ -278,29 +270,24 @@ def _read_listed(
     return indexes
 
 
-def _read_uncommitted(folder: Location, sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The indexes of format 1, of the one group of ranks that is complete."""
+def _why_partial(folder: Location, sizes: Mapping[str, int]) -> str:
+    """Why a folder without the marker is no checkpoint, by the ranks whose indexes are there.
+
+    Raises:
+        ValueError: it has another format; the first one had no marker.
+    """
+    matches = [match for match in map(_INDEX.fullmatch, sorted(sizes)) if match]
+    if not matches:
+        return f"checkpoint {folder.path} holds no part of any rank"
+    name = matches[0][0]
+    _check_version(folder, _parse(folder, name, folder.child(name).read()))
     groups: dict[int, set[int]] = defaultdict(set)
-    for match in map(_INDEX.fullmatch, sizes):
-        if match:
-            groups[int(match[2])].add(int(match[1]))
-    complete = [n for n, ranks in groups.items() if ranks == set(range(n))]
-    if len(complete) != 1:
-        raise PartialCheckpointError(f"checkpoint {folder.path} {_what_is_there(groups)}")
-    names = [index_name(rank, complete[0]) for rank in range(complete[0])]
-    contents = read_all(names, lambda name: folder.child(name).read())
-    indexes = {n: _parse(folder, n, c) for n, c in zip(names, contents, strict=True)}
-    _check_version(folder, indexes.values())
-    if any(index.get("format_version") != 1 for index in indexes.values()):
-        raise PartialCheckpointError(f"checkpoint {folder.path} has no {COMMIT}")
-    return indexes
-
-
-def _what_is_there(groups: Mapping[int, set[int]]) -> str:
-    if not groups:
-        return "holds no part of any rank"
+    for match in matches:
+        groups[int(match[2])].add(int(match[1]))
+    if any(len(ranks) == n for n, ranks in groups.items()):
+        return f"checkpoint {folder.path} has no {COMMIT}"
     parts = [f"{len(ranks)} of {n} ranks" for n, ranks in sorted(groups.items())]
-    return f"holds the parts of {' and '.join(parts)}"
+    return f"checkpoint {folder.path} holds the parts of {' and '.join(parts)}"
 
 
 def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
@@ -312,14 +299,10 @@ def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
         ) from None
 
 
-def _check_version(folder: Location, contents: Iterable[dict[str, Any]]) -> None:
-    versions = [content.get("format_version") for content in contents]
-    newer = [v for v in versions if isinstance(v, int) and v > FORMAT_VERSION]
-    if newer:
-        raise ValueError(
-            f"checkpoint {folder.path} has format {newer[0]}; this code reads up to "
-            f"{FORMAT_VERSION}: use a newer version of vit_ray"
-        )
+def _check_version(folder: Location, content: Mapping[str, Any]) -> None:
+    version = content.get("format_version")
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        raise ValueError(other_format(f"checkpoint {folder.path}", version, FORMAT_VERSION))
 
 
 def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:

@@ -26,11 +26,11 @@ def write_data_set(
     """A manifest of row groups of 64 images, without shards."""
     columns = RowGroupColumns(
         np.zeros(num_groups), np.arange(num_groups), np.full(num_groups, 64),
-        np.full(num_groups, group_bytes), {},
+        np.full(num_groups, group_bytes), {}, np.zeros(num_groups),
     )  # fmt: skip
     write_manifest(
         locate(str(folder)), columns,
-        files=[ShardFile("part", num_groups * 64, num_groups * group_bytes)],
+        files=[ShardFile("part", num_groups * 64, num_groups * group_bytes, 0)],
         classes=list(classes or ("cat", "dog")), max_labels=1, origin={"groups": num_groups},
     )  # fmt: skip
     return str(folder)

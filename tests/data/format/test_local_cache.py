@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.data.format.test_rot import SHARD, as_version_1, used_rows, write_rows
+from tests.data.format.test_rot import SHARD, used_rows, write_rows
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format import local_cache
@@ -88,13 +88,6 @@ def test_a_damaged_entry_is_never_used_where_the_store_is_away(
     reader.read(0)
     with pytest.raises(ValueError, match="is missing"):
         reader.read(1)
-
-
-def test_data_sets_without_checksums_are_not_kept(small: Manifest, cache: LocalCache) -> None:
-    as_version_1(small)
-    old = open_dataset(small.path)
-    RowGroupReader(old, cache).read(0)
-    assert not Path(cache.folder).exists()
 
 
 def test_a_full_cache_keeps_what_it_has_of_a_data_set(tmp_path: Path) -> None:

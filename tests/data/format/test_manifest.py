@@ -1,5 +1,6 @@
 import json
 import pickle
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,14 @@ from vit_ray.storage import locate
 
 def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     columns = RowGroupColumns(
-        np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows), {}
+        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)),
+        {},
+        np.zeros(len(rows)),
     )
     return write_manifest(
         locate(str(folder)),
         columns,
-        files=[ShardFile("part-00000.parquet", sum(rows), 10)],
+        files=[ShardFile("part-00000.parquet", sum(rows), 10, 0)],
         classes=["cat", "dog"],
         max_labels=1,
         origin=dict(origin),
@@ -91,13 +94,19 @@ def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
         open_dataset(str(tmp_path))
 
 
-def test_a_manifest_newer_than_the_code_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "way_out"), [(99, "upgrade vit_ray"), (2, "use commit "), (1, "use commit ")]
+)
+def test_another_format_is_refused_with_who_reads_it(
+    tmp_path: Path, version: int, way_out: str
+) -> None:
     write_small(tmp_path, [4])
     file = tmp_path / "manifest.parquet"
     table = pq.read_table(file)
-    header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": 99}
+    header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": version}
     pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
-    with pytest.raises(ValueError, match="has format version 99"):
+    told = f"data set '{tmp_path}' has format {version}; this code reads format 3 only; {way_out}"
+    with pytest.raises(ValueError, match=told):
         open_dataset(str(tmp_path))
 
 
@@ -110,7 +119,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def broken_copy(dataset: Manifest, folder: Path) -> tuple[Manifest, Path]:
     """The data set with its files copied, and its first shard."""
-    for file in [*dataset.files, ShardFile("manifest.parquet", 0, 0)]:
+    for file in [*dataset.files, ShardFile("manifest.parquet", 0, 0, 0)]:
         (folder / file.path).write_bytes((Path(dataset.root) / file.path).read_bytes())
     return open_dataset(str(folder)), folder / dataset.files[0].path
 
@@ -141,9 +150,10 @@ def test_a_foreign_schema_is_named(dataset: Manifest, tmp_path: Path) -> None:
     manifest, shard = broken_copy(dataset, tmp_path)
     table = pq.read_table(shard).rename_columns(list("abcdefgh"))
     pq.write_table(table, shard)
-    object.__setattr__(
-        manifest, "files", [ShardFile(shard.name, 0, shard.stat().st_size), *manifest.files[1:]]
-    )
+    content = shard.read_bytes()
+    footer = content[-int.from_bytes(content[-8:-4], "little") - 8 :]
+    entry = ShardFile(shard.name, 0, len(content), zlib.crc32(footer))
+    object.__setattr__(manifest, "files", [entry, *manifest.files[1:]])
     with pytest.raises(ValueError, match="has a foreign schema"):
         RowGroupReader(manifest).read(0)
 

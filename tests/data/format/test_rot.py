@@ -1,6 +1,5 @@
 """Every bit of a data set: flipped, it is found by verify, and before a row is used."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,44 +165,6 @@ def test_a_label_out_of_range_names_shard_row_and_key(
         RowGroupReader(manifest).first_labels(1)
     (problem,) = check_file(manifest, 0, 0.0).problems
     assert "key 4" in problem.what
-
-
-def as_version_1(manifest: Manifest) -> None:
-    """Write the manifest as the version before did: no checksums but the images' own."""
-    file = Path(manifest.path) / MANIFEST_FILE
-    table = pq.read_table(file).drop_columns("crc32")
-    header = json.loads(pq.ParquetFile(file).metadata.metadata[b"vit_ray"])
-    header["files"] = [entry[:3] for entry in header["files"]]
-    kept = ("num_images", "classes", "max_labels", "origin", "files")
-    digest = hashlib.sha256(json.dumps({k: header[k] for k in kept}, sort_keys=True).encode())
-    for name in ("file_index", "row_group", "rows", "bytes"):
-        digest.update(table[name].to_numpy().astype(np.int64).tobytes())
-    old = {key: header[key] for key in (*kept, "root")}
-    old |= {"format_version": 1, "fingerprint": digest.hexdigest()[:16]}
-    pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(old)}), file)
-
-
-def test_a_data_set_of_the_version_before_is_read_and_what_is_not_checked_is_said(
-    small: Manifest, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole, _ = used_rows(small)
-    as_version_1(small)
-    old = open_dataset(small.path)
-    assert (old.format_version, old.crc32) == (1, None)
-    assert "no checksums of row groups" in caplog.text
-    assert used_rows(old) == (whole, False)
-    part = subset(small.path, str(Path(small.path).parent / "part"), count=4)
-    assert part.crc32 is None
-    assert len(used_rows(part)[0]) == 6
-
-
-def test_an_old_manifest_with_other_classes_than_its_fingerprint_is_refused(
-    small: Manifest,
-) -> None:
-    as_version_1(small)
-    rewritten(small, classes=CLASSES[::-1])
-    with pytest.raises(ValueError, match="fingerprint differs"):
-        open_dataset(small.path)
 
 
 def test_a_subset_keeps_the_checksums(small: Manifest, tmp_path: Path) -> None:

@@ -165,7 +165,19 @@ def manifest_of(total: int, group: int = 8) -> Manifest:
     rows[-1] = total - group * (len(rows) - 1)
     index = np.arange(len(rows), dtype=np.int32)
     return Manifest(
-        "set", "set", total, ["a"], 1, "0", 1, [], index * 0, index, rows, index * 0, {}
+        "set",
+        "set",
+        total,
+        ["a"],
+        1,
+        "0",
+        [],
+        index * 0,
+        index,
+        rows,
+        index * 0,
+        {},
+        np.zeros(len(rows), np.uint32),
     )
 
 

@@ -45,11 +45,6 @@ def test_a_flip_on_the_way_is_read_again(facts: Location, monkeypatch: pytest.Mo
     assert answers == []
 
 
-def test_facts_of_a_version_before_are_read(facts: Location) -> None:
-    facts.write(facts.read().partition(b"\n")[0])
-    assert read_facts(facts) == FACTS
-
-
 def test_a_flipped_bit_of_a_table_is_no_other_value(tmp_path: Path) -> None:
     file = locate(str(tmp_path / "index.parquet"))
     with parquet_output(file, TABLE.schema) as writer:

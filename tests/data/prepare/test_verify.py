@@ -1,15 +1,11 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.data.format.test_manifest import broken_copy
-from tests.data.pictures import write_class_folders
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset, write_manifest
-from vit_ray.data.prepare.convert import convert
-from vit_ray.data.prepare.verify import check_file, verify
-from vit_ray.storage import locate
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.prepare.verify import verify
 
 
 def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
@@ -27,23 +23,6 @@ def test_a_part_of_the_images_is_decoded(dataset: Manifest) -> None:
 def test_the_source_is_left_alone_where_that_is_asked(dataset: Manifest) -> None:
     report = verify(dataset.path, decode_fraction=1.0, compares_source=False)
     assert (report.num_decoded, report.num_compared, report.source) == (300, 0, "")
-
-
-def test_a_set_of_format_3_without_columns_of_an_index_is_checked(
-    serial: None, tmp_path: Path
-) -> None:
-    write_class_folders(tmp_path / "source", 2, 3)
-    convert(str(tmp_path / "source"), str(tmp_path / "set"), index_jpeg=False)
-    plain = open_dataset(str(tmp_path / "set"))
-    columns = RowGroupColumns.chosen(plain, np.arange(plain.num_row_groups), plain.rows, {})
-    write_manifest(
-        locate(plain.path), columns, files=plain.files, classes=plain.classes,
-        max_labels=plain.max_labels, is_indexed=True, origin={},
-    )  # fmt: skip
-    manifest = open_dataset(plain.path)
-    assert manifest.format_version == 3
-    found = check_file(manifest, 0, 1.0)
-    assert (found.images, found.decoded, found.problems, found.rewritten) == (6, 6, [], [])
 
 
 def test_a_flipped_byte_is_found_by_its_checksum(dataset: Manifest, tmp_path: Path) -> None:

@@ -143,16 +143,15 @@ def test_an_impossible_index_costs_its_image_alone(
     assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
 
 
-def test_a_set_without_indices_is_one_that_earlier_code_reads(
+def test_a_part_of_a_set_is_checked_with_and_without_indices(
     sets: tuple[Manifest, Manifest], tmp_path: Path
 ) -> None:
-    """Version 2 and its six columns: what code before indices asks for."""
-    for manifest, version in zip(sets, (3, 2), strict=True):
-        part = subset(manifest.path, str(tmp_path / str(version)), count=4)
+    for manifest, columns in zip(sets, (8, 6), strict=True):
+        part = subset(manifest.path, str(tmp_path / str(columns)), count=4)
         names = pq.ParquetFile(Path(manifest.path) / manifest.files[0].path).schema_arrow.names
-        assert [m.format_version for m in (manifest, part)] == [version] * 2
-        assert (len(names) == 6) == (version == 2)
-        assert not check_file(part, 0, decode_fraction=1.0).problems
+        found = check_file(part, 0, decode_fraction=1.0)
+        assert (len(names), found.problems) == (columns, [])
+        assert bool(found.rewritten) == (columns == 8)
 
 
 def test_an_index_halves_what_travels_to_the_device(sets: tuple[Manifest, Manifest]) -> None:

@@ -1,20 +1,17 @@
 """Several data sets as one: their row groups one after the other, under the same classes."""
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, ShardFile
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +56,6 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
     first = manifests[0]
     for other in manifests[1:]:
         _check_classes(first, other)
-    if any(m.crc32 is None for m in manifests) and any(m.crc32 is not None for m in manifests):
-        _LOG.warning(
-            "data sets with and without checksums of row groups are mixed: of all of them, "
-            "images alone are checked; convert the old ones again to check labels and keys too"
-        )
     digest = hashlib.sha256()
     for manifest, weight in zip(manifests, _whole(weights), strict=True):
         digest.update(f"{manifest.fingerprint} {weight}\n".encode())
@@ -74,14 +66,13 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
         classes=first.classes,
         max_labels=max(m.max_labels for m in manifests),
         fingerprint=digest.hexdigest()[:16],
-        format_version=min(m.format_version for m in manifests),
         files=[_addressed(m, file) for m in manifests for file in m.files],
         file_index=_stacked([m.file_index for m in manifests], [len(m.files) for m in manifests]),
         row_group=np.concatenate([m.row_group for m in manifests]),
         rows=np.concatenate([m.rows for m in manifests]),
         bytes=np.concatenate([m.bytes for m in manifests]),
         dropped=_dropped(manifests),
-        crc32=_crc32(manifests),
+        crc32=np.concatenate([m.crc32 for m in manifests]),
         paths=tuple(m.path for m in manifests),
         bounds=tuple(_bounds(manifests)),
         weights=tuple(_whole(weights)),
@@ -130,11 +121,6 @@ def _dropped(manifests: Sequence[Manifest]) -> dict[int, NDArray[np.int32]]:
     }
 
 
-def _crc32(manifests: Sequence[Manifest]) -> NDArray[np.uint32] | None:
-    known = [m.crc32 for m in manifests if m.crc32 is not None]
-    return np.concatenate(known) if len(known) == len(manifests) else None
-
-
 def _part(joined: JoinedManifest, index: int) -> Manifest:
     start, stop = joined.bounds[index : index + 2]
     groups = slice(start, stop)
@@ -145,12 +131,11 @@ def _part(joined: JoinedManifest, index: int) -> Manifest:
         classes=joined.classes,
         max_labels=joined.max_labels,
         fingerprint=joined.fingerprint,
-        format_version=joined.format_version,
         files=joined.files,
         file_index=joined.file_index[groups],
         row_group=joined.row_group[groups],
         rows=joined.rows[groups],
         bytes=joined.bytes[groups],
         dropped={g - start: rows for g, rows in joined.dropped.items() if start <= g < stop},
-        crc32=None if joined.crc32 is None else joined.crc32[groups],
+        crc32=joined.crc32[groups],
     )

@@ -8,10 +8,9 @@ de-duplicated set is a manifest alone, whose files lie in another folder.
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -25,35 +24,27 @@ from vit_ray.data.format.schema import (
     MANIFEST_FILE,
     ROW_GROUP_SCHEMA,
     STAGING_FOLDER,
-    version_written,
 )
 from vit_ray.retry import read_again
-from vit_ray.storage import Location, locate
-
-_LOG: Final = logging.getLogger(__name__)
+from vit_ray.storage import Location, locate, other_format
 
 _METADATA_KEY: Final = b"vit_ray"
 _CHECKSUM: Final = b'"manifest_sha256": "'
 """Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
 _NO_DIGEST: Final = b"0" * 64
 
-NOT_CHECKED: Final = (
-    "it has no checksums of row groups, as a version before this one converted it: a change in the "
-    "bytes of an image is found, one in labels, keys and sizes is not; convert again to find those"
-)
-
 
 @dataclass(frozen=True)
 class ShardFile:
     """One parquet file of a data set; `path` is relative to the manifest's `root`.
 
-    `footer_crc32` is that of everything behind the last row group, None in old manifests.
+    `footer_crc32` is that of everything behind the last row group.
     """
 
     path: str
     rows: int
     bytes: int
-    footer_crc32: int | None = None
+    footer_crc32: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +64,7 @@ class Manifest:
         rows: int32 per row group, the rows that count.
         bytes: int64 per row group, compressed size in the file.
         dropped: for a row group index, the rows of it that are left out, sorted.
-        crc32: uint32 per row group, of its bytes in the file; None in old manifests.
+        crc32: uint32 per row group, of its bytes in the file.
     """
 
     path: str
@@ -82,25 +73,19 @@ class Manifest:
     classes: list[str]
     max_labels: int
     fingerprint: str
-    format_version: int
     files: list[ShardFile]
     file_index: NDArray[np.int32]
     row_group: NDArray[np.int32]
     rows: NDArray[np.int32]
     bytes: NDArray[np.int64]
     dropped: dict[int, NDArray[np.int32]]
-    crc32: NDArray[np.uint32] | None = None
+    crc32: NDArray[np.uint32]
     text_columns: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether images may have a restart index."""
-        return self.format_version == version_written(is_indexed=True)
 
     @property
     def num_sets(self) -> int:
@@ -133,8 +118,8 @@ def open_dataset(path: str) -> Manifest:
     """Open a data set: a folder with a manifest, local or `s3://`.
 
     Raises:
-        ValueError: if there is no data set, its conversion never finished, it is empty, or its
-            format is newer than this code.
+        ValueError: if there is no data set, its conversion never finished, it is empty, or it
+            has another format.
     """
     folder = locate(path)
     file = folder.child(MANIFEST_FILE)
@@ -169,82 +154,54 @@ def _parse(path: str, content: bytes) -> Manifest:
         file = pq.ParquetFile(pa.BufferReader(content))
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
-        if version <= FORMAT_VERSION:
-            return _from_table(path, file.read(), header, content, _check_digest(content))
+        if version == FORMAT_VERSION:
+            _check_digest(content)
+            return _from_table(path, file.read(), header)
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
             f"restore it from a copy, or convert the data set again."
         ) from error
-    raise ValueError(
-        f"{path}/{MANIFEST_FILE} has format version {version}; this code reads up to "
-        f"{FORMAT_VERSION}; upgrade vit_ray."
-    )
+    raise ValueError(other_format(f"data set {path!r}", version, FORMAT_VERSION))
 
 
-def _check_digest(content: bytes) -> bool:
-    """Whether the manifest holds its own checksum.
+def _check_digest(content: bytes) -> None:
+    """Compare the manifest with its own checksum.
 
     Raises:
-        ValueError: it does, and the content is another.
+        ValueError: it has none, or the content is another.
     """
-    start = content.find(_CHECKSUM) + len(_CHECKSUM)
-    if start < len(_CHECKSUM):
-        return False
+    start = content.index(_CHECKSUM) + len(_CHECKSUM)
     stop = start + len(_NO_DIGEST)
     digest = hashlib.sha256(content[:start])
     digest.update(_NO_DIGEST)
     digest.update(content[stop:])
     if digest.hexdigest().encode() != content[start:stop]:
         raise ValueError("its checksum differs")
-    return True
 
 
-def _from_table(
-    path: str, table: pa.Table, header: dict[str, Any], content: bytes, is_sealed: bool
-) -> Manifest:
+def _from_table(path: str, table: pa.Table, header: dict[str, Any]) -> Manifest:
     columns = RowGroupColumns(
         table["file_index"].to_numpy(),
         table["row_group"].to_numpy(),
         table["rows"].to_numpy(),
         table["bytes"].to_numpy(),
         _dropped(table["dropped"]),
-        _crc32(table),
+        table["crc32"].to_numpy(),
     )
-    # The oldest manifests have no fingerprint of their own.
-    fingerprint = hashlib.sha256(content).hexdigest()[:16]
-    if "fingerprint" in header:
-        fingerprint = _fingerprint(header, columns)
-    version = header["format_version"]
-    is_checked = is_sealed if version > 1 else version == 1
-    if not is_checked or fingerprint != header.get("fingerprint", fingerprint):
+    if header["fingerprint"] != _fingerprint(header, columns):
         raise ValueError("its fingerprint differs from its content")
-    if columns.crc32 is None:
-        _warn_once(path)
     return Manifest(
         path=path,
         root=header["root"] or path,
         num_images=header["num_images"],
         classes=header["classes"],
         max_labels=header["max_labels"],
-        fingerprint=fingerprint,
-        format_version=version,
+        fingerprint=header["fingerprint"],
         files=[ShardFile(*entry) for entry in header["files"]],
         text_columns=tuple(header.get("text_columns", ())),
         **vars(columns),
     )
-
-
-@lru_cache(maxsize=64)
-def _warn_once(path: str) -> None:
-    _LOG.warning("data set %s: %s", path, NOT_CHECKED)
-
-
-def _crc32(table: pa.Table) -> NDArray[np.uint32] | None:
-    if "crc32" not in table.column_names or table["crc32"].null_count:
-        return None
-    checksums: NDArray[np.uint32] = table["crc32"].to_numpy()
-    return checksums
 
 
 def _dropped(column: pa.ChunkedArray) -> dict[int, NDArray[np.int32]]:
@@ -263,7 +220,7 @@ class RowGroupColumns:
     rows: NDArray[np.integer]
     bytes: NDArray[np.integer]
     dropped: dict[int, NDArray[np.int32]]
-    crc32: NDArray[np.integer] | None = None
+    crc32: NDArray[np.integer]
 
     @classmethod
     def chosen(
@@ -274,14 +231,13 @@ class RowGroupColumns:
         dropped: dict[int, NDArray[np.int32]],
     ) -> "RowGroupColumns":
         """Some row groups of a data set, with fewer rows that count."""
-        crc32 = None if whole.crc32 is None else whole.crc32[groups]
         return cls(
             whole.file_index[groups],
             whole.row_group[groups],
             rows,
             whole.bytes[groups],
             dropped,
-            crc32,
+            whole.crc32[groups],
         )
 
 
@@ -294,18 +250,16 @@ def write_manifest(
     max_labels: int,
     root: str = "",
     text_columns: Sequence[str] = (),
-    is_indexed: bool = False,
     origin: dict[str, Any],
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
 
     Args:
         root: folder of the shards when they are not in `folder`.
-        is_indexed: whether the shards have columns of restart indices.
         origin: how the data set was made (seed, source); kept, and part of the fingerprint.
     """
     header = {
-        "format_version": version_written(is_indexed=is_indexed),
+        "format_version": FORMAT_VERSION,
         "num_images": int(np.sum(columns.rows, dtype=np.int64)),
         "classes": classes,
         "max_labels": max_labels,
@@ -335,10 +289,10 @@ def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
     """Digest of all but where the data set lies, and what the file says of itself."""
     described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for column in (columns.file_index, columns.row_group, columns.rows, columns.bytes):
+    for column in (
+        columns.file_index, columns.row_group, columns.rows, columns.bytes, columns.crc32,
+    ):  # fmt: skip
         digest.update(np.ascontiguousarray(column, dtype=np.int64).tobytes())
-    if columns.crc32 is not None:
-        digest.update(np.ascontiguousarray(columns.crc32, dtype=np.int64).tobytes())
     for group, rows in sorted(columns.dropped.items()):
         digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
@@ -353,9 +307,8 @@ def _to_table(columns: RowGroupColumns) -> pa.Table:
     if columns.dropped:
         lists = [columns.dropped.get(i) for i in range(count)]
         dropped = pa.array(lists, type=pa.list_(pa.int32()))
-    crc32 = pa.nulls(count, pa.uint32()) if columns.crc32 is None else columns.crc32
     arrays = [
-        columns.file_index, columns.row_group, columns.rows, columns.bytes, dropped, crc32,
+        columns.file_index, columns.row_group, columns.rows, columns.bytes, dropped, columns.crc32,
     ]  # fmt: skip
     cast = [pa.array(a, type=f.type) for a, f in zip(arrays, ROW_GROUP_SCHEMA, strict=True)]
     return pa.Table.from_arrays(cast, schema=ROW_GROUP_SCHEMA)

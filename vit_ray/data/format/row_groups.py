@@ -261,7 +261,7 @@ class ShardReader:
 
     def _footer_as_written(self, entry: ShardFile) -> bytes:
         footer = self._read_footer()
-        if entry.footer_crc32 is not None and checksum(footer) != entry.footer_crc32:
+        if checksum(footer) != entry.footer_crc32:
             raise pa.ArrowInvalid("its footer differs from the manifest's checksum")
         return footer
 
@@ -375,7 +375,6 @@ class RowGroupReader:
         number, name = int(self._manifest.row_group[group]), INDEX_SCHEMA.names[0]
 
         def read(shard: ShardReader) -> NDArray[np.uint32] | None:
-            # By the shard: some manifests of format version 3 are of shards without the columns.
             if _INDEX not in shard.names:
                 return None
             return np.asarray(shard.columns(number, [name])[name])
@@ -384,32 +383,32 @@ class RowGroupReader:
 
     def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
         number = int(self._manifest.row_group[group])
-        expected = None if self._manifest.crc32 is None else int(self._manifest.crc32[group])
+        expected = int(self._manifest.crc32[group])
         index = int(self._manifest.file_index[group])
         name = f"{index}-{number}"
         content = self._kept(index, name, expected)
         if content is None:
             content = shard.content(number)
-            if expected is not None and checksum(content) != expected:
+            if checksum(content) != expected:
                 # Once more: it may have been changed on its way.
                 content = shard.content(number)
                 if checksum(content) != expected:
                     return self._read_damaged(group, shard, content)
-            self._keep(name, content, expected)
+            self._keep(name, content)
         columns = shard.columns(number, shard.names, content)
         self._check_count(group, len(columns["key"]))
-        return _rows_of(columns, is_whole=expected is not None)
+        return _rows_of(columns, is_whole=True)
 
-    def _kept(self, index: int, name: str, crc32: int | None) -> pa.Buffer | None:
+    def _kept(self, index: int, name: str, crc32: int) -> pa.Buffer | None:
         """Of the file of an index, of which it is a part."""
-        if self._cache is None or crc32 is None:
+        if self._cache is None:
             return None
         file_bytes = self._manifest.files[index].bytes
         return self._cache.read(f"{self._manifest.fingerprint}-{name}", crc32, file_bytes)
 
-    def _keep(self, name: str, content: pa.Buffer | bytes, crc32: int | None) -> None:
+    def _keep(self, name: str, content: pa.Buffer | bytes) -> None:
         """Of what has just been compared with its checksum."""
-        if self._cache is not None and crc32 is not None:
+        if self._cache is not None:
             self._cache.write(f"{self._manifest.fingerprint}-{name}", content)
 
     def _read_damaged(self, group: int, shard: ShardReader, content: pa.Buffer) -> EncodedRows:
@@ -470,7 +469,7 @@ class RowGroupReader:
         kept = self._kept(index, name, entry.footer_crc32)
         shard = ShardReader(location, entry, None if kept is None else bytes(kept))
         if kept is None:
-            self._keep(name, shard.footer, entry.footer_crc32)
+            self._keep(name, shard.footer)
         return shard
 
     def _shard(self, index: int, location: Location) -> ShardReader:

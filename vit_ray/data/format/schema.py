@@ -16,8 +16,7 @@ from typing import Final
 import pyarrow as pa
 
 FORMAT_VERSION: Final = 3
-"""A reader refuses a higher one in a manifest. 2 has checksums of every byte, 3 the columns of
-`INDEX_SCHEMA`; sets without these are written as 2, so that code from before them reads them."""
+"""A reader refuses a manifest with any other."""
 
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
@@ -64,11 +63,6 @@ INDEX_SCHEMA: Final = pa.schema(
 )
 
 
-def version_written(*, is_indexed: bool) -> int:
-    """The format version of a set whose shards have the columns of `INDEX_SCHEMA` or not."""
-    return FORMAT_VERSION if is_indexed else 2
-
-
 RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
 """What no column of text may be called."""
 
@@ -101,7 +95,7 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("rows", pa.int32(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
         pa.field("dropped", pa.list_(pa.int32())),
-        pa.field("crc32", pa.uint32()),
+        pa.field("crc32", pa.uint32(), nullable=False),
     ]
 )
 

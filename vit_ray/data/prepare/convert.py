@@ -613,6 +613,5 @@ def _write_manifest(conversion: _Conversion, folder: Location, written: list[_Sh
         classes=conversion.classes,
         max_labels=max(r.max_labels for r in written),
         text_columns=conversion.settings.columns,
-        is_indexed=conversion.settings.index_jpeg,
         origin={"seed": conversion.settings.seed, "source_digest": conversion.source_digest},
     )

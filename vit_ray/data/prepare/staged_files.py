@@ -1,8 +1,8 @@
 """Files in which a conversion keeps what its tasks found, each compared with checksums when read.
 
-Tables are parquet with checksums of pages. Facts are one line of JSON, and a line with its checksum
-(none where a version before wrote it). What differs is read once more: it may be as it was written,
-and have been changed on its way.
+Tables are parquet with checksums of pages. Facts are one line of JSON, and a line with its
+checksum. What differs is read once more: it may be as it was written, and have been changed on its
+way.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def read_facts(file: Location) -> dict[str, Any]:
 def _read_facts(file: Location) -> dict[str, Any]:
     content, _, written = file.read().partition(b"\n")
     try:
-        if written and written != b"%08x" % checksum(content):
+        if written != b"%08x" % checksum(content):
             raise ValueError("its checksum differs")
         return dict(json.loads(content))
     except ValueError as error:

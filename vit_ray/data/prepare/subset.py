@@ -64,7 +64,6 @@ def derive(
         classes=whole.classes,
         max_labels=whole.max_labels,
         text_columns=whole.text_columns,
-        is_indexed=whole.is_indexed,
         root=locate(whole.root).uri,
         origin=origin,
     )

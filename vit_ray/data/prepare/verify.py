@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import ray
 
-from vit_ray.data.format.manifest import NOT_CHECKED, Manifest, open_dataset
+from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.format.stored_image import StoredImage
@@ -43,24 +43,20 @@ class Problem:
 class VerifyReport:
     """What was checked and what is wrong; nothing is wrong where `problems` is empty.
 
-    `not_checked` says what could not be: of data sets without checksums of row groups. `source`
-    says how many rewritten JPEG files were found equal to their originals, `num_compared`, or why
-    none was; it is empty where none was to be compared, or none was decoded.
+    `source` says how many rewritten JPEG files were found equal to their originals,
+    `num_compared`, or why none was; it is empty where none was to be compared, or none was decoded.
     """
 
     num_files: int
     num_images: int
     num_decoded: int
     problems: list[Problem]
-    not_checked: str = ""
     num_compared: int = 0
     source: str = ""
 
     def advice(self) -> str:
         """What to do, in one sentence."""
         damaged = sorted({problem.file for problem in self.problems})
-        if not damaged and self.not_checked:
-            return f"nothing is wrong that can be seen: {self.not_checked}."
         if not damaged:
             return "the data set is whole."
         return (
@@ -100,7 +96,6 @@ def verify(
         num_images=sum(result["images"] for result in results),
         num_decoded=sum(result["decoded"] for result in results),
         problems=sorted(problems, key=lambda p: (p.file, p.row_group, p.key)),
-        not_checked=NOT_CHECKED if manifest.crc32 is None else "",
         num_compared=comparison.num_equal,
         source=comparison.source,
     )

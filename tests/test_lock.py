@@ -196,20 +196,6 @@ def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
     assert waits  # it was not followed at once
 
 
-@pytest.mark.parametrize("is_alive", [True, False])
-def test_the_file_of_an_older_version_counts(folder: Location, is_alive: bool) -> None:
-    owner = Owner.this_process() if is_alive else replace(Owner.this_process(), pid=2**22 + 1)
-    old = {k: v for k, v in asdict(owner).items() if k != "is_released"}
-    folder.child("driver.json").write(json.dumps(old).encode())
-    if is_alive:
-        with pytest.raises(HeldError), hold_lock(folder, ignore):
-            pass
-        return
-    with hold_lock(folder, ignore) as number:
-        assert number == 1
-        assert files(folder) == ["lock-00000001.json"]
-
-
 def test_what_cannot_be_renewed_is_told_once_and_kept(
     folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -44,8 +44,6 @@ SHOWN_S = 10.0
 """How late a file may appear on another node: NFS remembers for seconds what a folder held."""
 _MOST_LOOKS: Final = 20
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
-_FILE_BEFORE: Final = "driver.json"
-"""Lock file of drivers of version 0.1, which kept a single one; it counts as number 0."""
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +164,7 @@ def sees_lock(folder: Location, number: int) -> bool:
 
 def is_lock_file(name: str) -> bool:
     """Whether a file of this name is one of a lock."""
-    return name == _FILE_BEFORE or bool(_FILE.fullmatch(name))
+    return bool(_FILE.fullmatch(name))
 
 
 def _acquire(folder: Location) -> tuple[int, Owner]:
@@ -280,7 +278,7 @@ def _release(folder: Location, number: int, mine: Owner) -> None:
 def _numbers(folder: Location) -> list[int]:
     names = [info.base_name for info in folder.list_files(recursive=False)]
     matches = [_FILE.fullmatch(name) for name in names]
-    return [int(match[1]) for match in matches if match] + [0] * (_FILE_BEFORE in names)
+    return [int(match[1]) for match in matches if match]
 
 
 def _newest(folder: Location) -> _Held | None:
@@ -305,11 +303,9 @@ def _read(folder: Location, number: int) -> Owner:
 
 
 def _parse(content: bytes) -> Owner:
-    known = {field.name for field in fields(Owner)}
     try:
-        values = json.loads(content)
-        return Owner(**{key: value for key, value in values.items() if key in known})
-    except (ValueError, TypeError, AttributeError):
+        return Owner(**json.loads(content))
+    except (ValueError, TypeError):
         return _UNKNOWN  # not written to its end, of another version, or damaged
 
 
@@ -318,7 +314,7 @@ def _content(owner: Owner) -> bytes:
 
 
 def _file(folder: Location, number: int) -> Location:
-    return folder.child(f"lock-{number:08d}.json" if number else _FILE_BEFORE)
+    return folder.child(f"lock-{number:08d}.json")
 
 
 def _delete_older(folder: Location, number: int) -> None:

@@ -107,18 +107,6 @@ def test_what_only_training_uses_does_not_make_other_features(
     assert len(started) == 2
 
 
-def test_a_folder_that_was_begun_before_resizing_was_told_goes_on(
-    recipe: Recipe, started: list[PreparedRun]
-) -> None:
-    folder, facts = begun(recipe)
-    del facts["init_resize"]
-    write_facts(folder, {**facts, "model": recipe.model.model_dump(mode="json")})
-    with pytest.raises(RunFailedError):
-        extract_features(recipe)
-    with pytest.raises(ValueError, match="init_resize"):
-        extract_features(recipe.with_changes(init_resize="bicubic"))
-
-
 def test_a_second_extraction_into_a_folder_is_refused(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
     Raises:
         ValueError: those that are there are of something else.
     """
-    before = _facts_there(folder)
+    before = read_facts(folder)
     if before is None:
         if whole_parts(folder)[:2] != ([], []):
             raise ValueError(
@@ -137,15 +137,6 @@ def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
             "folder"
         )
     return bool(before.get("is_complete"))
-
-
-def _facts_there(folder: Location) -> dict[str, Any] | None:
-    """The folder's facts as `_facts` tells them, also where an earlier version has written them."""
-    facts = read_facts(folder)
-    if facts is None:
-        return None
-    model = {k: v for k, v in facts.get("model", {}).items() if k not in _OF_TRAINING}
-    return {"init_resize": "bilinear", **facts, "model": model}
 
 
 def _end(folder: Location, facts: dict[str, Any]) -> None:

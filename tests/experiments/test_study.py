@@ -88,6 +88,7 @@ def _recorded_cell(cell, digest="d" * 32, **tags):
     context = [SimpleNamespace(key="mlflow.data.context", value="evaluation")]
     dataset = SimpleNamespace(dataset=SimpleNamespace(digest=digest), tags=context)
     places = {key: value for key, value in cell.recipe.flat().items() if key in TAGGED}
+    places["vit_ray.data_fingerprint"] = "d" * 64
     run = SimpleNamespace(
         data=SimpleNamespace(params=trained_params(cell.recipe), tags={**places, **tags}),
         inputs=SimpleNamespace(dataset_inputs=[dataset]),
@@ -99,7 +100,7 @@ def _recorded_cell(cell, digest="d" * 32, **tags):
 
 def test_a_finished_cell_is_compared_with_the_recipe_that_it_ended_with():
     (cell, *_) = _cells()
-    check_same_cell(cell, *_recorded_cell(cell))  # of code that recorded no fingerprint
+    check_same_cell(cell, *_recorded_cell(cell))
     with pytest.raises(ValueError, match="the data set's fingerprint was x and is ddd"):
         check_same_cell(cell, *_recorded_cell(cell, **{"vit_ray.data_fingerprint": "x"}))
     went_on = {"vit_ray.changed_params": '{"optim.weight_decay": "0.3"}'}

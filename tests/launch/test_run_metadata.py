@@ -59,7 +59,6 @@ def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     tags = run_facts(recipe, "study_cell", _plan(), ClusterShape(1, 2, 0, 0.0))
     before = recorded_before(trained_params(recipe), tags)
     assert decisive_changes(before, recipe.flat()) == []
-    assert decisive_changes(recorded_before(recipe.flat(), {}), recipe.flat()) == []  # of old code
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
     changed = {change.key for change in decisive_changes(before, other.flat())}
     assert changed == {"data.eval", "optim.weight_decay"}

@@ -60,7 +60,7 @@ def _find_run(client: MlflowClient, recipe: Recipe) -> str | None:
     folder = recipe.with_absolute_paths().run_folder
     its = runs_of_name(client, recipe.tracking.experiment, recipe.name)
     here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
-    # One that was recorded without its folder may be older than others of the name.
+    # The folder may be called otherwise here, or have moved since.
     return next((str(run.info.run_id) for run in here or its), None)
 
 

@@ -57,8 +57,7 @@ def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
         ValueError: names what differs.
     """
     before = recorded_before(run.data.params, run.data.tags)
-    if fingerprint := run.data.tags.get("vit_ray.data_fingerprint"):
-        before[DATA_SET] = fingerprint
+    before[DATA_SET] = run.data.tags.get("vit_ray.data_fingerprint", "unknown")
     now = {**cell.recipe.flat(), DATA_SET: resolved.manifest.fingerprint}
     moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
     if changed := decisive_changes(before, now, without=moved):

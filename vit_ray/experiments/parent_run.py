@@ -49,8 +49,7 @@ def earlier_run(recipe: Recipe, kind: str) -> str | None:
     """The MLflow run of a parent's earlier start; None if it is new, or while MLflow is away.
 
     By the log in its folder, as a training's checkpoint has its run, even where the folder was
-    moved. Without the log, which may be on another machine, by the folder; of what was recorded
-    without its folder, by name alone.
+    moved; without the log, which may be on another machine, by the folder.
     """
     return newest_run(
         recipe.tracking,

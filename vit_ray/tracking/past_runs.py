@@ -34,8 +34,7 @@ def newest_run(
 
     Args:
         parent_id: the parent's run; None for a run that has none.
-        folder: where the job's runs lie, as their tag `RUN_FOLDER` has it: a run of another one is
-            not taken, and one without that tag only where there is none of this folder.
+        folder: where the job's runs lie, as their tag `RUN_FOLDER` has it: only these are taken.
         noted_id: a run that counts before any other, if there is such a one.
     """
 
@@ -44,7 +43,7 @@ def newest_run(
         if folder is not None:
             noted = [run for run in its if run.info.run_id == noted_id]
             here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
-            its = noted or here or [run for run in its if RUN_FOLDER not in run.data.tags]
+            its = noted or here
         return str(its[0].info.run_id) if its else None
 
     return _asked(tracking, ask, None)

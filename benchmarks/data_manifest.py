@@ -36,10 +36,6 @@ CASES: dict[str, tuple[float, list[str]]] = {
     "all images, from 60 % of the first epoch on": (0.6, []),
     "data.fraction=0.03": (0.0, ["data.fraction=0.03"]),
     "data.held_out_fraction=0.001": (0.0, ["data.held_out_fraction=0.001"]),
-    "data.fraction=0.03 data.select_by=row": (
-        0.0,
-        ["data.fraction=0.03", "data.select_by=row"],
-    ),
 }
 
 

@@ -75,7 +75,7 @@ def long_run(trunk: Cell, step: int) -> None:
     """A checkpoint of the longest cell, with another run of MLflow and an order of its own."""
     folder = locate(trunk.recipe.run_folder).child(folder_name(step))
     recipe = trunk.recipe.recorded()
-    recipe["data"] |= {"select_by": "row", "shuffle_window": 64}
+    recipe["data"] |= {"shuffle_window": 64}
     at = replace(position(step), recipe=recipe, tracking_run_id="long")
     assert write_snapshot(Snapshot(0, 1, whole(step), at), folder)
 

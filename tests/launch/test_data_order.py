@@ -50,12 +50,9 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def save_checkpoint(recipe: Recipe, fingerprint: str | None = None, **data: Any) -> None:
-    """A checkpoint of a run whose recipe says of the order what `data` has, and no more."""
-    tree = recipe.model_dump(mode="json")
-    for key in ("shuffle_window", "select_by"):
-        del tree["data"][key]
-    tree["data"] |= data
+def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = None) -> None:
+    """A checkpoint of a run that has read its data with a window."""
+    tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:
         fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
@@ -68,13 +65,9 @@ def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
         return run.recipe, run.resolved
 
 
-def orders(recipe: Recipe) -> tuple[Any, Any]:
-    return recipe.data.shuffle_window, recipe.data.select_by
-
-
 def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) -> None:
     found, resolved = prepared(recipe)
-    assert orders(found) == (1024, "row_group")
+    assert found.data.shuffle_window == 1024
     spec = resolved.streams["train"]
     assert spec.window is not None
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
@@ -107,45 +100,18 @@ def test_the_window_follows_the_share_of_the_object_store(
     assert resolved.recipe.data.shuffle_window == window
 
 
-def test_a_run_of_before_goes_on_in_its_old_order(recipe: Recipe) -> None:
-    save_checkpoint(recipe)
+@pytest.mark.parametrize("window", [0, 512])
+def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe, window: int) -> None:
+    save_checkpoint(recipe, window)
     found, resolved = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
-    assert orders(found) == (0, "row")
-    assert resolved.streams["train"].window is None
+    assert found.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
 
 
-def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe) -> None:
-    save_checkpoint(recipe, shuffle_window=512, select_by="row_group")
-    found, _ = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
-    assert orders(found) == (512, "row_group")
-
-
-def test_a_share_of_a_run_of_before_is_of_single_rows(recipe: Recipe) -> None:
-    part = recipe.with_changes(data={"fraction": 0.1})
-    _, new = prepared(part)
-    save_checkpoint(part)
-    _, old = prepared(part)
-    touched = [
-        np.count_nonzero(resolved.streams["train"].rows.rows_per_group(resolved.manifest))  # type: ignore[union-attr]
-        for resolved in (new, old)
-    ]
-    assert touched[0] == 10
-    assert touched[1] > 90
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"shuffle_window": 1024}, "data.shuffle_window was 0 and is 1024"),
-        ({"select_by": "row_group"}, "data.select_by was row and is row_group"),
-    ],
-)
-def test_another_order_than_the_run_has_is_refused_by_name(
-    recipe: Recipe, asked: dict[str, Any], message: str
-) -> None:
+def test_another_window_than_the_run_has_is_refused_by_name(recipe: Recipe) -> None:
     save_checkpoint(recipe)
-    with pytest.raises(ValueError, match=message):
-        prepared(recipe.with_changes(data=asked))
+    with pytest.raises(ValueError, match=r"data\.shuffle_window was 0 and is 1024"):
+        prepared(recipe.with_changes(data={"shuffle_window": 1024}))
 
 
 @pytest.mark.parametrize(
@@ -164,21 +130,6 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
 def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
     resolved = resolve_run(recipe.with_changes(data={"shuffle_window": window}))
     assert resolved.streams["train"].window is None
-
-
-def test_weights_of_a_run_of_before_keep_what_it_held_out(recipe: Recipe) -> None:
-    """Of the same data; its held-out rows must not be trained on now, nor its others judged."""
-    held_out = {"held_out_fraction": 0.1}
-    save_checkpoint(recipe.with_changes(data=held_out))
-    next_run = recipe.with_changes(name="next", init_from=recipe.run_folder, data=held_out)
-    for resolved in (resolve_run(next_run), resolve_run(next_run, needs_train=False)):
-        assert resolved.recipe.data.select_by == "row"
-        rows = resolved.streams["eval"].rows
-        assert rows is not None
-        assert rows.unit == "row"
-    assert resolve_run(next_run.with_changes(seed=1)).recipe.data.select_by == "row"
-    fresh = next_run.with_changes(init_from=None)
-    assert resolve_run(fresh).recipe.data.select_by == "row_group"
 
 
 @pytest.fixture
@@ -221,7 +172,7 @@ def test_a_run_on_several_data_sets_goes_on_with_these_only(
     mixed: Recipe, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     _, resolved = prepared(mixed)
-    save_checkpoint(mixed, resolved.manifest.fingerprint)
+    save_checkpoint(mixed, fingerprint=resolved.manifest.fingerprint)
     assert prepared(mixed)[1].manifest.fingerprint == resolved.manifest.fingerprint
     sets = [one.model_dump() for one in mixed.data.train]  # type: ignore[union-attr]
     if "path" in change:

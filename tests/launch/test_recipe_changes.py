@@ -14,13 +14,12 @@ from vit_ray.train.checkpoint import Position
 from vit_ray.train.progress import Progress
 
 IMAGES, BATCH = 640, 64
-ORDER = {"shuffle_window": 0, "select_by": "row_group"}
 
 
 def recipe(**sections: Any) -> Recipe:
     tree = {
         "name": "run",
-        "data": {"train": "/data/train", "eval": "/data/test", **ORDER},
+        "data": {"train": "/data/train", "eval": "/data/test", "shuffle_window": 0},
         "optim": {"epochs": 2.0, "learning_rate": 0.1, "schedule": "linear"},
         "train": {"global_batch_size": BATCH},
     }
@@ -176,7 +175,7 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
         {"train": {"nonfinite": "skip", "log_every_steps": 7}},
         {"data": {"train": "/moved", "max_tasks": 3, "max_bad_fraction": 0.5}},
         {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
-        {"data": {"select_by": "auto", "shuffle_window": "auto"}},
+        {"data": {"shuffle_window": "auto"}},
         {"evaluate": {"every_steps": 5}},
         {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
         {"optim": {"decay_at": [0.5], "momentum": 0.5}},
@@ -198,14 +197,6 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
     begun = recipe(train={"early_stopping": 2})
     with pytest.raises(ValueError, match=r"evaluate.every_steps was None and is 5"):
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
-
-
-def test_a_checkpoint_that_says_nothing_of_the_order_has_the_first_one() -> None:
-    begun = position(7)
-    del begun.recipe["data"]["shuffle_window"], begun.recipe["data"]["select_by"]
-    assert accepted(recipe(data={"select_by": "row"}), begun) == []
-    with pytest.raises(ValueError, match=r"data.select_by was row and is row_group"):
-        accepted(recipe(), begun)
 
 
 @pytest.mark.parametrize("on", [{}, {"mixup": 0.2}, {"cutmix": 1.0}])

@@ -76,7 +76,6 @@ _FIXED: Final = (
     "model.",
     "data.fraction",
     "data.held_out_fraction",
-    "data.select_by",
     "data.shuffle_window",
     "optim.name",
     "optim.frozen",

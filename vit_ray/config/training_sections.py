@@ -182,9 +182,6 @@ class DataConfig(Section):
     """Converted set for accuracy; unset = none, or the held-out part of `train`."""
     held_out_fraction: Fraction = 0.0
     """Share of `train` set aside (keyed by `seed`) and evaluated on when `eval` is unset."""
-    select_by: Literal["row_group", "row", "auto"] = "auto"
-    """What `fraction` and `held_out_fraction` choose: whole row groups, so that a small share reads
-    a small part of the bytes, or single rows. `auto` = row groups, or as the run began."""
     shuffle_window: NotNegative | Literal["auto"] = "auto"
     """Training images, a multiple of the global batch, whose row groups are shared out among their
     batches, so that images of one row group meet others in each epoch; a reading task keeps the

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -11,15 +10,6 @@ from vit_ray.config import Recipe
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.shuffle import ShuffleWindow
-from vit_ray.storage import locate
-from vit_ray.train.checkpoint import open_checkpoint
-from vit_ray.train.run_checkpoints import newest_checkpoint
-
-Order = dict[str, Any]
-"""`data.shuffle_window` and `data.select_by`, neither of them `auto`."""
-
-_UNRECORDED: Final[Order] = {"shuffle_window": 0, "select_by": "row"}
-"""Of runs whose checkpoints say nothing of it."""
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
@@ -27,41 +17,24 @@ _MEMORY_SHARE: Final = 0.75
 """Of a task's memory that a window takes on average by default; images differ in size."""
 
 
-def recorded_order(recipe: Mapping[str, Any]) -> Order:
-    """The order of a run, from the recipe that its checkpoint holds."""
-    data = recipe.get("data", {})
-    return {key: data.get(key, before) for key, before in _UNRECORDED.items()}
-
-
-def order_of(recipe: Recipe) -> Order:
-    """What a recipe says of the order."""
-    return {key: getattr(recipe.data, key) for key in _UNRECORDED}
-
-
-def with_order(recipe: Recipe, manifest: Manifest, begun: Order | None = None) -> Recipe:
-    """The recipe with `auto` made definite: as the run began, or else as is best.
-
-    A new run whose weights come from one on the same data keeps that one's choice of rows, so that
-    what was held out there is held out here.
+def with_window(recipe: Recipe, manifest: Manifest, begun: int | None = None) -> Recipe:
+    """The recipe with `shuffle_window=auto` made definite: as the run began, or else as is best.
 
     Args:
-        begun: of the run that is continued; None for a new one.
+        begun: the window of the run that is continued; None for a new one.
 
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
-    order = order_of(recipe)
-    if order["shuffle_window"] == "auto":
-        order["shuffle_window"] = begun["shuffle_window"] if begun else _window(recipe, manifest)
-    if order["select_by"] == "auto":
-        before = begun or _order_of_weights(recipe, manifest)
-        order["select_by"] = before["select_by"] if before else "row_group"
-    _check_window(recipe, manifest, order["shuffle_window"])
-    return recipe.with_changes(data=order)
+    window = recipe.data.shuffle_window
+    if window == "auto":
+        window = _window(recipe, manifest) if begun is None else begun
+    _check_window(recipe, manifest, window)
+    return recipe.with_changes(data={"shuffle_window": window})
 
 
 def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
-    """The window of a recipe with a definite order.
+    """The window of a recipe where it is definite.
 
     Several data sets have one of a single batch at least, so that each batch has their proportions.
     """
@@ -123,19 +96,3 @@ def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:
             f"and data.task_memory_mib={recipe.data.task_memory_mib}; lower the one or raise the "
             "other"
         )
-
-
-def _order_of_weights(recipe: Recipe, manifest: Manifest) -> Order | None:
-    """Of the run that `init_from` names, if it read the same data and rows are set apart."""
-    is_whole = recipe.data.held_out_fraction == 0 and recipe.data.fraction == 1
-    if recipe.init_from is None or is_whole:
-        return None
-    from vit_ray.train.init_weights import find_weight_file  # with torch, which takes seconds
-
-    if find_weight_file(recipe.init_from) is not None:
-        return None  # a file, which says nothing of the data
-    location = locate(recipe.init_from)
-    checkpoint = open_checkpoint(location) or newest_checkpoint(location)
-    if checkpoint is None or checkpoint.position.data_fingerprint != manifest.fingerprint:
-        return None
-    return recorded_order(checkpoint.position.recipe)

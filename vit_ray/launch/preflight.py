@@ -29,11 +29,8 @@ from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.benchmark import answers_of
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.data_order import (
-    Order,
-    order_of,
-    recorded_order,
     shuffle_window,
-    with_order,
+    with_window,
 )
 from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.launch.run_lock import lock_run
@@ -165,8 +162,8 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
             check_weights(PreparedRun(resolved.recipe, kind, resolved))
             begin_without_checkpoint(run_folder, damage.append)
         else:
-            begun = recorded_order(resume_from.position.recipe)
-            if begun != order_of(resolved.recipe):
+            begun = resume_from.position.recipe["data"]["shuffle_window"]
+            if begun != resolved.recipe.data.shuffle_window:
                 resolved = resolve_run(recipe, begun=begun)
             changes = accepted_changes(
                 resolved.recipe,
@@ -198,12 +195,12 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
 
 
 def resolve_run(
-    recipe: Recipe, *, needs_train: bool = True, begun: Order | None = None
+    recipe: Recipe, *, needs_train: bool = True, begun: int | None = None
 ) -> ResolvedRun:
     """Open the data sets and check the recipe's arithmetic; starts nothing.
 
     Args:
-        begun: the order in which a run that is continued has read its data so far.
+        begun: the shuffle window of a run that is continued.
 
     Raises:
         ValueError: there is no such model, a data set is missing or broken, the batch does not
@@ -212,8 +209,13 @@ def resolve_run(
     """
     check_model(recipe)
     manifest = _open_data(recipe, needs_train)
-    recipe = with_order(recipe, manifest, begun)
-    rows, held_out = _selected_rows(recipe, manifest)
+    recipe = with_window(recipe, manifest, begun)
+    rows, held_out = select(
+        manifest,
+        seed=recipe.seed,
+        held_out_fraction=recipe.data.held_out_fraction,
+        fraction=recipe.data.fraction,
+    )
     streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}
     _add_evaluation(streams, recipe, manifest, held_out)
     if needs_train and "eval" in streams:
@@ -233,18 +235,6 @@ def _open_data(recipe: Recipe, needs_train: bool) -> Manifest:
     path = train if needs_train or train else recipe.data.eval
     key = "data.train" if needs_train else "data.eval"
     return open_dataset(require(path, key, "the folder of a converted data set"))
-
-
-def _selected_rows(recipe: Recipe, manifest: Manifest) -> tuple[Selection, Selection | None]:
-    config = recipe.data
-    assert config.select_by != "auto"
-    return select(
-        manifest,
-        seed=recipe.seed,
-        unit=config.select_by,
-        held_out_fraction=config.held_out_fraction,
-        fraction=config.fraction,
-    )
 
 
 def check_model(recipe: Recipe) -> None:

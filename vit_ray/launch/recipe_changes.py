@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from vit_ray.config import Recipe
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, LENGTH, Change, decisive_changes
-from vit_ray.launch.data_order import recorded_order
+from vit_ray.config.validation import validated
 from vit_ray.train.checkpoint import Position
 from vit_ray.train.schedule import lr_at
 
@@ -19,13 +17,14 @@ def accepted_changes(
     A longer run is accepted without confirmation, anything else with `resume=changed`.
 
     Args:
-        recipe: with a definite order.
+        recipe: with a definite window.
         fingerprint, num_images, total_steps: of the recipe on the data as they are now.
 
     Raises:
         ValueError: a change that is not accepted, or that no run could go on with; names each.
     """
-    before = _recipe_of(position)
+    # As it was: a copy by `with_changes` would be checked as a new recipe.
+    before = validated(Recipe, position.recipe, f"the recipe of step {position.step}")
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
     found = decisive_changes(then, now, without=LENGTH)
@@ -54,13 +53,6 @@ def accepted_changes(
     if total_steps > steps_before:
         told.append(_longer(recipe, before, position.step, length, steps_before, total_steps))
     return told
-
-
-def _recipe_of(position: Position) -> Recipe:
-    """As it was: a copy by `with_changes` would be checked as a new recipe."""
-    before = Recipe.model_validate_json(json.dumps(position.recipe))
-    data = before.data.model_copy(update=recorded_order(position.recipe))
-    return before.model_copy(update={"data": data})
 
 
 def _refuse_too_late(

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.keyed_random import keys_of
-from vit_ray.data.order.selection import KeyedPermutation, RowSelection, Unit, select, split_rows
+from vit_ray.data.order.selection import KeyedPermutation, RowSelection, select, split_rows
 
-GOLDEN_ROWS = [1, 2, 13, 16, 22, 23, 27, 30, 32, 35]
-GOLDEN_GROUPS = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
+GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 
 @given(st.integers(1, 3000), st.integers(0, 10))
@@ -36,41 +35,35 @@ def test_dev_splits_have_the_published_sizes(total: int, fraction: float, held: 
     assert (kept.count, held_out.count) == (total - held, held)
 
 
-@pytest.mark.parametrize("unit", ["row", "row_group"])
-def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest, unit: Unit) -> None:
-    kept, held_out = split_rows(dataset, 0.1, seed=5, unit=unit)
+def test_kept_and_held_out_rows_are_a_partition(dataset: Manifest) -> None:
+    kept, held_out = split_rows(dataset, 0.1, seed=5)
     samples = np.arange(dataset.num_images)
     assert held_out.mask(dataset, samples).sum() == 30
     np.testing.assert_array_equal(kept.mask(dataset, samples), ~held_out.mask(dataset, samples))
     assert kept.rows_per_group(dataset).sum() == 270
 
 
-@pytest.mark.parametrize("unit", ["row", "row_group"])
 def test_rows_are_counted_in_every_row_group(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch, unit: Unit
+    dataset: Manifest,
 ) -> None:
-    """In chunks that end within row groups, side by side."""
-    monkeypatch.setattr("vit_ray.data.order.selection._ROWS_AT_A_TIME", 37)
-    part = RowSelection.all(dataset, seed=9, unit=unit).take(0.3)
+    part = RowSelection.all(dataset, seed=9).take(0.3)
     is_chosen = part.mask(dataset, np.arange(300))
     starts = dataset.first_samples[:-1]
     np.testing.assert_array_equal(part.rows_per_group(dataset), np.add.reduceat(is_chosen, starts))
 
 
-@pytest.mark.parametrize("unit", ["row", "row_group"])
-def test_smaller_parts_are_inside_larger_ones(unit: Unit) -> None:
+def test_smaller_parts_are_inside_larger_ones() -> None:
     manifest = manifest_of(1000)
-    whole = RowSelection.all(manifest, unit=unit)
+    whole = RowSelection.all(manifest)
     small, large = (whole.take(f).mask(manifest, np.arange(1000)) for f in (0.1, 0.5))
     assert small.sum() == 100
     assert not (small & ~large).any()
 
 
-@pytest.mark.parametrize("unit", ["row", "row_group"])
 @pytest.mark.parametrize("part", [0, 1])
-def test_counts_per_group_equal_the_mask(unit: Unit, part: int) -> None:
+def test_counts_per_group_equal_the_mask(part: int) -> None:
     manifest = manifest_of(100)
-    selection = split_rows(manifest, 0.3, unit=unit)[part]
+    selection = split_rows(manifest, 0.3)[part]
     mask = selection.mask(manifest, np.arange(100))
     groups = [selection.rows_of_group(manifest, group) for group in range(13)]
     np.testing.assert_array_equal(
@@ -106,30 +99,21 @@ def test_a_share_of_the_images_is_in_a_share_of_the_row_groups(fraction: float) 
     assert 0.4 < np.flatnonzero(counts).mean() / len(counts) < 0.6
 
 
-def test_all_rows_are_counted_without_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vit_ray.data.order.selection._RANKS", {})
-    manifest = manifest_of(100)
-    whole = RowSelection.all(manifest, unit="row")
-    assert whole.rows_per_group(manifest).tolist() == manifest.rows.tolist()
-
-
-@pytest.mark.parametrize(("unit", "expected"), [("row", GOLDEN_ROWS), ("row_group", GOLDEN_GROUPS)])
-def test_a_selection_never_changes_between_versions(unit: Unit, expected: list[int]) -> None:
+def test_a_selection_never_changes_between_versions() -> None:
     """Runs resume by it; these numbers may not change."""
     manifest = manifest_of(40, group=4)
-    part = RowSelection.all(manifest, seed=2, unit=unit).take(0.25)
-    assert np.flatnonzero(part.mask(manifest, np.arange(40))).tolist() == expected
+    part = RowSelection.all(manifest, seed=2).take(0.25)
+    assert np.flatnonzero(part.mask(manifest, np.arange(40))).tolist() == GOLDEN
 
 
-@pytest.mark.parametrize("unit", ["row", "row_group"])
-def test_the_rows_of_data_sets_read_together_are_those_of_each(unit: Unit) -> None:
+def test_the_rows_of_data_sets_read_together_are_those_of_each() -> None:
     sets = [manifest_of(total) for total in (75, 100, 42)]
     joined = join(sets, [1, 1, 1])
-    rows, held_out = select(joined, seed=3, unit=unit, held_out_fraction=0.25, fraction=0.5)
+    rows, held_out = select(joined, seed=3, held_out_fraction=0.25, fraction=0.5)
     assert held_out is not None
     first = 0
     for one in sets:
-        alone, apart = select(one, seed=3, unit=unit, held_out_fraction=0.25, fraction=0.5)
+        alone, apart = select(one, seed=3, held_out_fraction=0.25, fraction=0.5)
         assert apart is not None
         for group in range(one.num_row_groups):
             for of_all, of_one in ((rows, alone), (held_out, apart)):
@@ -146,7 +130,7 @@ def test_row_groups_of_any_number_of_data_sets_are_put_in_order_once(
     sorts = Mock(side_effect=keys_of)
     monkeypatch.setattr("vit_ray.data.order.selection.keys_of", sorts)
     joined = join([manifest_of(32) for _ in range(40)], [1] * 40)
-    rows, _ = select(joined, seed=3, unit="row_group", held_out_fraction=0.25, fraction=0.5)
+    rows, _ = select(joined, seed=3, held_out_fraction=0.25, fraction=0.5)
     for group in [*range(joined.num_row_groups)] * 2:
         rows.rows_of_group(joined, group)
     assert sorts.call_count == 40

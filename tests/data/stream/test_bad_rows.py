@@ -83,7 +83,7 @@ def test_a_replacement_never_comes_from_the_held_out_rows(
     dataset: Manifest, tmp_path: Path
 ) -> None:
     manifest, _ = broken_copy(dataset, tmp_path)
-    kept, held_out = split_rows(manifest, 0.5, unit="row")
+    kept, held_out = split_rows(manifest, 0.5)
     damage(manifest, group=2, rows=list(range(0, 16, 2)))
     samples = read_epoch(manifest, rows=kept)[0]["sample"]
     assert not held_out.mask(manifest, samples).any()

@@ -2,16 +2,13 @@
 
 A selection is four integers, whatever the size of the data set: a row belongs to it when its rank
 lies in a range. Rows were shuffled at conversion, so ranks go through whole row groups, in an order
-that is keyed, and a small share reads a small part of the bytes. Runs that began with ranks given
-to single rows keep them.
+that is keyed, and a small share reads a small part of the bytes.
 """
 
-import os
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Final, Literal
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,13 +23,7 @@ Int64Array = NDArray[np.int64]
 _FEISTEL_ROUNDS: Final = 4
 """Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions."""
 
-_ROWS_AT_A_TIME: Final = 1 << 19
-_THREADS: Final = 16
-_SPLIT: Final = 4
 _SPLIT_GROUPS: Final = 8
-
-Unit = Literal["row_group", "row"]
-"""What a selection is made of; see `data.select_by`."""
 
 
 class KeyedPermutation:
@@ -89,12 +80,11 @@ class RowSelection:
     first: int
     last: int
     num_images: int
-    unit: Unit = "row_group"
 
     @classmethod
-    def all(cls, manifest: Manifest, seed: int = 0, unit: Unit = "row_group") -> "RowSelection":
+    def all(cls, manifest: Manifest, seed: int = 0) -> "RowSelection":
         """Every row of a data set."""
-        return cls(seed, 0, manifest.num_images, manifest.num_images, unit)
+        return cls(seed, 0, manifest.num_images, manifest.num_images)
 
     @property
     def count(self) -> int:
@@ -122,7 +112,8 @@ class RowSelection:
 
     def mask(self, manifest: Manifest, samples: Int64Array) -> NDArray[np.bool_]:
         """Whether each sample number is selected."""
-        ranks = _RANKS[self.unit](self.seed, manifest, samples)
+        groups = np.searchsorted(manifest.first_samples, samples, side="right") - 1
+        ranks = _first_ranks(self.seed, manifest)[groups] + samples - manifest.first_samples[groups]
         return (ranks >= self.first) & (ranks < self.last)
 
     def rows_of_group(self, manifest: Manifest, group: int) -> Int64Array:
@@ -139,22 +130,10 @@ class RowSelection:
             )
         if self.is_all:
             return manifest.rows.astype(np.int64)
-        if self.unit == "row":
-            return _count_selected(self, manifest).copy()
         begins = _first_ranks(self.seed, manifest)
         ends = begins + manifest.rows
         counts = np.minimum(ends, self.last) - np.maximum(begins, self.first)
         return np.maximum(counts, 0)
-
-    def _count_between(
-        self, manifest: Manifest, start: int, stop: int
-    ) -> tuple[int, NDArray[np.intp]]:
-        """The first row group that holds rows [start, stop), and counts from there on."""
-        samples = np.arange(start, stop, dtype=np.int64)
-        chosen = start + np.flatnonzero(self.mask(manifest, samples))
-        firsts = manifest.first_samples
-        first = int(np.searchsorted(firsts, start, side="right")) - 1
-        return first, np.bincount(np.searchsorted(firsts, chosen, side="right") - 1 - first)
 
 
 @dataclass(frozen=True)
@@ -191,7 +170,7 @@ Selection = RowSelection | JoinedSelection
 
 
 def select(
-    manifest: Manifest, *, seed: int, unit: Unit, held_out_fraction: float, fraction: float
+    manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
 ) -> tuple[Selection, Selection | None]:
     """Rows to train on, and those held out if there are any; of several sets, the same of each.
 
@@ -200,12 +179,12 @@ def select(
     """
     if isinstance(manifest, JoinedManifest):
         shares = {"held_out_fraction": held_out_fraction, "fraction": fraction}
-        pairs = [select(part, seed=seed, unit=unit, **shares) for part in manifest.parts]
+        pairs = [select(part, seed=seed, **shares) for part in manifest.parts]
         kept, held_out = (tuple(rows) for rows in zip(*pairs, strict=True))
         return JoinedSelection(kept), JoinedSelection(held_out) if held_out_fraction else None
-    rows, rest = RowSelection.all(manifest, seed, unit), None
+    rows, rest = RowSelection.all(manifest, seed), None
     if held_out_fraction > 0:
-        rows, rest = split_rows(manifest, held_out_fraction, seed, unit)
+        rows, rest = split_rows(manifest, held_out_fraction, seed)
     return (rows.take(fraction) if fraction < 1 else rows), rest
 
 
@@ -237,34 +216,8 @@ def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:
     return firsts
 
 
-def _ranks_by_row_group(seed: int, manifest: Manifest, samples: Int64Array) -> Int64Array:
-    groups = np.searchsorted(manifest.first_samples, samples, side="right") - 1
-    ranks: Int64Array = _first_ranks(seed, manifest)[groups]
-    return ranks + samples - manifest.first_samples[groups]
-
-
-def _ranks_by_row(seed: int, manifest: Manifest, samples: Int64Array) -> Int64Array:
-    return KeyedPermutation(manifest.num_images, _SPLIT, seed).ranks(samples)
-
-
-_RANKS: Final = {"row_group": _ranks_by_row_group, "row": _ranks_by_row}
-
-
-@_kept_with_manifest
-def _count_selected(selection: RowSelection, manifest: Manifest) -> Int64Array:
-    """Kept, because a run asks at every start; 300 million rows take a minute of CPU time."""
-    counts = np.zeros(manifest.num_row_groups, np.int64)
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        parts = pool.map(
-            lambda span: selection._count_between(manifest, *span), _chunks(selection.num_images)
-        )
-        for first, part in parts:
-            counts[first : first + len(part)] += part
-    return counts
-
-
 def split_rows(
-    manifest: Manifest, fraction: float, seed: int = 0, unit: Unit = "row_group"
+    manifest: Manifest, fraction: float, seed: int = 0
 ) -> tuple[RowSelection, RowSelection]:
     """Split a data set, the same way every time.
 
@@ -285,10 +238,5 @@ def split_rows(
             f"fraction={fraction} of {total} images holds out {held_out}; "
             f"use a fraction from {1 / total:.3g} to {1 - 1 / total:.3g}."
         )
-    whole = RowSelection.all(manifest, seed, unit)
+    whole = RowSelection.all(manifest, seed)
     return replace(whole, first=held_out), replace(whole, last=held_out)
-
-
-def _chunks(total: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, _ROWS_AT_A_TIME):
-        yield start, min(start + _ROWS_AT_A_TIME, total)

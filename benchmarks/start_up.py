@@ -220,7 +220,7 @@ def prepare(folder: Path) -> None:
         },
         "data": {
             "train": str(folder / "train"), "augment": {"flip": False},
-            "eval_augment": {"kind": "resize", "flip": False},
+            "eval_augment": {"kind": "resize"},
         },
         "optim": {"steps": STEPS, "learning_rate": 1e-3},
         "train": {"global_batch_size": BATCH, "micro_batch_size": 64, "precision": "fp32"},

@@ -36,7 +36,7 @@ def small_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Re
             "train": digits.train, "eval": digits.test, "cpus_per_task": 0.5,
             "shuffle_window": 0,  # in this order so few steps learn something
             "augment": {"flip": False, "min_area": 0.5},
-            "eval_augment": {"kind": "resize", "flip": False},
+            "eval_augment": {"kind": "resize"},
         },
         "optim": {"steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2},
         "train": {

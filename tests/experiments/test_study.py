@@ -43,7 +43,7 @@ def _recipe(folder, models, train="data/train", test="data/test", **study):
             "train": train,
             "eval": test,
             "augment": {"kind": "resize", "flip": False},
-            "eval_augment": {"kind": "resize", "flip": False},
+            "eval_augment": {"kind": "resize"},
         },
         "optim": {"learning_rate": 1e-3},
         "train": {"global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32"}

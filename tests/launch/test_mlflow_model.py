@@ -47,7 +47,7 @@ def trained(tmp_path: Path, empty_store: Path) -> tuple[Any, torch.nn.Module, st
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "runs" / "small", model, name="ViT", image_size=32, **TINY_VIT)
     (checkpoint,) = Path(run).glob("step-*")
-    recipe = small_recipe(tmp_path, data={"eval_augment": {"kind": "center_crop", "flip": False}})
+    recipe = small_recipe(tmp_path, data={"eval_augment": {"kind": "center_crop"}})
     return recipe, model, str(checkpoint)
 
 

@@ -206,16 +206,6 @@ def test_the_share_that_is_mixed_decides_where_anything_is_mixed(on: dict[str, f
     assert changed == (["train.mix_probability"] if on else [])
 
 
-def test_how_an_evaluation_would_augment_decides_nothing() -> None:
-    fixed = {"kind": "center_crop", "flip": False}
-    augment = {**fixed, "randaugment_layers": 3, "randaugment_magnitude": 5.0}
-    other = {"eval_augment": {**augment, "randaugment_magnitude_std": 0.5}}
-    assert decisive_changes(recipe().flat(), recipe(data=other).flat()) == []
-    other = {"eval_augment": {**fixed, "border": 2}}
-    changed = decisive_changes(recipe().flat(), recipe(data=other).flat())
-    assert [change.key for change in changed] == ["data.eval_augment.border"]
-
-
 def test_every_key_that_is_named_exists() -> None:
     named = {
         *decisive._HARMLESS,

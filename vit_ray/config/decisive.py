@@ -27,9 +27,6 @@ _HARMLESS: Final = (
     "data.cache_dir",
     "data.cache_gib",
     "data.cpus_per_task",
-    "data.eval_augment.randaugment_layers",  # images that are measured are not augmented so
-    "data.eval_augment.randaugment_magnitude",
-    "data.eval_augment.randaugment_magnitude_std",
     "data.max_bad_fraction",
     "data.max_tasks",
     "data.object_store_mib",

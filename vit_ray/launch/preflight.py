@@ -14,7 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import AugmentConfig, ModelConfig
+from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.labels import first_labels
@@ -492,7 +492,10 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
 
 
 def _spec(
-    recipe: Recipe, manifest: Manifest, augment: AugmentConfig, rows: Selection | None
+    recipe: Recipe,
+    manifest: Manifest,
+    augment: AugmentConfig | EvalAugmentConfig,
+    rows: Selection | None,
 ) -> StreamSpec:
     return StreamSpec(
         manifest,
@@ -522,28 +525,28 @@ def _training_spec(recipe: Recipe, manifest: Manifest, rows: Selection | None) -
     return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 
-def augmentation_of(recipe: Recipe, augment: AugmentConfig) -> Augmentation:
+def augmentation_of(recipe: Recipe, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
     """How images of the recipe's model are cut, for training or for evaluation."""
-    return Augmentation(
+    cut = Augmentation(
         kind=augment.kind,
         size=recipe.model.image_size,
-        flip=augment.flip,
+        flip=False,
         resize=augment.resize or _default_resize(recipe),
-        min_area=augment.min_area,
-        max_area=augment.max_area,
-        border=augment.border,
-        randaugment=_randaugment(augment),
     )
-
-
-def _randaugment(augment: AugmentConfig) -> RandAugment | None:
-    if augment.randaugment is None:
-        return None
-    return RandAugment(
+    if isinstance(augment, EvalAugmentConfig):
+        return replace(cut, border=augment.border)
+    operations = augment.randaugment and RandAugment(
         augment.randaugment,
         augment.randaugment_layers,
         augment.randaugment_magnitude,
         augment.randaugment_magnitude_std,
+    )
+    return replace(
+        cut,
+        flip=augment.flip,
+        min_area=augment.min_area,
+        max_area=augment.max_area,
+        randaugment=operations,
     )
 
 

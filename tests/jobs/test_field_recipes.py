@@ -103,7 +103,6 @@ def test_deit_is_as_its_table_9_prints_it() -> None:
     assert lr_at(round(steps / 120), optim, steps) == pytest.approx(5e-4, rel=1e-3)
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
     assert (train.label_smoothing, train.mixup, train.cutmix) == (0.1, 0.8, 1.0)
-    assert train.mix_probability == 1.0
     augment = augmentation_of(recipe, recipe.data.augment)
     assert augment.randaugment == RandAugment("timm", 2, 9.0, 0.5)
     assert augment.min_area == 0.08

@@ -199,13 +199,6 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
 
 
-@pytest.mark.parametrize("on", [{}, {"mixup": 0.2}, {"cutmix": 1.0}])
-def test_the_share_that_is_mixed_decides_where_anything_is_mixed(on: dict[str, float]) -> None:
-    before, now = (recipe(train={**on, "mix_probability": p}).flat() for p in (1.0, 0.5))
-    changed = [change.key for change in decisive_changes(before, now)]
-    assert changed == (["train.mix_probability"] if on else [])
-
-
 def test_every_key_that_is_named_exists() -> None:
     named = {
         *decisive._HARMLESS,

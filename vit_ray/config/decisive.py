@@ -57,7 +57,6 @@ _UNUSED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "optim.betas": {"optim.name": ("sgd",)},
     "optim.first_moment": {"optim.name": ("sgd",)},
     "train.masked_target": {"train.loss": ("softmax", "sigmoid")},
-    "train.mix_probability": {"train.mixup": ("0.0",), "train.cutmix": ("0.0",)},
     "evaluate.shots": {"evaluate.few_shot_train": ("None",)},
     "evaluate.few_shot_seeds": {"evaluate.few_shot_train": ("None",)},
 }

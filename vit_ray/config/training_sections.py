@@ -358,8 +358,6 @@ class TrainConfig(Section):
     their labels, so a worker's share and its passes have an even number of images."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix's, 0 = off; with MixUp each has half of the pairs."""
-    mix_probability: Fraction = 1.0
-    """Share of pairs that MixUp or CutMix mix."""
     masked_target: Literal["mean_color", "downsized", "full_patch"] = "mean_color"
     """What masked patch prediction predicts."""
     global_batch_size: Positive = 4096

@@ -47,11 +47,11 @@ def draw_mixing(
         step: 0-based.
     """
     keys = sample_keys(samples[::2], seed, step, _MIXING)
-    is_mixed, is_cut, *shape, row, column = _uniform(keys, 7).unbind(1)
+    _, is_cut, *shape, row, column = _uniform(keys, 7).unbind(1)  # the first word is not used
     cut_fraction = 0.5 if config.mixup and config.cutmix else float(config.cutmix > 0.0)
     cut = is_cut < cut_fraction
     alpha = torch.where(cut, config.cutmix, config.mixup).double()
-    share = torch.where(is_mixed < config.mix_probability, symmetric_beta(alpha, *shape), 1.0)
+    share = symmetric_beta(alpha, *shape)
     outside = _outside(share, size, row, column)
     weight = torch.where(cut[:, None, None], outside.double(), share[:, None, None])
     own_share = torch.where(cut, outside.double().mean((1, 2)), share)

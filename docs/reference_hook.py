@@ -17,6 +17,10 @@ from vit_ray.config.help import SectionHelp, describe_sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[1]
+_ON_RESUME = (
+    "*On resume* says whether a run may be resumed with another value of the key: at any time, "
+    "only with `resume=changed`, or never; it is empty for keys that no training reads."
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,8 +43,8 @@ def commands_page() -> str:
 
 
 def recipe_page() -> str:
-    """Every key with its default, allowed values and meaning."""
-    return "# Recipe keys\n\n" + "\n".join(_section(section) for section in describe_sections())
+    """Every key with its default, allowed values, meaning, and whether it may change on resume."""
+    return "\n".join(["# Recipe keys\n", f"{_ON_RESUME}\n", *map(_section, describe_sections())])
 
 
 def recipes_page() -> str:
@@ -76,9 +80,10 @@ def api_names() -> dict[str, str]:
 
 def _section(section: SectionHelp) -> str:
     lines = [f"## {section.name or 'The recipe itself'}\n", f"{section.meaning}\n"]
-    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines += ["| key | default | allowed | meaning | on resume |", "|---|---|---|---|---|"]
     for key in section.keys:
-        cells = (f"`{key.name}`", f"`{key.value}`", f"`{key.allowed}`", key.meaning)
+        names = (f"`{key.name}`", f"`{key.value}`", f"`{key.allowed}`")
+        cells = (*names, key.meaning, key.on_resume)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from vit_ray.commands.catalog import COMMANDS
+from vit_ray.commands.help_pages import sections_below
 from vit_ray.config import Recipe, decisive
-from vit_ray.config.decisive import decisive_changes
-from vit_ray.config.help import key_names
+from vit_ray.config.decisive import on_resume
+from vit_ray.config.help import describe_sections, key_names
 from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.section import OnResume
 from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.train.checkpoint import Position
 from vit_ray.train.progress import Progress
@@ -199,19 +202,52 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
 
 
-def test_every_key_that_is_named_exists() -> None:
-    named = {
-        *decisive._HARMLESS,
-        *decisive._UNUSED,
-        *(other for others in decisive._UNUSED.values() for other in others),
-        *decisive.EVALUATED_SETS,
-        *decisive.LENGTH,
-        *decisive._FIXED,
-    }
-    keys = set(key_names()) | {decisive.DATA_SET, "model."}
-    assert named <= keys
+def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
+    reads = [key for key in COMMANDS["pretrain"].reads if key != "plan"]
+    keys = [key for section in sections_below(reads) for key in section.keys]
+    assert len(keys) > 90
+    assert {key.name for key in keys if not key.on_resume} == {"name"}
 
 
-def test_a_key_that_nobody_has_thought_of_decides() -> None:
-    before, now = {"optim.new": "1", "workers.new": "1"}, {"optim.new": "2", "workers.new": "2"}
-    assert [change.key for change in decisive_changes(before, now)] == ["optim.new"]
+@pytest.mark.parametrize(
+    ("mark", "keys"),
+    [
+        (
+            OnResume.FIXED,
+            "seed data.fraction data.held_out_fraction data.shuffle_window optim.name optim.frozen "
+            "train.loss train.masked_target train.global_batch_size",
+        ),
+        (
+            OnResume.FREE,
+            "output resume data.train data.train.path data.train.weight data.max_bad_fraction "
+            "data.cpus_per_task data.max_tasks data.task_memory_mib data.object_store_mib "
+            "data.cache_dir data.cache_gib data.prefetch_batches "
+            "train.micro_batch_size train.zero_stage train.offload "
+            "train.activation_checkpointing train.compile train.nonfinite "
+            "train.max_nonfinite_steps train.log_every_steps train.profile_steps "
+            "train.step_timeout_s evaluate.batch_size",
+        ),
+        (OnResume.LENGTH, "optim.steps optim.epochs optim.images"),
+        (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
+    ],
+    ids=["fixed", "free", "length", "evaluated"],
+)
+def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, keys: str) -> None:
+    """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
+    sections = ("data.", "optim.", "train.", "evaluate.")
+    mine = [key for key in key_names() if key.startswith(sections) or "." not in key]
+    assert [key for key in mine if on_resume(key) is mark] == sorted(keys.split(), key=mine.index)
+    held = {on_resume(key) for key in key_names() if key.startswith("model.")}
+    assert held == {OnResume.FIXED}
+    free = ("workers.", "checkpoint.", "tracking.")
+    assert {on_resume(key) for key in key_names() if key.startswith(free)} == {OnResume.FREE}
+
+
+def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
+    """A misspelt one would leave the key without effect on any comparison."""
+    allowed = {key.name: key.allowed for part in describe_sections() for key in part.keys}
+    switches = [used_if for _, used_if in decisive._MARKS.values() if used_if]
+    assert len(switches) > 10
+    for used_if in switches:
+        assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
+        assert used_if.values or allowed[used_if.key].endswith(" | null"), used_if

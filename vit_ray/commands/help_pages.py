@@ -70,6 +70,9 @@ def _table(keys: tuple[KeyHelp, ...]) -> Table:
     table.add_column(max_width=24, overflow="fold")
     table.add_column()
     for key in keys:
-        allowed = "" if key.allowed.startswith("text") else f" [dim]({escape(key.allowed)})[/dim]"
-        table.add_row(key.name, escape(key.value), escape(key.meaning) + allowed)
+        notes = [] if key.allowed.startswith("text") else [f"({key.allowed})"]
+        if key.on_resume:
+            notes.append(f"[on resume: {key.on_resume}]")
+        notes_text = escape("".join(f" {note}" for note in notes))
+        table.add_row(key.name, escape(key.value), f"{escape(key.meaning)}[dim]{notes_text}[/dim]")
     return table

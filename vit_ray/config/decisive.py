@@ -1,85 +1,50 @@
-"""Which keys of a recipe decide what its training results in, and which only speed or place.
+"""Which changes of a recipe decide what its training results in, by the marks on its keys.
 
-A run that goes on, and a cell of a study that is finished, are of the recipe at hand only if what
-decides is as it was.
+A run that is resumed, and a finished cell of a study, are of the recipe at hand only if no key has
+changed that decides.
 """
 
 from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from pydantic import BaseModel
+
+from vit_ray.config.schema import Recipe
+from vit_ray.config.section import OnResume, UsedIf
+from vit_ray.config.validation import section_type
+
+_Marks = dict[str, tuple[OnResume | None, UsedIf | None]]
+
 DATA_SET: Final = "the data set's fingerprint"
-"""Compared as if it were a key."""
-_DECISIVE: Final = (
-    DATA_SET,
-    "seed",
-    "model.",
-    "data.",
-    "optim.",
-    "train.",
-    "evaluate.",
-    "init_",
-)
-_HARMLESS: Final = (
-    "data.cache_dir",
-    "data.cache_gib",
-    "data.cpus_per_task",
-    "data.max_bad_fraction",
-    "data.max_tasks",
-    "data.object_store_mib",
-    "data.prefetch_batches",
-    "data.task_memory_mib",
-    "data.train",  # the data set's fingerprint tells more than its path
-    "evaluate.batch_size",
-    "train.activation_checkpointing",
-    "train.compile",
-    "train.log_every_steps",
-    "train.max_nonfinite_steps",
-    "train.micro_batch_size",
-    "train.nonfinite",  # what to do when a step is refused, which is told
-    "train.offload",
-    "train.profile_steps",
-    "train.step_timeout_s",
-    "train.zero_stage",
-)
-_UNUSED: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    **{
-        f"data.augment.randaugment_{key}": {"data.augment.randaugment": ("None",)}
-        for key in ("layers", "magnitude", "magnitude_std")
-    },
-    "optim.cooldown_fraction": {"optim.schedule": ("linear", "cosine", "constant", "steps")},
-    "optim.decay_at": {"optim.schedule": ("linear", "cosine", "constant", "cooldown")},
-    "optim.end_learning_rate": {"optim.schedule": ("constant", "steps")},
-    "optim.momentum": {"optim.name": ("adamw", "adafactor")},
-    "optim.betas": {"optim.name": ("sgd",)},
-    "optim.first_moment": {"optim.name": ("sgd",)},
-    "train.masked_target": {"train.loss": ("softmax", "sigmoid")},
-    "evaluate.shots": {"evaluate.few_shot_train": ("None",)},
-    "evaluate.few_shot_seeds": {"evaluate.few_shot_train": ("None",)},
-}
-"""Keys that decide nothing while each of the others has one of its values."""
-EVALUATED_SETS: Final = ("data.eval", "evaluate.few_shot_test", "evaluate.few_shot_train")
+"""Compared as if it were a key; it is as fixed as the seed."""
+
+
+def _marks(section: type[BaseModel], prefix: str, mark: OnResume | None) -> _Marks:
+    found: _Marks = {}
+    for name, field in section.model_fields.items():
+        own = next((one for one in field.metadata if isinstance(one, OnResume)), mark)
+        used_if = next((one for one in field.metadata if isinstance(one, UsedIf)), None)
+        found[f"{prefix}{name}"] = own, used_if and replace(used_if, key=f"{prefix}{used_if.key}")
+        if below := section_type(field.annotation):
+            found |= _marks(below, f"{prefix}{name}.", own)
+    return found
+
+
+_MARKS: Final = {DATA_SET: (OnResume.FIXED, None), **_marks(Recipe, "", None)}
+EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
 """They decide what is measured, and nothing of the weights; the same set may have moved."""
+LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
 """Recorded as tags: where things lie, and what is measured."""
-LENGTH: Final = ("optim.epochs", "optim.images", "optim.steps")
-_FIXED: Final = (
-    DATA_SET,
-    "seed",
-    "model.",
-    "data.fraction",
-    "data.held_out_fraction",
-    "data.shuffle_window",
-    "optim.name",
-    "optim.frozen",
-    "train.global_batch_size",
-    "train.loss",
-    "train.masked_target",
-)
-"""Without these as they were, a checkpoint's tensors or its place in the data mean nothing."""
+
+
+def on_resume(key: str) -> OnResume | None:
+    """Whether a run may be resumed with another value; None of a key that no training reads."""
+    return _MARKS[key][0] if key in _MARKS else None
 
 
 @dataclass(frozen=True)
@@ -96,7 +61,7 @@ class Change:
     @property
     def is_fixed(self) -> bool:
         """Whether no run can go on with it."""
-        return self.key.startswith(_FIXED)
+        return on_resume(self.key) is OnResume.FIXED
 
     @property
     def is_move(self) -> bool:
@@ -107,7 +72,7 @@ class Change:
 
 def is_trained(key: str) -> bool:
     """Whether the key of a recipe decides what the training results in."""
-    return key.startswith(_DECISIVE) and key not in _HARMLESS
+    return on_resume(key) not in (None, OnResume.FREE)
 
 
 def decisive_changes(
@@ -119,14 +84,14 @@ def decisive_changes(
         before, now: `Recipe.flat`; a key that is not in both is passed over.
         without: keys that are passed over, too.
     """
-    skipped = {*_HARMLESS, *without, *_moved_along(before, now)}
+    skipped = {*without, *_moved_along(before, now)}
     skipped |= unused_keys(now) & unused_keys({**now, **before})
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
     return [
         Change(key, before[key], value)
         for key, value in now.items()
-        if key.startswith(_DECISIVE) and key not in skipped
+        if is_trained(key) and key not in skipped
         if value != "auto" and before.get(key, value) != value
     ]
 
@@ -135,8 +100,9 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
     """Keys that decide nothing in a recipe, `Recipe.flat`, as others of it are set."""
     return {
         key
-        for key, others in _UNUSED.items()
-        if all(flat.get(other) in values for other, values in others.items())
+        for key, (_, used_if) in _MARKS.items()
+        if used_if and (value := flat.get(used_if.key)) is not None
+        if (value not in used_if.values if used_if.values else value == "None")
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from vit_ray.config.decisive import on_resume
 from vit_ray.config.schema import Recipe
 from vit_ray.config.validation import dotted_keys
 
@@ -24,6 +25,8 @@ class KeyHelp:
     """The default, or what a recipe sets."""
     allowed: str
     meaning: str
+    on_resume: str
+    """Whether a run may be resumed with another value; empty where no training reads the key."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ def _sections(section: Node, values: Node, name: str) -> Iterator[SectionHelp]:
         full = f"{name}.{key}".removeprefix(".")
         if inner is None:
             text = "required" if value is _REQUIRED else _as_written(value)
-            keys.append(KeyHelp(full, text, _allowed(node), _one_line(node)))
+            mark = on_resume(full)
+            keys.append(
+                KeyHelp(full, text, _allowed(node), _one_line(node), mark.value if mark else "")
+            )
         else:
             below.append((inner, value if isinstance(value, dict) else {}, full))
     yield SectionHelp(name, _one_line(section), tuple(keys))

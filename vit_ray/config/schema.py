@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,7 +32,7 @@ from vit_ray.config.command_sections import (
     VtabConfig,
 )
 from vit_ray.config.secrets import credentials_problem, redacted
-from vit_ray.config.section import NotNegative, Section
+from vit_ray.config.section import NotNegative, OnResume, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -52,28 +52,28 @@ class Recipe(Section):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Run name: folder of its checkpoints, and how it is resumed."""
-    seed: NotNegative = 0
+    seed: Annotated[NotNegative, OnResume.FIXED] = 0
     """Initial weights, order, augmentation and dropout."""
-    output: str = "runs"
+    output: Annotated[str, OnResume.FREE] = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""
-    resume: bool | Literal["auto", "from_zero", "changed"] = "auto"
+    resume: Annotated[bool | Literal["auto", "from_zero", "changed"], OnResume.FREE] = "auto"
     """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it;
     `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used;
     `changed` is `auto`, but goes on with a recipe that is not the one it was begun with."""
-    init_from: str | None = None
+    init_from: Annotated[str | None, OnResume.CONFIRM] = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     folder of Hugging Face, local or `s3://`; or `hf://OWNER/NAME` of its hub, timm's too."""
-    init_resize: Literal["bilinear", "bicubic"] = "bilinear"
+    init_resize: Annotated[Literal["bilinear", "bicubic"], OnResume.CONFIRM] = "bilinear"
     """How positions of `init_from` reach another resolution: as the paper's code, or as timm and
     transformers."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluate: EvalConfig = EvalConfig()
-    workers: WorkersConfig = WorkersConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    model: Annotated[ModelConfig, OnResume.FIXED] = ModelConfig()
+    data: Annotated[DataConfig, OnResume.CONFIRM] = DataConfig()
+    optim: Annotated[OptimConfig, OnResume.CONFIRM] = OptimConfig()
+    train: Annotated[TrainConfig, OnResume.CONFIRM] = TrainConfig()
+    checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
+    evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
+    workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
+    tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
     convert: ConvertConfig | None = None
     verify: VerifyConfig | None = None
     subset: SubsetConfig | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +14,35 @@ NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0)]
 ImageSize = Positive | tuple[Positive, Positive]
+
+
+class OnResume(Enum):
+    """Mark of a key: whether a run may be resumed with another value of it.
+
+    A section's mark holds for those of its keys that have none. What no training reads has none.
+    """
+
+    FREE = "any time"
+    """It decides speed, place or what is shown, and nothing of the result."""
+    CONFIRM = "resume=changed"
+    EVALUATED = "resume=changed; it changes no weights"
+    """It decides what is measured."""
+    LENGTH = "longer any time, shorter with resume=changed"
+    FIXED = "never"
+    """With another value a checkpoint's tensors, or its place in the data, mean nothing."""
+
+
+@dataclass(frozen=True)
+class UsedIf:
+    """Mark of a key that decides nothing unless another key of its section has one of the values.
+
+    Attributes:
+        key: the other key's name.
+        values: as text; none = any, where it is set.
+    """
+
+    key: str
+    values: tuple[str, ...] = ()
 
 
 class Section(BaseModel):

@@ -11,9 +11,11 @@ from vit_ray.config.section import (
     ImageSize,
     NotNegative,
     NotNegativeFloat,
+    OnResume,
     Positive,
     PositiveFloat,
     Section,
+    UsedIf,
 )
 from vit_ray.config.validation import value_text
 
@@ -136,11 +138,11 @@ class AugmentConfig(Section):
     randaugment: Literal["tensorflow", "timm"] | None = None
     """Random operations on the finished crop: the space of the paper's code and of AugReg, or
     timm's `inc1` of DeiT; unset = none. Done by the tasks that read (`data.decode=host`)."""
-    randaugment_layers: Positive = 2
+    randaugment_layers: Annotated[Positive, UsedIf("randaugment")] = 2
     """Operations for each image."""
-    randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0)] = 10.0
+    randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
     """Their strength; 10 is full, and timm's are not stronger."""
-    randaugment_magnitude_std: NotNegativeFloat = 0.0
+    randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Of normal noise on the strength of each operation (DeiT: 0.5)."""
 
     @model_validator(mode="after")
@@ -181,17 +183,20 @@ class TrainingSet(Section):
 class DataConfig(Section):
     """Which data sets, and how they are streamed."""
 
-    train: str | Annotated[tuple[TrainingSet, ...], Field(min_length=1)] | None = None
+    train: Annotated[
+        str | Annotated[tuple[TrainingSet, ...], Field(min_length=1)] | None, OnResume.FREE
+    ] = None
     """Converted training set: a folder or `s3://` prefix; or several, as a list of
     `{path, weight}`, which have the same classes. `fraction` and `held_out_fraction` are then of
-    each, and an epoch is as many images as all have together."""
-    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    each, and an epoch is as many images as all have together. A run is resumed with these data
+    only, wherever they lie by then."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0), OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
-    eval: str | None = None
+    eval: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set for accuracy; unset = none, or the held-out part of `train`."""
-    held_out_fraction: Fraction = 0.0
+    held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
     """Share of `train` set aside (keyed by `seed`) and evaluated on when `eval` is unset."""
-    shuffle_window: NotNegative | Literal["auto"] = "auto"
+    shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Training images, a multiple of the global batch, whose row groups are shared out among their
     batches, so that images of one row group meet others in each epoch; a reading task keeps the
     window in its memory. 0 = whole row groups in turn. `auto` = up to 2,048 where task_memory_mib
@@ -200,30 +205,30 @@ class DataConfig(Section):
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()
     """Evaluation images."""
-    max_bad_fraction: Fraction = 0.001
+    max_bad_fraction: Annotated[Fraction, OnResume.FREE] = 0.001
     """Undecodable images tolerated before the run stops, as a share of the data set."""
-    cpus_per_task: PositiveFloat = 0.66
+    cpus_per_task: Annotated[PositiveFloat, OnResume.FREE] = 0.66
     """CPUs that one read-and-decode task reserves. Below 1, since each waits a part of its time
     for storage and for its turn: three tasks keep two cores busy."""
-    max_tasks: Positive | None = None
+    max_tasks: Annotated[Positive | None, OnResume.FREE] = None
     """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
     decode: Literal["host", "device"] = "host"
     """Where training images become pixels: in reading tasks, or in the training workers, on the GPU
     by nvImageCodec, where the CPUs cannot keep up. The crops are the same; pixels differ a little
     (an antialiased resize of the region at full scale, where reading tasks decode it coarser). What
     of it a CPU does, each worker does in `workers.cpus_per_worker` threads."""
-    task_memory_mib: Positive = 256
+    task_memory_mib: Annotated[Positive, OnResume.FREE] = 256
     """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
-    object_store_mib: Positive | None = None
+    object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
     """Most of the cluster's object store, in MiB, that a stream's images may take while they wait
     for training; at the limit reading waits. Unset = Ray Data's share, half of the store."""
-    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    cache_dir: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FREE] = None
     """Folder on each node's own disk, for this alone, where what is read is kept for later epochs,
     and compared with its checksum before it is used again; unset = none is."""
-    cache_gib: PositiveFloat = 100.0
+    cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
     """Most GiB that `cache_dir` takes on a node. A full one keeps what it has of this data set, and
     gives up what it has of others once that was not used for an hour."""
-    prefetch_batches: NotNegative = 2
+    prefetch_batches: Annotated[NotNegative, OnResume.FREE] = 2
     """Steps' worth of images that a worker fetches ahead."""
 
     @model_validator(mode="after")
@@ -248,17 +253,22 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "adafactor"], OnResume.FIXED] = "adamw"
     """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or Adafactor
     as "Scaling ViT" has it: a second moment of rows and columns for each matrix."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw", "adafactor"))] = (
+        0.9,
+        0.999,
+    )
     """AdamW's moments; of Adafactor the momentum, and the most that the other grows to."""
-    first_moment: Literal["fp32", "bf16"] = "fp32"
+    first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", ("adamw", "adafactor"))] = (
+        "fp32"
+    )
     """Precision in which AdamW and Adafactor keep their first moment; "Scaling ViT" has bf16, with
     both. AdamW in bf16 is not one fused kernel."""
-    momentum: Fraction = 0.9
+    momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
@@ -267,7 +277,7 @@ class OptimConfig(Section):
     """Factor on the rate from each layer of a Transformer to the one below it, for fine-tuning
     (BEiT, MAE: 0.65 to 0.85): head and last norm have the whole rate, the last block this share of
     it, the embedding with class token and positions the least. 1 = the same rate for all."""
-    frozen: tuple[str, ...] = ()
+    frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
     """Parts of the model that keep their first weights, without gradient and optimizer state:
     `embedding`, `class_token`, `positions`, `registers`, `blocks` or `blocks.0-5`, `norm`,
     `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`,
@@ -277,19 +287,23 @@ class OptimConfig(Section):
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown"] = "cosine"
     """Decay after the warm-up; `steps` multiplies by 0.1 at each of `decay_at`, `cooldown` is
     constant until its last part."""
-    decay_at: tuple[Fraction, ...] = (0.3, 0.6, 0.9)
+    decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
     """Shares of the run at which `schedule=steps` decays; unset = BiT's for fine-tuning."""
-    cooldown_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    cooldown_fraction: Annotated[
+        float, Field(gt=0.0, le=1.0), UsedIf("schedule", ("cooldown",))
+    ] = 0.2
     """Share of the run at its end in which `schedule=cooldown` falls linearly."""
-    end_learning_rate: NotNegativeFloat = 0.0
+    end_learning_rate: Annotated[
+        NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
+    ] = 0.0
     """Where linear and cosine decay and a cool-down end; the paper's linear decay ends at 1e-5."""
     warmup_steps: NotNegative = 0
     """Linear warm-up from zero."""
-    steps: Positive | None = None
+    steps: Annotated[Positive | None, OnResume.LENGTH] = None
     """Length in optimizer steps; give exactly one of steps, epochs, images."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[PositiveFloat | None, OnResume.LENGTH] = None
     """Length in passes over the training set."""
-    images: Positive | None = None
+    images: Annotated[Positive | None, OnResume.LENGTH] = None
     """Length in training images seen."""
 
     @model_validator(mode="after")
@@ -349,7 +363,7 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """Loss, batch and the engine that trains."""
 
-    loss: Literal["softmax", "sigmoid", "masked_patch"] = "softmax"
+    loss: Annotated[Literal["softmax", "sigmoid", "masked_patch"], OnResume.FIXED] = "softmax"
     """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels)."""
     label_smoothing: Fraction = 0.0
     """Softmax only."""
@@ -358,37 +372,41 @@ class TrainConfig(Section):
     their labels, so a worker's share and its passes have an even number of images."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix's, 0 = off; with MixUp each has half of the pairs."""
-    masked_target: Literal["mean_color", "downsized", "full_patch"] = "mean_color"
+    masked_target: Annotated[
+        Literal["mean_color", "downsized", "full_patch"],
+        OnResume.FIXED,
+        UsedIf("loss", ("masked_patch",)),
+    ] = "mean_color"
     """What masked patch prediction predicts."""
-    global_batch_size: Positive = 4096
+    global_batch_size: Annotated[Positive, OnResume.FIXED] = 4096
     """Images per optimizer step, on any number of workers."""
-    micro_batch_size: Positive | Literal["auto"] = "auto"
+    micro_batch_size: Annotated[Positive | Literal["auto"], OnResume.FREE] = "auto"
     """Images per worker and pass; `auto` = the largest that fits. The rest is accumulation."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[Literal[0, 1, 2, 3], OnResume.FREE] = 1
     """DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights."""
-    offload: bool = False
+    offload: Annotated[bool, OnResume.FREE] = False
     """Keep optimizer state in host memory (ZeRO 1-3)."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16 keeps fp32 master weights and an fp32 loss."""
-    activation_checkpointing: NotNegative = 0
+    activation_checkpointing: Annotated[NotNegative, OnResume.FREE] = 0
     """0 = keep all activations, n = recompute every n-th block."""
-    compile: bool | Literal["auto"] = "auto"
+    compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
     """torch.compile the model's blocks, all by the code of one (ZeRO 0-2); `auto` = on GPUs, and
     eager where that fails, for want of a C compiler say."""
     averaging: Fraction = 0.0
     """Polyak averaging factor per step (the paper's is 0.9999); 0 = off."""
-    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
     """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back."""
-    max_nonfinite_steps: Positive = 3
+    max_nonfinite_steps: Annotated[Positive, OnResume.FREE] = 3
     """With skip or rollback: stop at this many in a row."""
-    log_every_steps: Positive = 50
+    log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Cadence of log lines and metrics."""
-    profile_steps: tuple[Positive, Positive] | None = None
+    profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None
     """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a better validation loss, which is that of the
     averaged weights where there are any (`averaging`)."""
-    step_timeout_s: PositiveFloat = 600.0
+    step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
     """A step that takes longer counts as hung: the attempt is ended and restarted."""
 
     def compiles(self, has_gpu: bool) -> bool:
@@ -472,15 +490,15 @@ class EvalConfig(Section):
 
     every_steps: Positive | None = None
     """Cadence; unset = only at the end."""
-    batch_size: Positive = 256
+    batch_size: Annotated[Positive, OnResume.FREE] = 256
     """Images per worker and pass."""
-    few_shot_train: str | None = None
+    few_shot_train: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set that few-shot examples are drawn from; unset = no few-shot accuracy."""
-    few_shot_test: str | None = None
+    few_shot_test: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set that few-shot accuracy is measured on."""
-    shots: tuple[Positive, ...] = (1, 5, 10, 25)
+    shots: Annotated[tuple[Positive, ...], UsedIf("few_shot_train")] = (1, 5, 10, 25)
     """Examples per class."""
-    few_shot_seeds: Positive = 3
+    few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
     """Random draws of examples; the mean is reported."""
 
     @model_validator(mode="after")

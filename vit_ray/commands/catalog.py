@@ -111,7 +111,7 @@ _ALL = (
         "features that are kept for the next time.",
         "vit_ray.commands.features:run_few_shot_job",
         (
-            "few_shot", "name", "output", *_WEIGHTS, "model", "data.eval_augment", "evaluate",
+            "name", "output", *_WEIGHTS, "model", "data.eval_augment", "evaluate",
             "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "

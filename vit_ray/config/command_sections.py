@@ -340,18 +340,6 @@ class ExtractConfig(Section):
     """Images in a file of one worker, about; what was interrupted goes on behind whole files."""
 
 
-class FewShotConfig(Section):
-    """Few-shot accuracy of weights on `evaluate.few_shot_train` and `few_shot_test`, as a job."""
-
-    features: str | None = None
-    """Folder or `s3://` prefix where features are kept for the next time; unset =
-    `OUTPUT/NAME-features`."""
-    l2: PositiveFloat = 1024.0
-    """Ridge penalty of the linear classifier (big_vision's)."""
-    neighbors: Positive = 20
-    """Nearest examples that vote; fewer where a draw has fewer."""
-
-
 class BenchmarkConfig(Section):
     """A published test set whose right answers are not simply the labels of `data.eval`."""
 

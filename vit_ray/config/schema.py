@@ -19,7 +19,6 @@ from vit_ray.config.command_sections import (
     DeduplicateConfig,
     ExportConfig,
     ExtractConfig,
-    FewShotConfig,
     InspectConfig,
     PaperConfig,
     PlanConfig,
@@ -88,7 +87,6 @@ class Recipe(Section):
     benchmark: BenchmarkConfig = BenchmarkConfig()
     benchmark_models: BenchmarkModelsConfig | None = None
     extract: ExtractConfig | None = None
-    few_shot: FewShotConfig = FewShotConfig()
     paper: PaperConfig = PaperConfig()
 
     @property
@@ -126,7 +124,6 @@ class Recipe(Section):
                 "cache_dir": _absolute(self.data.cache_dir),
             },
             evaluate={key: _absolute(path) for key, path in few_shot.items()},
-            few_shot={"features": _absolute(self.few_shot.features)},
             extract=_with_absolute(self.extract),
             tracking={"uri": _absolute_sqlite(self.tracking.uri)},
         )

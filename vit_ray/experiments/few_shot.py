@@ -73,12 +73,11 @@ def _set_of(recipe: Recipe, part: str) -> Manifest:
 
 
 def _extracted(recipe: Recipe, part: str) -> Location:
-    folder = recipe.few_shot.features or f"{recipe.run_folder}-features"
     return extract_features(
         recipe.with_changes(
             extract={
                 "data": getattr(recipe.evaluate, f"few_shot_{part}"),
-                "path": f"{folder.rstrip('/')}/{part}",
+                "path": f"{recipe.run_folder}-features/{part}",
                 "logits": False,
             }
         )
@@ -103,7 +102,6 @@ def measure(
         num_classes,
         shots=config.shots,
         seeds=config.few_shot_seeds,
-        l2=recipe.few_shot.l2,
     )
     for part in read_features(pool, ["sample", "feature"]):
         few_shot.add_examples(part["feature"], part["sample"])
@@ -142,7 +140,6 @@ def _neighbor_accuracies(
                     drawable[samples[chosen]],
                     _tests(test),
                     num_classes=num_classes,
-                    neighbors=recipe.few_shot.neighbors,
                 )
             )
     return found

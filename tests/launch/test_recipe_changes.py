@@ -224,7 +224,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             "data.cache_dir data.cache_gib data.prefetch_batches "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
-            "train.max_nonfinite_steps train.log_every_steps train.profile_steps "
+            "train.log_every_steps train.profile_steps "
             "train.step_timeout_s evaluate.batch_size",
         ),
         (OnResume.LENGTH, "optim.steps optim.epochs optim.images"),

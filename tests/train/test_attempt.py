@@ -127,12 +127,12 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path, train={"nonfinite": "skip", "max_nonfinite_steps": 2})
-    worker = Worker(job, FakeEngine(refused=(0, 2, 3)))
+    job = make_job(tmp_path, train={"nonfinite": "skip"})
+    worker = Worker(job, FakeEngine(refused=(0, 2, 3, 4)))
     run(worker)
-    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4]
+    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4, 5]
     assert worker.actor.failure is not None
-    assert "with 2 such steps in a row" in worker.actor.failure
+    assert "with 3 such steps in a row" in worker.actor.failure
 
 
 def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:

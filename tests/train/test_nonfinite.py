@@ -69,7 +69,7 @@ def test_without_a_checkpoint_all_ranks_end_alike(tmp_path: Path) -> None:
 def test_what_the_recipe_says_is_done(
     tmp_path: Path, policy: str, in_a_row: int, kinds: list[str], error: str
 ) -> None:
-    worker = Worker(make_job(tmp_path, train={"nonfinite": policy, "max_nonfinite_steps": 3}))
+    worker = Worker(make_job(tmp_path, train={"nonfinite": policy}))
     batch: Any = next(batches(0))
     progress = Progress(step=9, nonfinite_steps=in_a_row)
     if error:

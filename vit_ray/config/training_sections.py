@@ -396,9 +396,8 @@ class TrainConfig(Section):
     averaging: Fraction = 0.0
     """Polyak averaging factor per step (the paper's is 0.9999); 0 = off."""
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
-    """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back."""
-    max_nonfinite_steps: Annotated[Positive, OnResume.FREE] = 3
-    """With skip or rollback: stop at this many in a row."""
+    """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back.
+    Three such steps in a row stop the run."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Cadence of log lines and metrics."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from vit_ray.train.run_checkpoints import newest_checkpoint
 from vit_ray.train.run_link import RunLink
 from vit_ray.train.saving import CheckpointSaver, open_chosen_checkpoint
 from vit_ray.train.watchdog import Watchdog
+
+MOST_IN_A_ROW: Final = 3
+"""Refused steps at which a run stops whatever the recipe says: the weights no longer train."""
 
 
 class MeasuresLayers(Protocol):
@@ -46,7 +49,7 @@ class RestoresState(Protocol):
 
 
 class NonfinitePolicy:
-    """What `train.nonfinite` and `train.max_nonfinite_steps` say."""
+    """What `train.nonfinite` says."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class NonfinitePolicy:
         train, step = self._train, progress.step
         text = f"loss or gradient of step {step - 1} {NOT_FINITE}. {self._describe(batch)}"
         self._link.note("not finite", text, step)
-        if train.nonfinite == "stop" or progress.nonfinite_steps >= train.max_nonfinite_steps:
+        if train.nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
             raise UnrecoverableError(
                 f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "

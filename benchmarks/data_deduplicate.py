@@ -13,7 +13,6 @@ evaluation set. Precision and recall have their 95 % intervals (Wilson).
 """
 
 import argparse
-import inspect
 import io
 import math
 import platform
@@ -28,9 +27,7 @@ from PIL import Image
 
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.perceptual_hash import CROPS, perceptual_hash
-from vit_ray.data.prepare.deduplicate import _thumbnail, deduplicate, describe, find, known_from
-
-THRESHOLD = inspect.signature(deduplicate).parameters["max_distance"].default
+from vit_ray.data.prepare.deduplicate import MAX_DISTANCE, _thumbnail, describe, find, known_from
 
 
 def stored(pixels: Any, quality: int = 90, format: str = "JPEG") -> bytes:
@@ -126,7 +123,7 @@ def cost_of_flat(count: int) -> str:
     """CPU time an image for as many flat pictures on both sides."""
     images = flat_pictures(2 * count)
     known = known_of(images[:count])
-    (matches, _), taken = microseconds(lambda: find(known, images[count:], THRESHOLD), count)
+    (matches, _), taken = microseconds(lambda: find(known, images[count:], MAX_DISTANCE), count)
     equal = sum(match is not None for match in matches)
     return f"| {count} | {taken:.0f} | {equal} |"
 
@@ -134,7 +131,7 @@ def cost_of_flat(count: int) -> str:
 def num_proposed(known: Any, images: list[bytes]) -> float:
     """Share of the images whose original is among those that the index proposes."""
     hashes = np.stack([perceptual_hash(_thumbnail(image)) for image in images])
-    near = known.index.near(hashes, THRESHOLD)
+    near = known.index.near(hashes, MAX_DISTANCE)
     is_own = known.images[near.found // len(CROPS)] == near.query
     return len(np.unique(near.query[is_own])) / len(images)
 
@@ -160,7 +157,7 @@ def main() -> None:
         f"# data_deduplicate: {time.strftime('%Y-%m-%d')}, {platform.machine()}, one core\n",
         f"`python benchmarks/data_deduplicate.py {args.folder.name} --limit {args.limit} "
         f"--known {num_known} --enlarge {args.enlarge}`: {len(known)} evaluation images, "
-        f"{len(others)} others, threshold {THRESHOLD} of 128 bits. "
+        f"{len(others)} others, threshold {MAX_DISTANCE} of 128 bits. "
         "Mirrored copies are out of scope.\n",
         "| transform | proposed by hash | recall after pixels | found as another image |",
         "|---|---|---|---|",
@@ -170,7 +167,7 @@ def main() -> None:
     for name, transform in TRANSFORMS.items():
         images = [transform(decode(image)) for image in known]
         proposed = num_proposed(known_index, images)
-        matches, _ = find(known_index, images, THRESHOLD)
+        matches, _ = find(known_index, images, MAX_DISTANCE)
         right = sum(match is not None and match.image == i for i, match in enumerate(matches))
         found = [(i, match.image) for i, match in enumerate(matches) if match is not None]
         pairs += [(images[i], known[j]) for i, j in found if i != j]
@@ -179,7 +176,7 @@ def main() -> None:
         lines.append(f"| {name} | {proposed:.4f} | {interval(right, len(known))} | {other} |")
         print(lines[-1], flush=True)
     (matches, _), lookup_us = microseconds(
-        lambda: find(known_index, others, THRESHOLD), len(others)
+        lambda: find(known_index, others, MAX_DISTANCE), len(others)
     )
     pairs += [(others[i], known[m.image]) for i, m in enumerate(matches) if m is not None]
     false = sum(match is not None for match in matches)

@@ -53,7 +53,7 @@ def test_evaluation_images_are_left_out(digits, tmp_path, capsys):
     """50 of the set's own 300, and what else is equal to one of them."""
     part = subset(digits.test, str(tmp_path / "part"), count=50)
     target = tmp_path / "clean"
-    section = f"{{source: {digits.test}, evaluation_sets: [{part.path}], max_distance: 0, "
+    section = f"{{source: {digits.test}, evaluation_sets: [{part.path}], "
     assert run_deduplicate(recipe_with(f"deduplicate={section} destination: {target}}}")) == 0
     clean = open_dataset(str(target))
     assert not keys_of(part) & keys_of(clean)

@@ -84,7 +84,6 @@ def run_deduplicate(recipe: Recipe) -> int:
         config.source,
         list(config.evaluation_sets),
         config.destination,
-        max_distance=config.max_distance,
     )
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "

@@ -92,8 +92,6 @@ class DeduplicateConfig(Section):
     """Converted sets whose images, exact or near, are left out."""
     destination: str
     """Folder of the new manifest and of the list of what was left out."""
-    max_distance: Annotated[int, Field(ge=0, le=128)] = 30
-    """Bits of 128 by which the perceptual hashes of images may differ whose pixels are compared."""
 
 
 class SweepConfig(Section):

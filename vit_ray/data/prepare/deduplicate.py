@@ -1,7 +1,7 @@
 """Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `max_distance` bits of one and their pixels agree at 64 x 64. A flat image, of which there is
+within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64. A flat image, of which there is
 nothing to hash, is a duplicate only of an image with equal pixels. Linear in the data: each image
 is hashed once, and looked up in an index of the evaluation hashes. Mirrored copies are not looked
 for. The result is a manifest alone and a list of what was left out.
@@ -47,6 +47,10 @@ _MOST_COMPARED: Final = 8
 """Evaluation images, the nearest first, that are compared with a row pixel by pixel."""
 _ROWS_AT_A_TIME: Final = 512
 
+MAX_DISTANCE: Final = 30
+"""Bits of 128 by which the hashes of images may differ whose pixels are compared; measured with
+benchmarks/data_deduplicate.py."""
+
 
 @dataclass(frozen=True)
 class Duplicate:
@@ -88,14 +92,9 @@ def deduplicate(
     evaluation_sets: list[str],
     destination: str,
     *,
-    max_distance: int = 30,
     num_cpus: float = 1.0,
 ) -> DeduplicateReport:
     """Write the manifest of a data set without the images of evaluation sets.
-
-    Args:
-        max_distance: bits of 128 by which the hashes of images may differ whose pixels are
-            compared; measured with benchmarks/data_deduplicate.py.
 
     Raises:
         ValueError: if no evaluation set is given, nothing would be left, or the destination holds
@@ -107,7 +106,7 @@ def deduplicate(
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
     files = [int(i) for i in np.unique(whole.file_index)]
-    finder = _DuplicateFinder(ray.put(whole), ray.put(known), max_distance)
+    finder = _DuplicateFinder(ray.put(whole), ray.put(known))
     found = [json.loads(result) for result in run_tasks(finder, files, num_cpus)]
     rows = [row for result in found for row in result["rows"]]
     columns = _without(whole, rows)
@@ -120,7 +119,7 @@ def deduplicate(
     refuse_taken(destination)  # again: hours may have passed
     _write_list(destination, duplicates)
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
-    derive(whole, columns, destination, {**origin, "max_distance": max_distance})
+    derive(whole, columns, destination, {**origin, "max_distance": MAX_DISTANCE})
     num_exact = sum(duplicate.is_exact for duplicate in duplicates)
     return DeduplicateReport(
         num_images=whole.num_images,
@@ -236,7 +235,6 @@ def describe(image: bytes) -> _Described:
 class _DuplicateFinder:
     manifest: Any
     known: Any
-    max_distance: int
 
     def __call__(self, file_index: int) -> str:
         known: _Known = ray.get(self.known)
@@ -244,7 +242,7 @@ class _DuplicateFinder:
         undecodable = 0
         images = _images(ray.get(self.manifest), file_index)
         while batch := list(islice(images, _ROWS_AT_A_TIME)):
-            matches, unread = find(known, [image for *_, image in batch], self.max_distance)
+            matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE)
             undecodable += unread
             for (group, row, key, _), match in zip(batch, matches, strict=True):
                 if match is not None:

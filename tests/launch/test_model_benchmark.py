@@ -27,7 +27,6 @@ def recipe(tmp_path: Path) -> Recipe:
         "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "cost"},
         "benchmark_models": {
             "models": models, "image_sizes": [16, 17], "max_batch_size": 2, "timed_s": 1e-3,
-            "num_classes": 5,
         },
     }  # fmt: skip
     return recipe_from_dict(tree, "test")

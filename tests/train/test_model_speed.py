@@ -11,7 +11,7 @@ from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.train import model_speed
 from vit_ray.train.memory_estimate import estimate_memory, inference_bytes
-from vit_ray.train.model_speed import BatchSpeed, ModelSpeed, measure_model
+from vit_ray.train.model_speed import NUM_CLASSES, BatchSpeed, ModelSpeed, measure_model
 
 MODEL = {
     "name": "ViT", "patch_size": 4, "depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2,
@@ -19,7 +19,7 @@ MODEL = {
 
 
 def small(**changes: Any) -> tuple[Recipe, BenchmarkModelsConfig]:
-    section = {"models": [{"label": "small", "model": MODEL}], "num_classes": 10, "timed_s": 1e-3}
+    section = {"models": [{"label": "small", "model": MODEL}], "timed_s": 1e-3}
     tree = {
         "name": "speed",
         "model": {**MODEL, "image_size": 8},
@@ -54,7 +54,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Passes that are not run, of a second per 100 images; the batch sizes that were prepared."""
     prepared: list[int] = []
 
-    def prepare(recipe: Any, config: Any, mode: Any, batch_size: int, device: Any) -> Any:
+    def prepare(recipe: Any, mode: Any, batch_size: int, device: Any) -> Any:
         prepared.append(batch_size)
         return lambda: batch_size
 
@@ -68,17 +68,18 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_on_a_cpu_no_batch_is_tried_that_the_estimate_says_is_too_large(
-    mode: str, steady: list[int]
+    mode: str, steady: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, config = small(modes=[mode], memory_gib=0.002, max_batch_size=4096, max_pass_s=1e9)
+    monkeypatch.setattr(model_speed, "MAX_PASS_S", 1e9)
+    recipe, config = small(modes=[mode], memory_gib=0.002, max_batch_size=4096)
     _, (found,) = measure_model(recipe, config, use_gpu=False)
     assert found.ended_by == "memory"
 
     def gib(batch_size: int) -> float:
         if mode == "training":
             step = recipe.with_changes(train={"global_batch_size": batch_size})
-            return estimate_memory(step, 10, batch_size, 1).total
-        return inference_bytes(recipe, 10, batch_size) / 2**30
+            return estimate_memory(step, NUM_CLASSES, batch_size, 1).total
+        return inference_bytes(recipe, NUM_CLASSES, batch_size) / 2**30
 
     largest = found.largest_batch
     below = 2 ** (largest.bit_length() - 1)
@@ -87,10 +88,13 @@ def test_on_a_cpu_no_batch_is_tried_that_the_estimate_says_is_too_large(
     assert found.metrics()[f"benchmark/{mode}_8px_largest_batch"] == largest
 
 
-def test_a_pass_that_would_take_too_long_is_not_tried(steady: list[int]) -> None:
-    recipe, config = small(modes=["inference"], max_batch_size=4096, max_pass_s=0.5)
+def test_a_pass_that_would_take_too_long_is_not_tried(
+    steady: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_speed, "MAX_PASS_S", 0.5)
+    recipe, config = small(modes=["inference"], max_batch_size=4096)
     _, (found,) = measure_model(recipe, config, use_gpu=False)
-    assert (found.ended_by, found.largest_batch) == ("max_pass_s", 32)
+    assert (found.ended_by, found.largest_batch) == ("pass time", 32)
     assert max(steady) == 32
 
 

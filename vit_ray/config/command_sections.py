@@ -388,8 +388,6 @@ class BenchmarkModelsConfig(Section):
     )
     """`inference`: a forward pass. `training`: forward and backward pass; in memory it has the
     state of `train.zero_stage` and `optim.name` beside it, as for `train.micro_batch_size=auto`."""
-    num_classes: Positive = 1000
-    """Of the head."""
     max_batch_size: Positive = 4096
     """Images; no larger batch is tried."""
     memory_gib: PositiveFloat | None = None
@@ -397,10 +395,6 @@ class BenchmarkModelsConfig(Section):
     tried only if it needs no more by the estimate of `--dry-run`."""
     timed_s: PositiveFloat = 1.0
     """Passes of a batch are repeated for so long, three times at least; their median counts."""
-    max_pass_s: PositiveFloat = 10.0
-    """Seconds; no batch is tried whose pass would take longer, by the speed of the one before."""
-    model_timeout_minutes: PositiveFloat = 60.0
-    """A model that is not measured by then is told as failed, and the next one begins."""
 
     @model_validator(mode="after")
     def _different_labels(self) -> BenchmarkModelsConfig:

@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import ray
 
@@ -25,6 +25,8 @@ from vit_ray.tracking.tracker import Tracker
 from vit_ray.train.model_speed import ModelSpeed, measure_model
 
 KIND = "model_benchmark"
+MODEL_LIMIT_S: Final = 3600.0
+"""A model that is not measured by then has failed, and the next one begins."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +107,15 @@ def _measured(
     label: str, recipe: Recipe, config: BenchmarkModelsConfig, resources: dict[str, Any]
 ) -> BenchmarkedRow:
     """A model that fails, or whose process dies, is a row with its error."""
-    limit_s = config.model_timeout_minutes * 60
     once: Any = ray.remote(max_calls=1, max_retries=0)  # a process of its own
     task = once(measure_model).options(**resources)
     reference = task.remote(recipe, config, use_gpu=resources["num_gpus"] > 0)
     try:
-        device, speeds = ray.get(reference, timeout=limit_s)
+        device, speeds = ray.get(reference, timeout=MODEL_LIMIT_S)
         return BenchmarkedRow(label, device, speeds)
     except ray.exceptions.GetTimeoutError:
         ray.cancel(reference, force=True)
-        told = f"not measured in benchmark_models.model_timeout_minutes={limit_s / 60:g}"
+        told = f"not measured in {MODEL_LIMIT_S / 60:g} minutes"
     except ray.exceptions.RayTaskError as error:
         told = f"{type(error.cause).__name__}: {error.cause}"
     except ray.exceptions.RayError as error:  # its process has died

@@ -29,6 +29,10 @@ Mode = Literal["inference", "training"]
 
 GIB: Final = 2**30
 CPU_GIB: Final = 2.0
+NUM_CLASSES: Final = 1000
+"""Of the head."""
+MAX_PASS_S: Final = 10.0
+"""The search stops when a pass is predicted to take longer, by the speed of the one before."""
 WARM_UP_PASSES: Final = 2
 MIN_PASSES: Final = 3
 _STEPS_BETWEEN: Final = 8
@@ -51,7 +55,7 @@ class ModelSpeed:
     image_size: int
     batches: tuple[BatchSpeed, ...]
     """Ascending; none where not even one image fits."""
-    ended_by: Literal["memory", "max_batch_size", "max_pass_s"]
+    ended_by: Literal["memory", "max_batch_size", "pass time"]
     """What kept the batch from growing."""
 
     @property
@@ -102,7 +106,7 @@ class _Search:
         self._recipe, self._mode, self._config, self._device = recipe, mode, config, device
         self._fits = self._memory_check()
         self._speeds: dict[int, BatchSpeed] = {}
-        self._ended_by: Literal["memory", "max_batch_size", "max_pass_s"] = "max_batch_size"
+        self._ended_by: Literal["memory", "max_batch_size", "pass time"] = "max_batch_size"
 
     def run(self) -> ModelSpeed:
         most = self._config.max_batch_size
@@ -124,8 +128,8 @@ class _Search:
         before = max(self._speeds, default=None)
         if before is not None:
             pass_s = batch_size / self._speeds[before].images_per_s
-            if batch_size > before and pass_s > self._config.max_pass_s:
-                self._ended_by = "max_pass_s"
+            if batch_size > before and pass_s > MAX_PASS_S:
+                self._ended_by = "pass time"
                 return False
         rate = self._measured(batch_size) if self._fits(batch_size) else None
         if rate is None:
@@ -135,7 +139,7 @@ class _Search:
         return True
 
     def _memory_check(self) -> Callable[[int], bool]:
-        recipe, classes = self._recipe, self._config.num_classes
+        recipe, classes = self._recipe, NUM_CLASSES
 
         def of(batch_size: int) -> Recipe:
             """A step of one pass, whose batch lies on the device beside it."""
@@ -155,23 +159,19 @@ class _Search:
         """Images per second; None if a pass ran out of memory."""
 
         def measured() -> float:
-            run_pass = _prepared(self._recipe, self._config, self._mode, batch_size, self._device)
+            run_pass = _prepared(self._recipe, self._mode, batch_size, self._device)
             return batch_size / _median_s(run_pass, self._device, self._config.timed_s)
 
         return unless_out_of_memory(measured, self._device)
 
 
 def _prepared(
-    recipe: Recipe,
-    config: BenchmarkModelsConfig,
-    mode: Mode,
-    batch_size: int,
-    device: torch.device,
+    recipe: Recipe, mode: Mode, batch_size: int, device: torch.device
 ) -> Callable[[], None]:
     """A pass over images of random pixels that lie on the device."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
-    model = prepared_model(recipe, config.num_classes, device)
+    model = prepared_model(recipe, NUM_CLASSES, device)
     height, width = recipe.model.sides
     with device:
         images = torch.randint(0, 256, (batch_size, height, width, 3), dtype=torch.uint8)
@@ -179,7 +179,7 @@ def _prepared(
     if mode == "inference":
         return _inference(model.eval(), images, dtype)
     loss = make_loss(recipe)
-    labels = (numbers % config.num_classes)[:, None]
+    labels = (numbers % NUM_CLASSES)[:, None]
 
     def train() -> None:
         loss(model, images, labels, numbers, 0).backward()  # type: ignore[no-untyped-call]

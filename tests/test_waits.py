@@ -1,69 +1,86 @@
-"""Every call that waits is in the table of `docs/waits.md`, and what is there waits."""
+"""Every call that waits has a limit, or says on its line what ends it.
+
+A limit is `timeout=`, a positional one where the function takes one, or a lock that is not waited
+for. `# no limit: REASON` on the line of a call, or on the one before, marks the others.
+"""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-CODE, TABLE = ROOT / "vit_ray", ROOT / "docs" / "waits.md"
+import pytest
+
+CODE = Path(__file__).parents[1] / "vit_ray"
+MARK = re.compile(r"# no limit: \w")
 
 WAITS = re.compile(
-    r"ray\.(get|wait|init)|ray\.train\.collective\.\w+"
-    r"|(torch\.distributed|dist)\.(all_\w+|broadcast\w*|barrier|init_process_group)"
-    r"|(.*\.)?(wait|wait_for|acquire|flock|result|communicate|sleep|create_connection)"
-    r"|subprocess\.run|\w*thread\w*\.join|self\._thread\.join|\w+ing\.join|answer|self\._ask"
-    r"|.*(queue|_ready|_answers|_requests)\.get|_(tuner|trainer)\(.*\)\.fit"
+    r"ray\.(get|wait|init)|ray\.train\.collective\.\w+|(torch\.distributed|dist)\.init_process_group"
+    r"|(.*\.)?(wait|wait_for|acquire|flock|result|communicate|create_connection)"
+    r"|subprocess\.(run|call|check_call|check_output)|\w*thread\w*\.join|self\._thread\.join|\w+ing\.join"
+    r"|.*(queue|_ready|_answers)\.get|_(tuner|trainer)\(.*\)\.fit"
 )
+"""Collectives have the limit of their group, and `time.sleep` its own."""
+LIMIT_AT: dict[str, int] = {
+    "wait": 0, "result": 0, "join": 0, "wait_for": 1, "create_connection": 1,
+}  # fmt: skip
+"""Place of the limit among the positional arguments."""
 
 
-def calls(node: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """(function, call) of everything below a node."""
-    for child in ast.iter_child_nodes(node):
-        is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        inner = (*scope, child.name) if is_scope else scope
-        if isinstance(child, ast.Call):
-            yield ".".join(scope), ast.unparse(child.func)
-        yield from calls(child, inner)
+def has_limit(call: ast.Call) -> bool:
+    """Whether the call ends by itself."""
+    if any(keyword.arg in ("timeout", "blocking") for keyword in call.keywords):
+        return True
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name == "flock":
+        return "LOCK_NB" in ast.unparse(call)
+    is_ray = ast.unparse(call.func).startswith("ray.")
+    behind = isinstance(call.func, ast.Name) and name == "wait"  # of futures
+    return not is_ray and name in LIMIT_AT and len(call.args) > LIMIT_AT[name] + behind
 
 
-def waiting() -> set[str]:
-    """`file::function` of each call that waits."""
-    found = set()
-    for path in CODE.rglob("*.py"):
-        for function, call in calls(ast.parse(path.read_text())):
-            if WAITS.fullmatch(call):
-                found.add(f"{path.relative_to(CODE).as_posix()}::{function}")
-    return found
+def endless(code: str) -> Iterator[tuple[int, str]]:
+    """(line, call) of each call that waits without a limit or a reason."""
+    lines = code.splitlines()
+    for call in ast.walk(ast.parse(code)):
+        if not isinstance(call, ast.Call) or not WAITS.fullmatch(ast.unparse(call.func)):
+            continue
+        near = lines[max(0, call.lineno - 2) : call.end_lineno]
+        if not has_limit(call) and not any(map(MARK.search, near)):
+            yield call.lineno, ast.unparse(call)
 
 
-def listed() -> set[str]:
-    """Of the table's first column: `file::function`; or `file` or `room/` for all that is there."""
-    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+def test_every_wait_has_a_limit_or_a_reason() -> None:
+    found = [
+        f"{path.relative_to(CODE.parent)}:{line}: {call}"
+        for path in sorted(CODE.rglob("*.py"))
+        for line, call in endless(path.read_text())
+    ]
+    assert not found, "give each a timeout, or `# no limit: what ends it`: " + "; ".join(found)
 
 
-def places(name: str) -> set[str]:
-    """The names under which `file::function` may be listed."""
-    file = name.partition("::")[0]
-    return {name, file, file.partition("/")[0] + "/"}
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray.get(x)", "ray.wait([x])", "self._written.wait()", "done.wait_for(ready)",
+        "future.result()", "thread.join()", "lock.acquire()", "fcntl.flock(file, fcntl.LOCK_EX)",
+        "subprocess.run(command, check=True)", "self._ready.get()", "process.communicate()",
+        "dist.init_process_group('gloo')", "wait(futures)", "socket.create_connection(address)",
+    ],
+)  # fmt: skip
+def test_a_wait_without_a_limit_is_found(call: str) -> None:
+    assert list(endless(f"def f():\n  x = [{call} for y in z]\n"))
+    assert not list(endless(f"def f():\n  x = {call}  # no limit: it is done\n"))
 
 
-def test_every_wait_is_in_the_table() -> None:
-    known = listed()
-    new = {name for name in waiting() if not places(name) & known}
-    assert not new, f"give each a limit, a message and an end, and a row in {TABLE.name}"
-
-
-def test_every_row_of_the_table_waits() -> None:
-    there = {place for name in waiting() for place in places(name)}
-    assert listed() <= there
-
-
-def test_a_wait_is_found_wherever_it_stands() -> None:
-    code = "class A:\n  def f(self):\n    def g():\n      x = [ray.get(y) for y in z]\n"
-    assert ("A.f.g", "ray.get") in calls(ast.parse(code))
-    for call in ("self._written.wait", "dist.all_gather", "time.sleep", "thread.join", "ray.wait"):
-        assert WAITS.fullmatch(call), call
-    for call in ("', '.join", "recipe.get", "os.path.join", "ray.put"):
-        assert not WAITS.fullmatch(call), call
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray.get(x, timeout=3)", "self._written.wait(3)", "done.wait_for(ready, 3)",
+        "future.result(3)", "thread.join(timeout=3)", "lock.acquire(blocking=False)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "wait(futures, 3)", "time.sleep(3)",
+        "', '.join(x)", "recipe.get(x)", "os.path.join(x, y)", "ray.put(x)", "dist.all_reduce(x)",
+    ],
+)  # fmt: skip
+def test_a_wait_with_a_limit_and_what_does_not_wait_pass(call: str) -> None:
+    assert not list(endless(f"x = {call}\n"))

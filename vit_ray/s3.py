@@ -246,6 +246,7 @@ class Upload(io.RawIOBase):
 
     def _collect(self, most_pending: int) -> None:
         while len(self._pending) > most_pending:
+            # no limit: retry.py limits each part
             self._parts.append(self._pending.popleft().result())
 
     def _start_upload(self) -> None:

@@ -1,5 +1,6 @@
 """What a run's record says of it: what trains as parameters, the rest as tags and inputs."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from vit_ray.experiments.sweep import final_recipe, trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_metadata import (
     data_inputs,
+    git_commit,
     recipe_yaml,
     recorded_before,
     run_facts,
@@ -110,3 +112,12 @@ def test_a_training_without_a_known_speed_has_no_cost():
     plan.manifest.num_classes = 10
     assert "cost/core_days" not in training_cost(recipe, plan, 10, None)
     assert training_cost(recipe, plan, 10, None)["study/images_seen"] == 1280
+
+
+def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytest.MonkeyPatch):
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert git_commit() == "unknown"

@@ -83,7 +83,7 @@ def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], 
     def write() -> None:
         pause_s = FIRST_PAGE_S
         while run_id is not None and not is_over.wait(pause_s):
-            is_due.wait()
+            is_due.wait()  # no limit: a thread; the study's end sets it
             if is_over.is_set():
                 return
             is_due.clear()

@@ -75,6 +75,7 @@ def run_trials(
 
     def trial(config: dict[str, Any]) -> None:
         for rung in itertools.count():
+            # no limit: train.step_timeout_s ends a training that hangs
             outcome = ray.get(desk.train.remote(config["index"], rung))
             tune.report(outcome)  # does not return if the scheduler stops the trial
             if outcome["is_over"]:
@@ -94,6 +95,7 @@ def run_trials(
     for thread in threads:
         thread.start()
     try:
+        # no limit: as above
         grid = _tuner(trial, count, max_concurrent, name, storage_path, scheduler).fit()
     finally:
         ended.set()
@@ -131,8 +133,10 @@ def _tuner(
 def _serve(desk: Any, train: Callable[[int, int], Outcome], ended: threading.Event) -> None:
     with contextlib.suppress(*PROCESS_DIED):  # the desk is closed at the end
         while not ended.is_set():
+            # no limit: the desk answers within ANSWER_S
             request = ray.get(desk.next_request.remote())
             if request is not None:
+                # no limit: the desk only keeps it; its death ends the wait
                 ray.get(desk.answer.remote(request[0], _outcome_of(train, *request)))
 
 

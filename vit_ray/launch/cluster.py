@@ -98,6 +98,7 @@ def _start(num_cpus: int) -> None:
         RuntimeError: the machine is too busy for it.
     """
     try:
+        # no limit: Ray's own 30 s
         ray.init(
             address="local",  # not another one that happens to run here
             num_cpus=num_cpus,
@@ -121,6 +122,7 @@ def _join() -> None:
         ValueError: it runs another Ray or Python, with which nothing can be exchanged.
     """
     try:
+        # no limit: Ray's own two minutes; `check_reachable` has asked before
         ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
     except RuntimeError as error:
         told = " ".join(str(error).split())

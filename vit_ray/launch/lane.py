@@ -217,6 +217,7 @@ class Lane:
 
     def _run_workers(self, is_private: bool) -> None:
         try:
+            # no limit: a thread; `close` and `abandon` end the trainer
             _trainer(self.shape, self._server, is_private=is_private).fit()
         except BaseException as error:  # raised where the training is waited for
             self._error = error

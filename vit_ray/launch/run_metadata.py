@@ -30,6 +30,8 @@ from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.tracking.run_status import CHANGED_PARAMS, RUN_FOLDER
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+GIT_S: Final = 10.0
+"""Limit of a question to git, of a folder that may be slow."""
 _CONTEXTS: Final = {
     "train": "training",
     "eval": "evaluation",
@@ -146,12 +148,14 @@ def git_commit() -> str:
     try:
         commit = _git("rev-parse", "HEAD", cwd=here)
         return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def _git(*arguments: str, cwd: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True, timeout=GIT_S
+    )
     return done.stdout.strip()
 
 

@@ -34,6 +34,7 @@ class RunHandle:
 
     def release(self) -> None:
         """Have the host drop the run, which has ended."""
+        # no limit: the host only drops a name; its death ends the wait
         ray.get(self._host.forget.remote(self._key))
 
 

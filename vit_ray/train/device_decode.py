@@ -163,10 +163,11 @@ class DeviceDecoder:
             for table in rebatched(blocks, self._batch_size):
                 ahead = pool.submit(self._side.make, partial(self.decoded, table))
                 if waiting is not None:
+                    # no limit: train.step_timeout_s ends a step that waits for images
                     yield self._side.hand_over(waiting.result())
                 waiting = ahead
             if waiting is not None:
-                yield self._side.hand_over(waiting.result())
+                yield self._side.hand_over(waiting.result())  # no limit: as above
 
     def decoded(self, table: pa.Table) -> Batch:
         """One batch.

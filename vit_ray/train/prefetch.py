@@ -72,7 +72,7 @@ class _Prefetched(Iterator[T]):
         ).start()
 
     def __next__(self) -> T:
-        item = self._ready.get()
+        item = self._ready.get()  # no limit: train.step_timeout_s ends a step that waits for images
         if item is None or isinstance(item, BaseException):
             self._ready.put(None)  # the thread has ended: who asks again must not wait for it
             raise item or StopIteration

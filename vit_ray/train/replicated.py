@@ -109,6 +109,7 @@ class ReplicatedOptimizer:
 
     def _receive(self) -> None:
         for bucket, whole, work in self._sent:
+            # no limit: the process group's timeout
             work.wait()  # on a GPU its stream waits, and not the host
             whole.div_(dist.get_world_size())
             parts = torch.split(whole, [weight.numel() for weight in bucket])

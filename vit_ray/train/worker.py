@@ -55,6 +55,7 @@ def serve_lane(config: dict[str, Any]) -> None:
     quiet_libraries()
     warm_up_process()  # while the driver plans, and the streams' process starts
     place = _place()
+    # no limit: Ray Train's own limit
     group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
     lane = LaneLink(config["server"], group, place.rank, place.world_size)
     for assignment in lane.assignments():

@@ -214,6 +214,7 @@ class _EvaluationDescriber:
     manifest: Any
 
     def __call__(self, file_index: int) -> dict[str, Any]:
+        # no limit: the driver has put it there before the task began
         images = _images(ray.get(self.manifest), file_index)
         described = [(key, *describe(image)) for _, _, key, image in images]
         return {"file": file_index, "images": described}
@@ -237,9 +238,11 @@ class _DuplicateFinder:
     known: Any
 
     def __call__(self, file_index: int) -> str:
+        # no limit: the driver has put it there before the task began
         known: _Known = ray.get(self.known)
         rows: list[dict[str, Any]] = []
         undecodable = 0
+        # no limit: the driver has put it there before the task began
         images = _images(ray.get(self.manifest), file_index)
         while batch := list(islice(images, _ROWS_AT_A_TIME)):
             matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE)

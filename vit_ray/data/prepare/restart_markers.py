@@ -114,7 +114,7 @@ class Libjpeg:
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
-                self._process.communicate()
+                self._process.communicate()  # no limit: the process has been killed
             self._process = None
 
 

@@ -217,6 +217,7 @@ def _reader_of(job_ref: Any) -> _Reader:
     """The job itself is fetched once: it holds the manifest."""
     name = job_ref.hex()
     if name not in _READERS:
+        # no limit: the driver has put it there before the task began
         _READERS[name] = _Reader(ray.get(job_ref), name)
         if len(_READERS) > _STREAMS_HELD:
             _READERS.popitem(last=False)

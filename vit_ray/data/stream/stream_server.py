@@ -218,6 +218,7 @@ class StreamServer:
             return self._open[one]
 
     def _read(self, one: Pass) -> Generator[SizedBlock, None, None]:
+        # no limit: the driver has put it there before the stream began
         spec = ray.get(one.specs)[one.stream]
         world_size, size = one.world_size, one.batch_size_per_rank
         if one.stream == "train":
@@ -300,13 +301,14 @@ class RankStreams:
         self._num_passes[name] = number + 1
         one = Pass(self._specs, name, self._group, number, self._world_size, size, start, stop)
         ask = self._server.next_block.remote
+        # no limit: train.step_timeout_s ends a step that waits for images
         found = ray.get(ask(one, self._rank, 0))
         for index in itertools.count(1):
             if not found:
                 return
             asked = ask(one, self._rank, index)
-            yield ray.get(found[0])
-            found = ray.get(asked)
+            yield ray.get(found[0])  # no limit: as above
+            found = ray.get(asked)  # no limit: as above
 
 
 @dataclass(frozen=True)

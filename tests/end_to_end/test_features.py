@@ -22,6 +22,7 @@ from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import training_crop
 from vit_ray.evaluate.features import read_features
+from vit_ray.launch import extraction
 from vit_ray.launch.extraction import extract_features
 from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import augmentation_of
@@ -68,8 +69,12 @@ def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any
 
 @pytest.mark.slow
 def test_workers_write_what_one_forward_gives_and_measure_each_class(
-    digits: Digits, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Digits,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(extraction, "ROWS_PER_FILE", 64)
     hub = tmp_path / "hub"
     recipe = small_recipe(
         "features",
@@ -78,7 +83,7 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
         init_from=str(hub),
         model={"representation": False},
         train={"averaging": 0.0},
-        extract={"data": digits.test, "path": str(tmp_path / "features"), "rows_per_file": 64},
+        extract={"data": digits.test, "path": str(tmp_path / "features")},
         evaluate={
             "batch_size": 32,
             "few_shot_train": digits.train,

@@ -334,8 +334,6 @@ class ExtractConfig(Section):
     """Folder or `s3://` prefix that the files are written to."""
     logits: bool = True
     """Write logits, too."""
-    rows_per_file: Positive = 16384
-    """Images in a file of one worker, about; what was interrupted goes on behind whole files."""
 
 
 class BenchmarkConfig(Section):

@@ -21,6 +21,8 @@ from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import Location, locate
 from vit_ray.train.job import Extraction
 
+ROWS_PER_FILE: Final = 16384
+"""Images in a file of one worker, about; what was interrupted goes on behind whole files."""
 _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 """Keys of `model` that features do not depend on."""
 
@@ -68,9 +70,7 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
         "extract",
         replace(resolved, streams={"train": spec, "eval": spec}),
         outputs=outputs,
-        extraction=Extraction(
-            config.path, config.logits and outputs is not None, config.rows_per_file
-        ),
+        extraction=Extraction(config.path, config.logits and outputs is not None, ROWS_PER_FILE),
     )
     check_weights(prepared)
     return prepared

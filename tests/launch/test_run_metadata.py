@@ -50,7 +50,7 @@ def test_parameters_are_what_is_set_and_what_trains():
     params = trained_params(load_recipe("digits"))
     assert params["model.depth"] == "4"
     assert "None" not in params.values()
-    assert not {"name", "output", "data.train", "data.eval", "data.prefetch_batches"} & set(params)
+    assert not {"name", "output", "data.train", "data.eval", "data.max_tasks"} & set(params)
     assert not [key for key in params if key.startswith(("tracking.", "plan.", "checkpoint."))]
     assert len(params) < 50
 

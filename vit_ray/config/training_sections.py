@@ -228,8 +228,6 @@ class DataConfig(Section):
     cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
     """Most GiB that `cache_dir` takes on a node. A full one keeps what it has of this data set, and
     gives up what it has of others once that was not used for an hour."""
-    prefetch_batches: Annotated[NotNegative, OnResume.FREE] = 2
-    """Steps' worth of images that a worker fetches ahead."""
 
     @model_validator(mode="after")
     def _randaugment_in_reading_tasks(self) -> DataConfig:

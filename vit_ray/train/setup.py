@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -146,6 +146,10 @@ def _check_head(job: TrainJob, report: LoadReport) -> None:
         )
 
 
+BATCHES_AHEAD: Final = 2
+"""Batches that a worker has fetched beyond the one in hand."""
+
+
 def open_batches(
     job: TrainJob, read: Iterator[Any], batch_size_per_rank: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -156,7 +160,7 @@ def open_batches(
     """
     if job.recipe.data.decode == "device":
         return _decoded(job, read, batch_size_per_rank, device)  # it looks ahead by itself
-    return device_batches(read, device, job.recipe.data.prefetch_batches)
+    return device_batches(read, device, BATCHES_AHEAD)
 
 
 def _decoded(

@@ -23,7 +23,7 @@ _LOG: Final = logging.getLogger(__name__)
 PLACEHOLDER: Final = "s3://BUCKET"
 """In shipped recipes, which leave the place of data and runs to their user."""
 
-_READS_OLDER: Final = "bf285d9"
+READS_OLDER: Final = "bf285d9"
 """The last commit that reads what was written before the formats of this code."""
 
 
@@ -302,7 +302,7 @@ def other_format(what: str, found: int, read: int) -> str:
         found: its format.
         read: the one format that is read.
     """
-    way_out = f"use commit {_READS_OLDER} of vit_ray" if found < read else "upgrade vit_ray"
+    way_out = f"use commit {READS_OLDER} of vit_ray" if found < read else "upgrade vit_ray"
     return f"{what} has format {found}; this code reads format {read} only; {way_out}"
 
 

@@ -196,6 +196,14 @@ def test_a_run_begun_with_an_infinite_number_goes_on_with_a_finite_one() -> None
     assert accepted(recipe(workers={"place_timeout_minutes": 1e6}), begun) == []
 
 
+def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
+    begun = position(7)
+    begun.recipe["data"]["select_by"] = "row"
+    told = "begun by other code; resume it with commit [0-9a-f]{7}: unknown key data.select_by"
+    with pytest.raises(ValueError, match=told):
+        accepted(recipe(), begun)
+
+
 def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
     begun = recipe(train={"early_stopping": 2})
     with pytest.raises(ValueError, match=r"evaluate.every_steps was None and is 5"):

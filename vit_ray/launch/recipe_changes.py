@@ -5,6 +5,7 @@ from __future__ import annotations
 from vit_ray.config import Recipe
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, LENGTH, Change, decisive_changes
 from vit_ray.config.validation import validated
+from vit_ray.storage import READS_OLDER
 from vit_ray.train.checkpoint import Position
 from vit_ray.train.schedule import lr_at
 
@@ -24,7 +25,11 @@ def accepted_changes(
         ValueError: a change that is not accepted, or that no run could go on with; names each.
     """
     # As it was: a copy by `with_changes` would be checked as a new recipe.
-    before = validated(Recipe, position.recipe, f"the recipe of step {position.step}")
+    before = validated(
+        Recipe,
+        position.recipe,
+        f"run {recipe.name!r} was begun by other code; resume it with commit {READS_OLDER}",
+    )
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
     found = decisive_changes(then, now, without=LENGTH)

@@ -9,6 +9,7 @@ import pytest
 
 from vit_ray.config import load_recipe
 from vit_ray.config.decisive import decisive_changes
+from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
@@ -17,7 +18,6 @@ from vit_ray.launch.run_metadata import (
     data_inputs,
     git_commit,
     recipe_yaml,
-    recorded_before,
     run_facts,
     trained_params,
     training_cost,

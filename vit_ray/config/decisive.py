@@ -96,6 +96,18 @@ def decisive_changes(
     ]
 
 
+def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
+    """What decides a training and what is measured of it, of `Recipe.flat`, but for its seed.
+
+    The data sets and the first weights are not among them: their fingerprints tell more than their
+    places.
+    """
+    left_out = {"seed", "init_from", *EVALUATED_SETS, *unused_keys(flat)}
+    if flat.get("train.early_stopping", "None") == "None":
+        left_out.add("evaluate.every_steps")
+    return {key: flat[key] for key in flat if is_trained(key) and key not in left_out}
+
+
 def unused_keys(flat: Mapping[str, str]) -> set[str]:
     """Keys that decide nothing in a recipe, `Recipe.flat`, as others of it are set."""
     return {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
+from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.experiments.study_cells import Cell, CellResult, study_of
 from vit_ray.experiments.transfer import task_tags, top1_key
 from vit_ray.launch.preflight import ResolvedRun
-from vit_ray.launch.run_metadata import data_inputs, recorded_before
+from vit_ray.launch.run_metadata import data_inputs
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children
 

@@ -6,9 +6,7 @@ parameters that differ, draws what a sweep or a study varies.
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import json
 import os
 import platform
 import shlex
@@ -27,7 +25,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun
-from vit_ray.tracking.run_status import CHANGED_PARAMS, RUN_FOLDER
+from vit_ray.tracking.run_status import RUN_FOLDER
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 GIT_S: Final = 10.0
@@ -50,18 +48,6 @@ def trained_params(recipe: Recipe) -> dict[str, str]:
         if (is_trained(key) and key not in left_out) or key in SIZES
         if value != "None"
     }
-
-
-def recorded_before(params: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
-    """The flat recipe that a run of MLflow ended with, as far as it decides.
-
-    What is not recorded was unset; what a restart changed is in a tag.
-    """
-    unset = Recipe(name="unset").flat()
-    known = {key: unset[key] for key in unset if is_trained(key) or key in TAGGED}
-    with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
-        params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
-    return {**known, **{key: tags[key] for key in TAGGED if key in tags}, **params}
 
 
 def run_facts(

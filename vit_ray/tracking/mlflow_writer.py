@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from vit_ray.config.recorded_recipe import CHANGED_PARAMS
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
@@ -27,7 +28,6 @@ from vit_ray.tracking.mlflow_api import (
 )
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 from vit_ray.tracking.model_sender import send_model
-from vit_ray.tracking.run_status import CHANGED_PARAMS
 
 MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
 MAX_PARAMS = 100

@@ -9,8 +9,6 @@ from typing import Any
 
 from vit_ray.config.training_sections import TrackingConfig
 
-CHANGED_PARAMS = "vit_ray.changed_params"
-"""Tag of the parameters, as JSON, that have changed since the run was created."""
 RUN_FOLDER = "vit_ray.run_folder"
 """Tag of the folder that has the run's checkpoints: two outputs may have runs of one name."""
 

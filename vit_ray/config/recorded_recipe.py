@@ -1,0 +1,31 @@
+"""The recipe of a run that MLflow has, as far as it decides what was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Final
+
+from vit_ray.config.decisive import TAGGED, is_trained
+from vit_ray.config.schema import Recipe
+
+CHANGED_PARAMS: Final = "vit_ray.changed_params"
+"""Tag of the parameters, as JSON, that have changed since the run was created."""
+
+
+def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+    """The flat recipe that a run of MLflow ended with, as far as it decides.
+
+    What is not recorded was unset; what a restart changed is in a tag.
+    """
+    with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
+        params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
+    return {**_unset(), **{key: tags[key] for key in TAGGED if key in tags}, **params}
+
+
+@cache
+def _unset() -> dict[str, str]:
+    flat = Recipe(name="unset").flat()
+    return {key: flat[key] for key in flat if is_trained(key) or key in TAGGED}

@@ -87,7 +87,7 @@ def test_of_two_runs_of_one_cell_the_finished_one_is_shown(store, tmp_path, firs
         store.run("cell-a", status=status, start=start, metrics=metrics)
     text, rows = store.page(tmp_path)
     assert [(row["run"], row["top-1 %"]) for row in rows] == [("cell-a", "0.5")]
-    assert "1 another run of a cell that is shown by a newer or finished one: cell-a" in text
+    assert "1 another record of a training that is shown by a newer or finished one: cell-a" in text
 
 
 def test_the_papers_tables_have_one_run_of_each_cell(store, tmp_path):

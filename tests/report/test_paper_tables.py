@@ -16,7 +16,7 @@ from vit_ray.report.paper_tables import (
     task_of,
     transfers,
 )
-from vit_ray.report.runs import RecordedRun, with_tasks
+from vit_ray.report.runs import RecordedRun, with_origins, with_tasks
 
 
 def run(name, kind="study_cell", metrics=None, params=None, status="FINISHED", test=None, **tags):
@@ -40,6 +40,7 @@ def run(name, kind="study_cell", metrics=None, params=None, status="FINISHED", t
 
 def cell(label, seed, epochs=7.0, **metrics):
     params = {"model.name": label, "optim.epochs": str(epochs), "optim.name": "adamw"}
+    params["seed"] = str(seed)
     held = {"study/exaflops": 55.0, "study/train_images": 1e6, **metrics}
     name = f"{label}-{epochs}-{seed}".replace("/", "-")
     return run(name, metrics=held, params=params)
@@ -66,8 +67,9 @@ def test_a_studys_figures_have_its_cells_and_not_their_fine_tunings():
         for point in series.points
     ]
     assert {(point.x, point.y) for point in drawn} == {(55.0, 0.9)}
-    # Without a study they are what there is to draw.
-    assert figures.against_compute([tuned])
+    # Without a study a fine-tuned model is drawn at the compute of both.
+    (chart,) = figures.against_compute(with_origins([cells[0], tuned])[1:])
+    assert [(p.x, p.y) for one in chart.series[:5] for p in one.points] == [(56.0, 0.9)]
     rows = texts(figures.cells(runs))
     assert [row["branched from"] for row in rows] == ["-", "long at step 80", "-", "-"]
     assert [row["transfer to"] for row in rows] == ["-", "-", "pets", "-"]
@@ -86,7 +88,7 @@ def test_means_are_over_seeds_with_their_deviation():
         finetune(f"t{seed}", cells[seed].name, "pets", top1, (3669, 37))
         for seed, top1 in enumerate((0.90, 0.92, 0.94))
     ]
-    found = transfers([*cells, *tuned])
+    found = transfers(with_origins([*cells, *tuned]))
     assert {one.pretrained_on for one in found} == {"i21k"}
     row = texts(table_5(found))[0]
     assert row == {"pre-trained on": "i21k", "task": "pets", "ViT-B/32": "92.00 +- 2.00"}
@@ -155,7 +157,7 @@ def test_data_is_called_by_the_names_of_its_sets(recorded, name):
 def test_weights_are_of_the_pre_training_whose_folder_they_were_in(init_from, is_known):
     runs = [run("digits"), run("benchmark", "model_benchmark")]
     tuned = finetune("t", "", "pets", 0.9, init_from=init_from)
-    (found,) = transfers([*runs, tuned])
+    (found,) = transfers(with_origins([*runs, tuned]))
     assert (found.pretrained_on == "i21k") is is_known
 
 
@@ -176,7 +178,7 @@ def test_an_accuracy_on_held_out_images_is_no_result():
     assert [row["measured on"] for row in texts(figures.cells(runs))] == ["-", "dev split"]
     tuned = held_out(finetune("t", "elsewhere", "pets", 0.9))
     assert transfers([tuned]) == []
-    chart = figures.accuracy_against_compute(runs, "eval/top1")
+    (chart,) = figures.accuracy_against_compute(runs, "eval/top1")
     told = [p.details.get("measured on") for p in chart.series[0].points]
     assert told == [None, "dev split"]
 
@@ -275,7 +277,7 @@ def test_sweeps_of_a_vtab_are_told_apart_and_are_rows_of_table_9_alone():
         for seed, top1 in enumerate(values):
             tags = {"mlflow.parentRunId": "mine", "vit_ray.sweep_stage": "finetune"}
             one = finetune(f"mine-{task}-lr{rate}-seed{seed}", "elsewhere", task, top1, **tags)
-            one.run.data.params["optim.learning_rate"] = rate
+            one.run.data.params |= {"optim.learning_rate": rate, "seed": str(seed)}
             finals.append(one)
     assert figures.sweep_summary([parent, *finals]) == [
         "mine-svhn: test top-1 90.00 +- 1.41 % over 2 seeds, learning rate 0.001.",
@@ -349,6 +351,7 @@ def lengths():
             held = {"transfer/pets_top1": top1, "study/train_images": images}
             cells.append(cell("ViT-B/32", seed, epochs, **held, **{"cost/core_days": epochs}))
             cells[-1].run.info.run_name += f"-{images}"
+            cells[-1].run.info.run_id += f"-{images}"
     return cells
 
 
@@ -362,15 +365,18 @@ def test_transfers_stand_in_the_row_of_their_cell(lengths):
 
 
 def test_lengths_in_steps_are_told_apart():
-    cells = [cell("ViT-B/32", 0, **{"study/images_seen": seen}) for seen in (7e6, 14e6)]
-    for one in cells:
+    cells = [cell("ViT-B/32", 0, **{"study/images_seen": seen}) for seen in (7e6, 14e6, 14.001e6)]
+    for one, steps in zip(cells, ("7000", "14000", "14001"), strict=True):
         del one.run.data.params["optim.epochs"]
-    assert [row["epochs"] for row in texts(table_6(cells, []))] == ["7", "14"]
+        one.run.data.params["optim.steps"] = steps
+    rows = [(row["epochs"], row["differs in"]) for row in texts(table_6(cells, []))]
+    assert rows == [("7", ""), ("14", "optim.steps 14000"), ("14", "optim.steps 14001")]
 
 
 def test_tables_without_lengths_are_of_the_longest_pre_training_on_most_images(lengths):
     tuned = finetune("t", lengths[2].name, "cars", 0.5)
-    tables = {table.caption[:7]: texts(table) for table in paper_tables([*lengths, tuned])}
+    runs = with_origins([*lengths, tuned])
+    tables = {table.caption[:7]: texts(table) for table in paper_tables(runs)}
     assert [row["ViT-B/32"] for row in tables["Table 5"]] == ["92.00 +- 2.83", "50.00"]
     assert [row["ViT-B/32 (i21k)"] for row in tables["Table 2"]] == ["92.00 +- 2.83", "50.00", "14"]
 

@@ -12,9 +12,14 @@ from vit_ray.report.figures import (
     accuracies_of,
     accuracy_name,
     by_family,
+    by_sets,
+    mean_point,
+    metric,
     title_of,
 )
+from vit_ray.report.groups import Group, differences
 from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.seeds import by_group
 
 SHAPE: Final = {
     "model.depth": "depth",
@@ -34,42 +39,53 @@ def ablation_charts(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart
 
 
 def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
-    """Figure 8: a line for each dimension that varies about the shape most runs have.
+    """Figure 8: a line for each dimension that varies about the shape most models have.
 
-    A run that differs from that shape in one dimension is on its line, one that differs in several
-    is on the line of all together; the base is on each.
+    A model that differs from that shape in one dimension is on its line, one that differs in
+    several is on the line of all together; the base is on each. A chart is of models that differ in
+    shape alone.
     """
     held = [run for run in runs if {key, "study/exaflops"} <= run.metrics.keys()]
     held = [run for run in held if run.params.get("model.depth", "None") != "None"]
-    if not held:
-        return []
-    usual = {name: statistics.mode(run.params.get(name, "") for run in held) for name in SHAPE}
-    changes = {
-        run.run_id: [name for name in SHAPE if run.params.get(name, "") != usual[name]]
-        for run in held
-    }
-    base = next((run for run in held if not changes[run.run_id]), None)
-    lines: dict[str, list[RecordedRun]] = {}
-    for run in held:
-        if changed := changes[run.run_id]:
+    alike: dict[Group, list[list[RecordedRun]]] = {}
+    for group, members in by_group(held).items():
+        alike.setdefault(group.without(*SHAPE, "model.num_heads"), []).append(members)
+    names = differences([*alike])
+    titles = {rest: f", {names[rest]}" if names[rest] else "" for rest in alike}
+    charts = [_shapes_about_a_base(groups, key, titles[rest]) for rest, groups in alike.items()]
+    return [chart for chart in charts if chart is not None]
+
+
+def _shapes_about_a_base(
+    groups: Sequence[Sequence[RecordedRun]], key: str, whose: str
+) -> Chart | None:
+    """None where nothing varies about a base."""
+    shapes = [tuple(members[0].params.get(name, "") for name in SHAPE) for members in groups]
+    usual = tuple(map(statistics.mode, zip(*shapes, strict=True)))
+    base = next((m for m, shape in zip(groups, shapes, strict=True) if shape == usual), None)
+    lines: dict[str, list[Sequence[RecordedRun]]] = {}
+    for members, shape in zip(groups, shapes, strict=True):
+        changed = [name for name, a, b in zip(SHAPE, shape, usual, strict=True) if a != b]
+        if changed:
             name = SHAPE[changed[0]] if len(changed) == 1 else "all together"
-            lines.setdefault(name, []).append(run)
+            lines.setdefault(name, []).append(members)
     if base is None or len(lines) < 2:
-        return []
-    unit = base.metrics["study/exaflops"]
-    series = [
-        Series(
-            name,
-            [
-                Point(run.metrics["study/exaflops"] / unit, run.metrics[key], run.label)
-                for run in sorted([base, *line], key=lambda run: run.metrics["study/exaflops"])
-            ],
-        )
-        for name, line in lines.items()
-    ]
-    relative = Axis("compute relative to the base (log scale)", is_log=True)
-    accuracy = Axis(accuracy_name(key), is_percent=True)
-    return [Chart(f"{title_of(key)} by shape (as Figure 8)", relative, accuracy, series)]
+        return None
+
+    def points(line: Sequence[Sequence[RecordedRun]]) -> list[Point]:
+        found = [mean_point(_compute(members) / _compute(base), members, key) for members in line]
+        return sorted(found, key=lambda point: point.x)
+
+    return Chart(
+        f"{title_of(key)} by shape (as Figure 8){whose}",
+        Axis("compute relative to the base (log scale)", is_log=True),
+        Axis(accuracy_name(key), is_percent=True),
+        [Series(name, points([base, *line])) for name, line in lines.items()],
+    )
+
+
+def _compute(members: Sequence[RecordedRun]) -> float:
+    return statistics.fmean(run.metrics["study/exaflops"] for run in members)
 
 
 def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -79,10 +95,14 @@ def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
     if len({run.params["model.pool"] for run in held}) < 2:
         return []
     curves = archive.curves(held, key)
+    drawn = [run for run in held if len(curves.get(run.run_id, [])) > 1]
+    rest = differences([run.group.without("model.pool", "optim.learning_rate") for run in drawn])
     series = [
-        Series(_pool_name(run), [Point(*point) for point in curves[run.run_id]])
-        for run in held
-        if len(curves.get(run.run_id, [])) > 1
+        Series(name + (f", {other}" if other else ""), [Point(*at) for at in curves[run.run_id]])
+        for run in drawn
+        for name, other in [
+            (_pool_name(run), rest[run.group.without("model.pool", "optim.learning_rate")])
+        ]
     ]
     accuracy = Axis(accuracy_name(key), is_percent=True)
     return [Chart(f"{title_of(key)} by pooling (as Figure 9)", Axis("step"), accuracy, series)]
@@ -122,10 +142,11 @@ def speeds_of_axial(runs: Sequence[RecordedRun]) -> list[Chart]:
     speed = Axis("images/s of training (log scale)", is_log=True)
     return [
         by_family(
-            f"{title_of(key)} against speed (as Figure 13)",
-            runs,
-            (speed, "train/images_per_s"),
+            f"{title_of(key)} against speed (as Figure 13){whose}",
+            members,
+            (speed, metric("train/images_per_s")),
             (Axis(accuracy_name(key), is_percent=True), key),
         )
         for key in accuracies_of(runs)[:1]
+        for whose, members in by_sets(runs, key)
     ]

@@ -1,8 +1,9 @@
 """Two runs, or two studies or sweeps, against each other, from MLflow alone.
 
 Trainings of two studies are compared where they stand in one cell: the same row, and the same of
-every axis (data size, length) that either of the studies varies. Those that differ in the seed
-alone give mean and spread; with the same seeds on both sides, differences are taken seed by seed.
+everything that varies within a row of either study (data size, length, rate, test set). So those of
+a cell differ in the seed alone, and give mean and spread; with the same seeds on both sides,
+differences are taken seed by seed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vit_ray.report.figures import (
     studied,
     trainings,
 )
+from vit_ray.report.groups import TRAINING_IMAGES, Group, differences, differing_keys
 from vit_ray.report.missing import one_run_a_cell
 from vit_ray.report.runs import (
     MEAN_TRANSFER,
@@ -55,9 +57,9 @@ METRICS: Final = {
     "cost/core_days": "core-days",
 }
 _SHARES: Final = {key for key in METRICS if "_top" in key or "/top" in key} | {"perf/mfu"}
-_AXES: Final = ("data.fraction", "optim.epochs", "optim.steps", "optim.images")
 _PARENTS: Final = ("study", "sweep", "vtab")
-_SEED: Final = "seed"
+_FOLLOWS: Final = {TRAINING_IMAGES}
+"""Follows from other keys."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Comparison:
             Column(f"B: {self.b.root.name}"), Column("B - A"), Column("standard error"),
             Column("seeds"),
         ]  # fmt: skip
-        return Table("Differences", heads, [_row(one) for one in self.differences]).used()
+        return Table("Differences", heads, [_table_row(one) for one in self.differences]).used()
 
 
 def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
@@ -296,21 +298,27 @@ def _cells(a: Side, b: Side) -> tuple[dict[str, list[RecordedRun]], dict[str, li
     if not a.is_group:
         name = a.root.label if a.root.label == b.root.label else "both"
         return {name: [a.root]}, {name: [b.root]}
-    axes = [key for key in _AXES if any(_varies(side.runs, key) for side in (a, b))]
-    return _by_cell(a.runs, axes), _by_cell(b.runs, axes)
-
-
-def _varies(runs: Sequence[RecordedRun], key: str) -> bool:
-    return len({run.params.get(key) for run in runs}) > 1
-
-
-def _by_cell(runs: Sequence[RecordedRun], axes: Sequence[str]) -> dict[str, list[RecordedRun]]:
-    found: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        places = [f"{key} {run.params[key]}" for key in axes if key in run.params]
-        row = run.tags.get("vit_ray.vtab_task") or run.label
-        found.setdefault(", ".join([row, *places]), []).append(run)
+    axes = (_varying(a.runs) | _varying(b.runs)) - _FOLLOWS
+    places = {run.run_id: run.group.only(axes.__contains__) for run in (*a.runs, *b.runs)}
+    names = differences([*places.values()])
+    found: tuple[dict[str, list[RecordedRun]], dict[str, list[RecordedRun]]] = {}, {}
+    for side, cells in zip((a, b), found, strict=True):
+        for run in side.runs:
+            name = ", ".join(filter(None, (_row(run), names[places[run.run_id]])))
+            cells.setdefault(name, []).append(run)
     return found
+
+
+def _row(run: RecordedRun) -> str:
+    return run.tags.get("vit_ray.vtab_task") or run.label
+
+
+def _varying(runs: Sequence[RecordedRun]) -> set[str]:
+    """Keys in which trainings of one row differ."""
+    rows: dict[str, list[Group]] = {}
+    for run in runs:
+        rows.setdefault(_row(run), []).append(run.group)
+    return {key for groups in rows.values() for key in differing_keys(groups)}
 
 
 def _difference(
@@ -329,13 +337,9 @@ def _difference(
     )
 
 
-def _by_seed(runs: Sequence[RecordedRun], metric: str) -> dict[str, float]:
+def _by_seed(runs: Sequence[RecordedRun], metric: str) -> dict[tuple[str, ...], float]:
     """A seed that was trained twice counts once, by the later run."""
-    return {
-        run.params.get(_SEED, run.run_id): run.recorded[metric]
-        for run in runs
-        if metric in run.recorded
-    }
+    return {run.seed: run.recorded[metric] for run in runs if metric in run.recorded}
 
 
 def _key_differences(
@@ -344,8 +348,9 @@ def _key_differences(
     """Keys that differ in any pair of cells, with the values that they have there."""
     values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for a, b in pairs:
-        for key in sorted({key for run in (*a, *b) for key in run.params}):
-            held = [sorted({run.params.get(key, "unset") for run in side}) for side in (a, b)]
+        known = [[_known(run) for run in side] for side in (a, b)]
+        for key in sorted({key for side in known for one in side for key in one}):
+            held = [sorted({one.get(key, "unset") for one in side}) for side in known]
             if held[0] != held[1]:
                 seen = values.setdefault(key, ({}, {}))
                 for side, these in zip(seen, held, strict=True):
@@ -353,6 +358,12 @@ def _key_differences(
     return [
         KeyDifference(key, (", ".join(a), ", ".join(b))) for key, (a, b) in sorted(values.items())
     ]
+
+
+def _known(run: RecordedRun) -> dict[str, str]:
+    """The recipe as recorded, and the fingerprints, weights and commit that decide beside it."""
+    told = {key: text for key, text in run.group.items if " " in key and key != TRAINING_IMAGES}
+    return {**run.params, **told}
 
 
 def _curves(letter: str, side: Side, key: str) -> Iterator[Series]:
@@ -364,7 +375,7 @@ def _curves(letter: str, side: Side, key: str) -> Iterator[Series]:
             yield Series(f"{letter}: {run.name}", points, group, has_markers=False)
 
 
-def _row(one: Difference) -> list[Value]:
+def _table_row(one: Difference) -> list[Value]:
     is_transfer = bool(TRANSFER.fullmatch(one.metric))
     is_share = is_transfer or one.metric in _SHARES
     form = percent if is_share else "{:.4g}".format

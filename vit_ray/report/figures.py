@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from vit_ray.config import branch_origin
+from vit_ray.config.decisive import LENGTH
 from vit_ray.report.charts import COLOURS, Axis, Chart, Point, Series
+from vit_ray.report.groups import (
+    FEW_SHOT_SETS,
+    TEST_SET,
+    TRAINING_IMAGES,
+    TRAINING_SET,
+    Group,
+    differences,
+)
 from vit_ray.report.paper import TABLE_6
-from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, Archive, RecordedRun
+from vit_ray.report.runs import MEAN_TRANSFER, TRAININGS, TRANSFER, Archive, RecordedRun
+from vit_ray.report.seeds import Mean, by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, duration, number, percent
 
-TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
-"""Kinds of runs; those of other programs have none."""
 FAMILIES = ("ViT", "Hybrid", "ResNet", "Axial", "Other")
 PAPER: Final = "the paper, Table 6: ImageNet top-1 after JFT-300M"
 EXAFLOPS: Final = Axis("training compute (exaFLOPs, log scale)", is_log=True)
 IMAGES: Final = Axis("different training images (log scale)", is_log=True)
 _IMAGES_KEY: Final = "study/train_images"
+Measure = Callable[[RecordedRun], float | None]
 MARKED_POINTS: Final = 30
 """A line of more points is drawn without markers."""
 
@@ -115,26 +125,74 @@ def against_compute(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Figures 5 and 4 of the paper for each accuracy that the runs have: compute, and data size."""
     charts = []
     for key in accuracies_of(runs):
-        charts += [accuracy_against_compute(runs, key), accuracy_against_data(runs, key)]
+        charts += [*accuracy_against_compute(runs, key), accuracy_against_data(runs, key)]
     return [chart for chart in charts if chart is not None and not chart.is_empty]
 
 
-def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> Chart | None:
-    """The paper's Figure 5: one point per run, one colour per model family, the paper's beside."""
+def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
+    """The paper's Figure 5: one point per run, one colour per model family, the paper's beside.
+
+    A chart for each pair of a training and a test set.
+    """
     accuracy = Axis(accuracy_name(key), is_percent=True)
-    title = f"{title_of(key)} against compute (proxy data)"
-    ours = by_family(title, runs, (EXAFLOPS, "study/exaflops"), (accuracy, key))
-    return None if ours.is_empty else replace(ours, series=[*ours.series, *_paper_series()])
+    charts = [
+        by_family(f"{title_of(key)} against compute (proxy data){whose}", members,
+                  (EXAFLOPS, partial(cost_of, key=key)), (accuracy, key))
+        for whose, members in by_sets(runs, key)
+    ]  # fmt: skip
+    paper = _paper_series()
+    return [replace(one, series=[*one.series, *paper]) for one in charts if not one.is_empty]
 
 
-def _points(runs: Sequence[RecordedRun], x: str, y: str) -> list[Point]:
-    """One for each run that has both metrics, by x."""
-    held = [run for run in runs if {x, y} <= run.metrics.keys()]
-    points = [
-        Point(run.metrics[x], run.metrics[y], _point_name(run), details=_details(run, y))
-        for run in held
+def by_sets(runs: Sequence[RecordedRun], key: str) -> list[tuple[str, list[RecordedRun]]]:
+    """Runs that have the accuracy, those of one training and test set together.
+
+    Each with `, training set NAME, test set NAME`, as far as these differ among the runs.
+    """
+    parts: dict[Group, list[RecordedRun]] = {}
+    for run in runs:
+        if key in run.metrics:
+            parts.setdefault(_sets_of(run, key), []).append(run)
+    names = differences([*parts])
+    return [(f", {names[sets]}" if names[sets] else "", one) for sets, one in parts.items()]
+
+
+def _sets_of(run: RecordedRun, key: str) -> Group:
+    """Training and test set of an accuracy; a transfer's are those of its fine-tunings, too."""
+    tests = FEW_SHOT_SETS if key.startswith("few_shot/") else (TEST_SET,)
+    if task := TRANSFER.fullmatch(key):
+        tuned = tunings_of(run, task.group(1))
+        theirs = tuned[0].group.values.get(TEST_SET, "None") if tuned else "None"
+        sets = run.group.only(lambda name: name == TRAINING_SET)
+        names = {**sets.names, **(tuned[0].group.names if tuned else {})}
+        return Group.of({**sets.values, TEST_SET: theirs}, names)
+    return run.group.only(lambda name: name in (TRAINING_SET, *tests))
+
+
+def tunings_of(run: RecordedRun, task: str) -> list[RecordedRun]:
+    """Trainings by which a cell's accuracy on a task of its study came to be."""
+    return [
+        one
+        for one in run.tuned
+        if one.tags.get("vit_ray.transfer_task") == task and not is_trial(one)
     ]
-    return sorted(points, key=lambda point: point.x)
+
+
+def cost_of(run: RecordedRun, key: str, cost: str = "study/exaflops") -> float | None:
+    """Cost at which an accuracy stands: of pre-training and fine-tuning together.
+
+    The accuracy on a task after fine-tuning, of a run's own metrics, has the mean cost of the
+    fine-tunings of the task, and a mean over tasks the mean over these; where theirs is not
+    recorded, it stands at that of the pre-training.
+    """
+    if (own := run.in_all(cost)) is None or not (task := TRANSFER.fullmatch(key)):
+        return own
+    tasks = [task.group(1)] if key != MEAN_TRANSFER else [
+        found.group(1) for one in run.tasks if (found := TRANSFER.fullmatch(one))
+    ]  # fmt: skip
+    tuned = [one.recorded.get(cost) for name in tasks for one in tunings_of(run, name)]
+    known = [one for one in tuned if one is not None]
+    return own + (statistics.fmean(known) if known else 0.0)
 
 
 def _details(run: RecordedRun, key: str) -> dict[str, str]:
@@ -152,26 +210,50 @@ def _paper_series() -> list[Series]:
 
 
 def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> Chart | None:
-    """The paper's Figure 4: a line per model and length; None where all saw the same data."""
+    """The paper's Figure 4: a line for what differs in the amount of data alone.
+
+    None where no line has two amounts.
+    """
     held = [run for run in runs if {_IMAGES_KEY, key} <= run.metrics.keys()]
-    if len({run.metrics[_IMAGES_KEY] for run in held}) < 2:
+    lines: dict[Group, list[list[RecordedRun]]] = {}
+    for group, members in by_group(held).items():
+        lines.setdefault(group.without("data.fraction", TRAINING_IMAGES), []).append(members)
+    if not any(len({one[0].metrics[_IMAGES_KEY] for one in line}) > 1 for line in lines.values()):
         return None
-    lines: dict[tuple[str, str], list[RecordedRun]] = {}
-    for run in held:
-        lines.setdefault((run.label, _length(run)), []).append(run)
-    labels = [label for label, _ in lines]
+    names = _line_names({line: groups[0][0] for line, groups in lines.items()})
     return Chart(
         f"{title_of(key)} against data (proxy data)",
         IMAGES,
         Axis(accuracy_name(key), is_percent=True),
         [
             Series(
-                label if labels.count(label) == 1 else f"{label}, {length}",
-                _means_over_seeds(members, _IMAGES_KEY, key),
+                names[line],
+                sorted(
+                    (mean_point(one[0].metrics[_IMAGES_KEY], one, key) for one in groups),
+                    key=lambda point: point.x,
+                ),
             )
-            for (label, length), members in lines.items()
+            for line, groups in lines.items()
         ],
     )
+
+
+def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
+    """By a run of each: its label, its length where others of the label differ, and what else."""
+    names = {}
+    for label in dict.fromkeys(run.label for run in lines.values()):
+        mine = {group: run for group, run in lines.items() if run.label == label}
+        rest = differences([group.without(*LENGTH) for group in mine])
+        lengths = {_length(run) for run in mine.values()}
+        for group, run in mine.items():
+            other = rest[group.without(*LENGTH)]
+            parts = [
+                label,
+                _length(run) if len(lengths) > 1 else "",
+                other and f"differs in {other}",
+            ]
+            names[group] = ", ".join(part for part in parts if part)
+    return names
 
 
 def _length(run: RecordedRun) -> str:
@@ -189,27 +271,30 @@ def epochs_of(run: RecordedRun) -> float | None:
     if isinstance(epochs, float):
         return epochs
     images, seen = run.metrics.get(_IMAGES_KEY), run.metrics.get("study/images_seen")
-    return round(seen / images, 2) if seen and images else None
+    return seen / images if seen and images else None
 
 
-def _means_over_seeds(runs: Sequence[RecordedRun], x: str, y: str) -> list[Point]:
-    """A point for each x, with the deviation on either side where there are several seeds."""
-    groups: dict[float, list[RecordedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.metrics[x], []).append(run)
-    return [_mean_point(at, groups[at], y) for at in sorted(groups)]
-
-
-def _mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
-    """Of the finished and tested ones, where there are any."""
+def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
+    """Of the finished ones of a group, where there are any, with one deviation on either side."""
     runs = [run for run in runs if run.status == "FINISHED"] or runs
-    runs = [run for run in runs if is_tested(run, key)] or runs
-    if len(runs) == 1:
-        return Point(at, runs[0].metrics[key], _point_name(runs[0]), details=_details(runs[0], key))
-    values = [run.metrics[key] for run in runs]
-    mean, deviation = statistics.fmean(values), statistics.stdev(values)
-    seeds = {"mean of": f"{len(values)} runs", "drawn": "+- one standard deviation"}
-    return Point(at, mean, _point_name(runs[0]), mean - deviation, mean + deviation, details=seeds)
+    mean = mean_of([run.metrics[key] for run in runs])
+    assert mean is not None
+    if mean.deviation is None:
+        return Point(at, mean.value, _point_name(runs[0]), details=_details(runs[0], key))
+    told = {"mean of": f"{mean.count} seeds", "drawn": "+- one standard deviation"}
+    low, high = mean.value - mean.deviation, mean.value + mean.deviation
+    return Point(at, mean.value, _point_name(runs[0]), low, high, details=told)
+
+
+def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] | None:
+    """A run of the group with the best mean over seeds, of those that finished and were tested."""
+    tested = [run for run in runs if key in run.metrics and is_tested(run, key)]
+    groups = [
+        (members[0], mean_of([run.metrics[key] for run in members]))
+        for members in by_group(run for run in tested if run.status == "FINISHED").values()
+    ]
+    known = [(run, mean) for run, mean in groups if mean is not None]
+    return max(known, key=lambda pair: pair[1].value, default=None)
 
 
 def title_of(key: str) -> str:
@@ -223,29 +308,39 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
     gmacs = Axis("forward multiply-adds (GMAC, log scale)", is_log=True)
     days = Axis("core-days of training (log scale)", is_log=True)
     charts = [
-        by_family(f"{title_of(key)} against cost", runs, (days, "cost/core_days"), (axis, key))
+        by_family(f"{title_of(key)} against cost{whose}", members,
+                  (days, partial(cost_of, key=key, cost="cost/core_days")),
+                  (Axis(accuracy_name(key), is_percent=True), key))
         for key in accuracies_of(runs)
-        for axis in [Axis(accuracy_name(key), is_percent=True)]
-    ]
+        for whose, members in by_sets(runs, key)
+    ]  # fmt: skip
     for title, axis, key in (
         ("Training speed", Axis("images/s, log scale", is_log=True), "train/images_per_s"),
         ("Model FLOPs utilization", Axis("MFU", is_percent=True), "perf/mfu"),
     ):
-        charts.append(by_family(title, runs, (gmacs, "study/forward_gmacs"), (axis, key)))
+        x = (gmacs, metric("study/forward_gmacs"))
+        charts.append(by_family(title, runs, x, (axis, key)))
     return [chart for chart in charts if not chart.is_empty]
 
 
 def by_family(
-    title: str, runs: Sequence[RecordedRun], x: tuple[Axis, str], y: tuple[Axis, str]
+    title: str, runs: Sequence[RecordedRun], x: tuple[Axis, Measure], y: tuple[Axis, str]
 ) -> Chart:
-    """A point for each run that has both metrics, in the colour of its family."""
+    """A point for each run that has both, by x, in the colour of its family.
 
-    def of(family: str) -> list[RecordedRun]:
-        return [run for run in runs if run.family == family]
+    Args:
+        y: axis and key of a metric.
+    """
 
-    series = [
-        Series(family, _points(of(family), x[1], y[1]), has_line=False) for family in FAMILIES
-    ]
+    def points(family: str) -> list[Point]:
+        found = [
+            Point(at, run.metrics[y[1]], _point_name(run), details=_details(run, y[1]))
+            for run in runs
+            if run.family == family and y[1] in run.metrics and (at := x[1](run)) is not None
+        ]
+        return sorted(found, key=lambda point: point.x)
+
+    series = [Series(family, points(family), has_line=False) for family in FAMILIES]
     return Chart(title, x[0], y[0], series, order=FAMILIES)
 
 
@@ -288,32 +383,33 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
         (Column("model"), lambda run: run.label),
         (Column("data fraction", number), _param("data.fraction")),
         (Column("epochs", number), _param("optim.epochs")),
-        (Column("exaFLOPs", number), _metric("study/exaflops")),
+        (Column("exaFLOPs", number), metric("study/exaflops")),
         *(
-            (Column(f"{n}-shot %", percent), _metric(f"few_shot/{n}_shot_top1"))
+            (Column(f"{n}-shot %", percent), metric(f"few_shot/{n}_shot_top1"))
             for n in (1, 5, 10, 25)
         ),
-        (Column("top-1 %", percent), _metric("eval/top1")),
+        (Column("top-1 %", percent), metric("eval/top1")),
         (Column("measured on"), _measured_on),
         (Column("transfer to"), lambda run: run.tags.get("vit_ray.transfer_task")),
         *(
-            (Column(f"{accuracy_name(key)} %", percent), _metric(key))
+            (Column(f"{accuracy_name(key)} %", percent), metric(key))
             for key in (MEAN_TRANSFER, *_transfers(runs))
         ),
         (Column("branched from"), lambda run: run.tags.get("vit_ray.branched_from")),
-        (Column("top-1 % averaged", percent), _metric("eval/averaged_top1")),
-        (Column("top-5 %", percent), _metric("eval/top5")),
-        (Column("eval loss", number), _metric("eval/loss")),
-        (Column("training images", number), _metric("study/train_images")),
-        (Column("images seen", number), _metric("study/images_seen")),
+        (Column("top-1 % averaged", percent), metric("eval/averaged_top1")),
+        (Column("top-5 %", percent), metric("eval/top5")),
+        (Column("eval loss", number), metric("eval/loss")),
+        (Column("training images", number), metric("study/train_images")),
+        (Column("images seen", number), metric("study/images_seen")),
         (Column("learning rate", number), _param("optim.learning_rate")),
         (Column("seed", number), _param("seed")),
-        (Column("images/s", number), _metric("train/images_per_s")),
-        (Column("MFU %", percent), _metric("perf/mfu")),
-        (Column("data wait %", percent), _metric("data/wait_fraction")),
-        (Column("core-days", number), _metric("cost/core_days")),
+        (Column("images/s", number), metric("train/images_per_s")),
+        (Column("MFU %", percent), metric("perf/mfu")),
+        (Column("data wait %", percent), metric("data/wait_fraction")),
+        (Column("core-days", number), metric("cost/core_days")),
         (Column("wall time", duration), lambda run: run.elapsed_s),
         (Column("status"), lambda run: run.status.lower()),
+        (Column("group"), lambda run: run.group.digest),
     ]
     rows = [[value(run) for _, value in columns] for run in runs]
     links = [f"#run-{run.run_id}" for run in runs]
@@ -358,23 +454,30 @@ def sweep_table(runs: Sequence[RecordedRun]) -> Table:
 
 
 def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Rate against accuracy, all trials: one line for each sweep, dev split and test set apart."""
+    """Rate against accuracy: a line for what differs in the rate alone."""
     rate = Axis("learning rate (log scale)", is_log=True)
-    groups: dict[tuple[str, str], list[Point]] = {}
-    for run in runs:
-        stage = _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""))
-        x, y = _param("optim.learning_rate")(run), decided_top1(run)
-        if stage and isinstance(x, float) and y is not None:
-            sweep = _sweep_name(run)
-            groups.setdefault((sweep, stage), []).append(
-                Point(x, y, run.name, details=_details(run, "eval/top1"))
-            )
+    lines: dict[str, dict[Group, list[Point]]] = {}
+    measured = [run for run in runs if _stage(run) and decided_top1(run) is not None]
+    for group, (first, *others) in by_group(measured).items():
+        x, key = _param("optim.learning_rate")(first), decided_key([first, *others], "eval/top1")
+        if isinstance(x, float):
+            alike = lines.setdefault(f"{_sweep_name(first)}, {_stage(first)}", {})
+            line = alike.setdefault(group.without("optim.learning_rate"), [])
+            line.append(mean_point(x, [first, *others], key))
     series = [
-        Series(f"{sweep}, {stage}" if sweep else stage, sorted(points, key=lambda p: p.x))
-        for (sweep, stage), points in groups.items()
+        Series(
+            name + (f", differs in {rest}" if rest else ""), sorted(alike[group], key=lambda p: p.x)
+        )
+        for name, alike in lines.items()
+        for group, rest in differences([*alike]).items()
     ]
     accuracy = Axis("top-1 accuracy", is_percent=True)
     return [Chart("Learning rate against accuracy", rate, accuracy, series)] if series else []
+
+
+def _stage(run: RecordedRun) -> str:
+    """What a run of a sweep was measured on; empty for others."""
+    return _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""), "")
 
 
 def _sweep_name(run: RecordedRun) -> str:
@@ -383,27 +486,25 @@ def _sweep_name(run: RecordedRun) -> str:
 
 
 def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
-    """For each sweep: mean and deviation over seeds of the runs with the chosen rate."""
-    finals = [
+    """Mean and deviation over seeds of the finished runs with a sweep's chosen rate."""
+    sweeps = by_group(
         run
         for run in runs
-        if run.tags.get("vit_ray.sweep_stage") == "finetune" and decided_top1(run) is not None
-    ]
-    sweeps: dict[tuple[str | None, str], list[RecordedRun]] = {}
-    for run in finals:
-        # All tasks of a VTAB have one parent.
-        sweeps.setdefault((run.parent_id, run.params.get("data.train", "")), []).append(run)
+        if run.tags.get("vit_ray.sweep_stage") == "finetune"
+        if run.status == "FINISHED" and decided_top1(run) is not None
+    )
     sentences = []
-    for chosen in sweeps.values():
-        values = [value for run in chosen if (value := decided_top1(run)) is not None]
-        spread = f" +- {percent(statistics.stdev(values))}" if len(values) > 1 else ""
-        seeds = f"{len(values)} seeds" if len(values) > 1 else "one seed"
-        rates = sorted({chosen_run.params.get("optim.learning_rate", "?") for chosen_run in chosen})
-        whose = f"{_sweep_name(chosen[0])}: test" if len(sweeps) > 1 else "Test"
-        sentences.append(
-            f"{whose} top-1 {percent(statistics.mean(values))}{spread} % over {seeds}, "
-            f"learning rate {', '.join(rates)}."
+    for group, chosen in sweeps.items():
+        mean = mean_of([value for run in chosen if (value := decided_top1(run)) is not None])
+        name, rate = _sweep_name(chosen[0]), "optim.learning_rate"
+        alike = [one.without(rate) for one, (run, *_) in sweeps.items() if _sweep_name(run) == name]
+        rest = differences(alike)[group.without(rate)]
+        seeds = f"{len(chosen)} seeds" if len(chosen) > 1 else "one seed"
+        whose = f"{name}: test" if len(sweeps) > 1 else "Test"
+        told = (
+            f"{whose} top-1 {mean} % over {seeds}, learning rate {chosen[0].params.get(rate, '?')}"
         )
+        sentences.append(told + (f", differs in {rest}." if rest else "."))
     return sentences
 
 
@@ -454,7 +555,8 @@ def _param(key: str) -> Callable[[RecordedRun], Value]:
     return value
 
 
-def _metric(key: str) -> Callable[[RecordedRun], Value]:
+def metric(key: str) -> Measure:
+    """Its last value, of a run."""
     return lambda run: run.metrics.get(key)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.runs import TRAININGS, Archive, RecordedRun
+from vit_ray.report.seeds import rank, without_copies
 
 CELL_KINDS = ("study_cell", "sweep_trial")
 MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
@@ -38,10 +39,16 @@ def what_is_missing(
         "table of the paper or a law": [
             run for run in finished if run.is_on_dev("eval/top1") and run.kind in MEASURED_KINDS
         ],
+        "fine-tuned from weights whose pre-training is not among these runs, and so in no figure "
+        "over compute": [
+            run
+            for run in finished
+            if "study/exaflops" in run.recorded and run.in_all("study/exaflops") is None
+        ],
         "finished without exaFLOPs, and so not in figures over compute": [
             run for run in finished if run.kind == "study_cell" and not _has_compute(run)
         ],
-        "another run of a cell that is shown by a newer or finished one": list(hidden),
+        "another record of a training that is shown by a newer or finished one": list(hidden),
     }
     gaps = [f"{len(runs)} {what}: {_list(runs)}" for what, runs in named.items() if runs]
     return gaps + [text for parent in archive.runs for text in _untrained_cells(parent, shown)]
@@ -50,26 +57,27 @@ def what_is_missing(
 def one_run_a_cell(
     runs: Iterable[RecordedRun],
 ) -> tuple[list[RecordedRun], list[RecordedRun]]:
-    """Runs to show, and those that claim the cell of another: same name under the same parent.
+    """Runs to show, and those that claim the cell of another, or record a training once more.
 
-    Of several the newest that finished is shown, or where none has, the newest. Runs that are no
-    cells of a study and no trials may share a name.
+    A cell of a study and a trial have a name of their own under their parent; a training of any
+    kind is its group and its seed. Of several the newest that finished is shown, or where none has,
+    the newest.
     """
-    best: dict[tuple[str | None, str], RecordedRun] = {}
     runs = list(runs)
+    best: dict[tuple[str | None, str], RecordedRun] = {}
     for run in runs:
         if run.kind in CELL_KINDS:
             other = best.setdefault((run.parent_id, run.name), run)
-            if _rank(run) > _rank(other):
+            if rank(run) > rank(other):
                 best[run.parent_id, run.name] = run
-    chosen = {run.run_id for run in best.values()}
-    aside = [run for run in runs if run.kind in CELL_KINDS and run.run_id not in chosen]
-    ids = {run.run_id for run in aside}
-    return [run for run in runs if run.run_id not in ids], aside
-
-
-def _rank(run: RecordedRun) -> tuple[bool, int]:
-    return run.status == "FINISHED", run.run.info.start_time or 0
+    cells = {run.run_id for run in best.values()}
+    kept = [run for run in runs if run.kind not in CELL_KINDS or run.run_id in cells]
+    others = [run for run in kept if run.kind not in TRAININGS]
+    ids = {run.run_id for run in others}
+    ids |= {run.run_id for run in without_copies([run for run in kept if run.kind in TRAININGS])}
+    return [run for run in runs if run.run_id in ids], [
+        run for run in runs if run.run_id not in ids
+    ]
 
 
 def _untrained_cells(parent: RecordedRun, shown: Sequence[RecordedRun]) -> list[str]:

@@ -22,7 +22,7 @@ from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, la
 from vit_ray.report.missing import one_run_a_cell, what_is_missing
 from vit_ray.report.paper_tables import paper_tables
 from vit_ray.report.runs import Archive, PastEvent, RecordedRun
-from vit_ray.report.tables import Column, Table, number, percent
+from vit_ray.report.tables import Column, Table, number
 
 FACTS = {
     "vit_ray.git_commit": "git commit",
@@ -159,13 +159,12 @@ def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
     tiles = {"trainings": str(len(runs)), "finished": str(finished)}
     compared = figures.studied(runs)
     for key in figures.accuracies_of(compared):
-        if tested := [
-            run for run in compared if key in run.metrics and figures.is_tested(run, key)
-        ]:
-            best = max(tested, key=lambda run: run.metrics[key])
-            tiles[f"best {figures.accuracy_name(key)}: {best.label}"] = (
-                f"{percent(best.metrics[key])} %"
-            )
+        for whose, members in figures.by_sets(compared, key):
+            if best := figures.best_of(members, key):
+                run, mean = best
+                seeds = f" ({mean.count} seeds)" if mean.count > 1 else ""
+                name = f"best {figures.accuracy_name(key)}{whose}: {run.label}"
+                tiles[name] = f"{mean} %{seeds}"
     for key, name in (
         ("study/exaflops", "exaFLOPs in all"),
         ("cost/core_days", "core-days in all"),

@@ -2,15 +2,15 @@
 
 A table is made where at least one of its places can be filled. Means are over seeds, written
 `mean +- standard deviation` where there are several; what was not run is not known, and never 0.
+Runs of one place that differ in more than their seed are rows of their own, which say in what.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from vit_ray.report import paper
 from vit_ray.report.figures import (
@@ -19,49 +19,62 @@ from vit_ray.report.figures import (
     decided_top1,
     epochs_of,
     is_tested,
+    is_trial,
     pretrainings,
     studied,
+    tunings_of,
+)
+from vit_ray.report.groups import (
+    PRETRAINING as PRETRAINING_KEY,
+)
+from vit_ray.report.groups import (
+    TEST_SET,
+    TRAINING_SET,
+    Group,
+    differences,
+    differing_keys,
 )
 from vit_ray.report.paper_results import PRETRAINING, TABLE_2, TEST_SETS
 from vit_ray.report.paper_results import table_2 as accuracy_of_paper
-from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
+from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun, set_name
+from vit_ray.report.seeds import Mean, by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Hashable)
+C = TypeVar("C", bound=Hashable)
 
-SPLITS = {"train", "training", "train800", "train800val200"}
-"""Names of folders that say which part of a data set they hold, and not which set it is."""
-
-
-class Cell(NamedTuple):
-    """What pre-trainings have in common that differ in the seed alone."""
-
-    label: str
-    images: float | None
-    epochs: float | None
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Orders the cells of a label: most images, then longest."""
-        return self.images or 0.0, self.epochs or 0.0
+DIFFERS: Column = Column("differs in")
 
 
 @dataclass(frozen=True)
 class Transfer:
     """An accuracy on a task after fine-tuning."""
 
-    cell: Cell
-    """Of the pre-training."""
-    pretrained_on: str
     task: str
-    optimizer: str
-    """Of the pre-training; empty where it is not among the runs."""
     top1: float
+    group: Group
+    """Of pre-training and fine-tuning."""
+    seed: tuple[str, ...]
+    origin: RecordedRun | None
+    """The pre-training; None where it is not among the runs."""
+    label: str
+    """Of the model."""
 
     @property
-    def model(self) -> str:
-        """Row name of the pre-training."""
-        return self.cell.label
+    def pretrained_on(self) -> str:
+        """Name of the data."""
+        return task_of(self.origin) if self.origin else "not among these runs"
+
+    @property
+    def optimizer(self) -> str:
+        """Of the pre-training; empty where it is not among the runs."""
+        return self.origin.params.get("optim.name", "unknown") if self.origin else ""
+
+    @property
+    def model(self) -> tuple[str, str]:
+        """Row name of the pre-training, and its data."""
+        return self.label, self.pretrained_on
 
 
 def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
@@ -76,7 +89,7 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
         table_2(largest, runs),
         table_5(largest),
         table_6(runs, found),
-        table_7(largest, runs),
+        table_7(largest),
         table_8(runs),
         table_9(runs),
     ]
@@ -85,7 +98,6 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
     """Those that cells record of themselves, and every other fine-tuning that was tested."""
-    by_name = {run.name: run for run in pretrainings(runs)}
     found = [one for run in _finished_pretrainings(runs) for one in _of_cell(run)]
     vtabs = {run.run_id for run in runs if run.kind == "vtab"}
     for run in runs:
@@ -93,27 +105,26 @@ def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
         is_of_parent = {"vit_ray.vtab_task", "vit_ray.study_cell"} & run.tags.keys()
         is_alone = not is_of_parent and run.parent_id not in vtabs
         if run.kind == "finetune" and is_alone and run.status == "FINISHED" and top1 is not None:
-            origin = _origin(run, by_name)
-            if origin is not None:
-                found.append(_transfer(origin, task_of(run), top1))
-            else:
-                unknown = Cell(run.label, None, None)
-                found.append(Transfer(unknown, "not among these runs", task_of(run), "", top1))
-    return found
+            label = run.origin.label if run.origin else run.label
+            one = Transfer(task_of(run), top1, run.group, run.seed, run.origin, label)
+            found.append(one)
+    return [*{(one.task, one.group, one.seed): one for one in found}.values()]
 
 
 def of_largest_cells(found: Sequence[Transfer]) -> list[Transfer]:
     """Of each pre-trained model those of the longest pre-training on most images.
 
-    Tables without columns for data size and length would else take these for the spread of seeds.
+    Tables without columns for data size and length have no rows for the others.
     """
 
-    def model(one: Transfer) -> tuple[str, str, str]:
-        return one.model, one.pretrained_on, one.optimizer
+    def size(one: Transfer) -> tuple[float, float]:
+        if one.origin is None:
+            return 0.0, 0.0
+        return one.origin.metrics.get("study/train_images", 0.0), epochs_of(one.origin) or 0.0
 
-    sizes = [(model(one), one.cell.size) for one in sorted(found, key=lambda one: one.cell.size)]
-    largest = dict(sizes)
-    return [one for one in found if one.cell.size == largest[model(one)]]
+    ordered = sorted(found, key=size)
+    largest = {(one.model, one.optimizer): size(one) for one in ordered}
+    return [one for one in found if size(one) == largest[one.model, one.optimizer]]
 
 
 def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
@@ -123,59 +134,80 @@ def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 def _of_cell(run: RecordedRun) -> Iterator[Transfer]:
     for key, top1 in run.metrics.items():
-        if (found := TRANSFER.fullmatch(key)) and key != MEAN_TRANSFER:
-            yield _transfer(run, found.group(1), top1)
+        if (task := TRANSFER.fullmatch(key)) and key != MEAN_TRANSFER:
+            group = _group_of_cells_transfer(run, task.group(1))
+            yield Transfer(task.group(1), top1, group, run.seed, run, run.label)
 
 
-def _transfer(origin: RecordedRun, task: str, top1: float) -> Transfer:
-    optimizer = origin.params.get("optim.name", "unknown")
-    return Transfer(_cell(origin), task_of(origin), task, optimizer, top1)
-
-
-def _origin(run: RecordedRun, by_name: dict[str, RecordedRun]) -> RecordedRun | None:
-    """The pre-training among the runs whose folder, or checkpoint, the weights were taken from."""
-    place = PurePosixPath(run.params.get("init_from", ""))
-    return by_name.get(place.parent.name if place.name.startswith("step-") else place.name)
+def _group_of_cells_transfer(run: RecordedRun, task: str) -> Group:
+    """Of the cell and of the fine-tunings of the task, less what a sweep of the cell has chosen."""
+    tuned = tunings_of(run, task)
+    if not tuned:
+        whole = {PRETRAINING_KEY + key: text for key, text in run.group.items}
+        return Group.of(whole, run.group.names)
+    siblings = [one for one in run.tuned if one.parent_id == tuned[0].parent_id and is_trial(one)]
+    return tuned[0].group.without(*differing_keys(one.group for one in siblings))
 
 
 def task_of(run: RecordedRun) -> str:
     """Name of the data that a run was trained on; of a mixture the names of all."""
-    return " + ".join(map(_data_set, run.training_sets)) or "unknown data"
+    return " + ".join(map(set_name, run.training_sets)) or "unknown data"
 
 
-def _data_set(path: str) -> str:
-    """The last folder that is none of a split."""
-    parts = PurePosixPath(path).parts
-    return next((part for part in reversed(parts) if part not in SPLITS), "unknown data")
+def _spread(
+    found: Sequence[Transfer], row: Callable[[Transfer], R], column: Callable[[Transfer], C]
+) -> list[tuple[R, str, dict[C, Mean]]]:
+    """Means over seeds by row and column; a row once for each thing in which its runs differ.
+
+    Returns:
+        Row, in what its runs differ from those of its other rows, and means by column.
+    """
+    places: dict[R, dict[C, dict[Group, dict[tuple[str, ...], float]]]] = {}
+    for one in found:
+        groups = places.setdefault(row(one), {}).setdefault(column(one), {})
+        groups.setdefault(one.group, {})[one.seed] = one.top1
+    rows: dict[tuple[R, str], dict[C, Mean]] = {}
+    for name, columns in places.items():
+        for place, groups in columns.items():
+            for group, rest in differences([*groups]).items():
+                if mean := mean_of([*groups[group].values()]):
+                    rows.setdefault((name, rest), {})[place] = mean
+    return [(name, rest, means) for (name, rest), means in rows.items()]
+
+
+def _text(mean: Mean | None) -> str | None:
+    return None if mean is None else str(mean)
 
 
 def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     """Comparison: a row for each data set, a column for each of our models and of the paper's."""
-    models = _in_order((one.model, one.pretrained_on) for one in found)
+    models = _in_order(one.model for one in found)
     known = _of_papers_test_sets(runs)
     theirs = [*TABLE_2] if known else []
     columns = [
         Column("data set"),
+        DIFFERS,
         *(Column(f"{model} ({data})") for model, data in models),
         *(Column(f"the paper's {name} ({PRETRAINING[data]})", percent) for name, data in theirs),
     ]
-    rows: list[list[Value]] = []
-    for task in _in_order(one.task for one in found):
-        ours = [
-            _mean(
-                one.top1 for one in found if (one.model, one.pretrained_on, one.task) == (*m, task)
-            )
-            for m in models
+    rows: list[list[Value]] = [
+        [
+            task,
+            rest,
+            *(_text(means.get(model)) for model in models),
+            *(_of_paper(model, task, known) for model in theirs),
         ]
-        rows.append([task, *ours, *(_of_paper(model, task, known) for model in theirs)])
+        for task, rest, means in _spread(found, lambda one: one.task, lambda one: one.model)
+    ]
     if rows:
-        days = [_core_days(runs, found, *model) for model in models]
-        printed = map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
-        rows.append(["core-days of pre-training", *days, *printed])
+        days = [_core_days([one for one in found if one.model == model]) for model in models]
+        days += map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
+        if any(days):
+            rows.append(["core-days of pre-training", "", *days])
     caption = "Table 2: accuracy after fine-tuning, %"
     if known:
         caption += f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
-    return Table(caption, columns, rows)
+    return Table(caption, columns, rows).used()
 
 
 def _of_paper(model: tuple[str, str], task: str, known: set[str]) -> float | None:
@@ -199,32 +231,28 @@ def _key(task: str) -> str:
     return task.lower().replace("-", "")
 
 
-def _core_days(
-    runs: Sequence[RecordedRun], found: Sequence[Transfer], model: str, data: str
-) -> str | None:
-    """Of the longest of the pre-trainings that were fine-tuned."""
-    cells = {one.cell for one in found if (one.model, one.pretrained_on) == (model, data)}
+def _core_days(found: Sequence[Transfer]) -> str | None:
+    """Of the dearest group of the pre-trainings that were fine-tuned, mean over seeds."""
+    origins = by_group(one.origin for one in found if one.origin is not None)
     days = [
-        run.metrics["cost/core_days"]
-        for run in _finished_pretrainings(runs)
-        if _cell(run) in cells and task_of(run) == data and "cost/core_days" in run.metrics
+        statistics.fmean(known)
+        for members in origins.values()
+        if (known := [value for run in members if (value := run.metrics.get("cost/core_days"))])
     ]
     return number(max(days)) if days else None
 
 
 def table_5(found: Sequence[Transfer]) -> Table:
     """Transfer: a row for each pre-training data set and task, a column for each model."""
-    known = [one for one in found if one.optimizer]
-    models = _in_order(one.model for one in known)
+    known = [one for one in found if one.origin is not None]
+    models = _in_order(one.label for one in known)
+    spread = _spread(known, lambda one: (one.pretrained_on, one.task), lambda one: one.label)
     rows: list[list[Value]] = [
-        [data, task, *(_mean(
-            one.top1 for one in known
-            if (one.pretrained_on, one.task, one.model) == (data, task, model)
-        ) for model in models)]
-        for data, task in _in_order((one.pretrained_on, one.task) for one in known)
-    ]  # fmt: skip
-    columns = [Column("pre-trained on"), Column("task"), *map(Column, models)]
-    return Table("Table 5: top-1 after fine-tuning, %", columns, rows)
+        [data, task, rest, *(_text(means.get(model)) for model in models)]
+        for (data, task), rest, means in spread
+    ]
+    columns = [Column("pre-trained on"), Column("task"), DIFFERS, *map(Column, models)]
+    return Table("Table 5: top-1 after fine-tuning, %", columns, rows).used()
 
 
 def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
@@ -233,23 +261,27 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
         run for run in _finished_pretrainings(studied(runs)) if "study/exaflops" in run.metrics
     ]
     keys = [key for key in accuracies_of(cells) if not TRANSFER.fullmatch(key)]
-    tasks = _in_order(one.task for one in found if one.optimizer)
+    tasks = _in_order(one.task for one in found if one.origin is not None)
     columns = [
-        Column("model"), Column("images", number), Column("epochs", number), Column("runs", number),
+        Column("model"), Column("images", number), Column("epochs", number), DIFFERS,
+        Column("runs", number),
         *(Column(f"{accuracy_name(key)} %") for key in keys),
         *(Column(f"{task} %") for task in tasks),
         Column("exaFLOPs", number), Column("the paper's ImageNet %", percent),
         Column("the paper's exaFLOPs", number),
     ]  # fmt: skip
     theirs = {(row.name, float(row.epochs)): row for row in paper.TABLE_6}
+    groups = by_group(cells)
+    rest = _differences_in_table(groups)
     rows: list[list[Value]] = []
-    for cell in _in_order(_cell(run) for run in cells):
-        mine = [run for run in cells if _cell(run) == cell]
-        row = theirs.get((mine[0].params.get("model.name", ""), cell.epochs or 0.0))
+    for group, mine in groups.items():
+        epochs = epochs_of(mine[0])
+        row = theirs.get((mine[0].params.get("model.name", ""), epochs or 0.0))
         rows.append([
-            *cell, float(len(mine)),
-            *(_mean(_tested(mine, key)) for key in keys),
-            *(_mean(o.top1 for o in found if (o.cell, o.task) == (cell, task)) for task in tasks),
+            mine[0].label, mine[0].metrics.get("study/train_images"), epochs, rest[group],
+            float(len(mine)),
+            *(_text(mean_of(_tested(mine, key))) for key in keys),
+            *(_of_task(found, group, task) for task in tasks),
             statistics.fmean(run.metrics["study/exaflops"] for run in mine),
             row.imagenet if row else None, row.exaflops if row else None,
         ])  # fmt: skip
@@ -257,34 +289,65 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     return Table(caption, columns, rows).used()
 
 
-def _cell(run: RecordedRun) -> Cell:
-    return Cell(run.label, run.metrics.get("study/train_images"), epochs_of(run))
+def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group, str]:
+    """In what rows of one label, data size and length differ, and sets in which any rows do."""
+    rows: dict[tuple[str, str, str], list[Group]] = {}
+    for group, (run, *_) in groups.items():
+        shown = (run.metrics.get("study/train_images"), epochs_of(run))
+        images, epochs = ("" if one is None else number(one) for one in shown)
+        rows.setdefault((run.label, images, epochs), []).append(group)
+    varied = {TRAINING_SET, TEST_SET} & {*differing_keys(groups)}
+    sets = differences([group.only(lambda key: key in varied) for group in groups])
+    found = {}
+    for alike in rows.values():
+        rest = differences([group.without(*varied) for group in alike])
+        for group in alike:
+            parts = sets[group.only(lambda key: key in varied)], rest[group.without(*varied)]
+            found[group] = ", ".join(part for part in parts if part)
+    return found
 
 
-def table_7(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
+def _of_task(found: Sequence[Transfer], group: Group, task: str) -> str | None:
+    """Mean over seeds; several means where fine-tunings differ."""
+    mine = [one for one in found if one.task == task and one.origin and one.origin.group == group]
+    means = [
+        f"{mean} ({rest})" if rest else str(mean)
+        for _, rest, means in _spread(mine, lambda one: one.task, lambda one: one.task)
+        for mean in means.values()
+    ]
+    return "; ".join(means) or None
+
+
+def table_7(found: Sequence[Transfer]) -> Table:
     """Adam and SGD: a row for each task and a column for each ResNet and optimizer."""
-    names = {run.label: run.params.get("model.name", run.label) for run in runs}
-    known = [(names.get(one.model, one.model), one) for one in found if one.optimizer]
-    optimizers = {
-        name: {one.optimizer for other, one in known if other == name} for name, _ in known
-    }
-    models = [name for name, used in optimizers.items() if {"adamw", "sgd"} <= used]
-    pairs = [(model, optimizer) for model in models for optimizer in ("adamw", "sgd")]
+
+    def pair(one: Transfer) -> tuple[str, str]:
+        name = one.origin.params.get("model.name", one.label) if one.origin else one.label
+        return name, one.optimizer
+
+    pairs = {pair(one) for one in found}
+    models = [
+        name
+        for name in _in_order(pair(one)[0] for one in found)
+        if {(name, "adamw"), (name, "sgd")} <= pairs
+    ]
+    columns = [(model, optimizer) for model in models for optimizer in ("adamw", "sgd")]
+    known = [one for one in found if pair(one) in columns]
     rows: list[list[Value]] = [
-        [task, *(_mean(
-            one.top1 for name, one in known
-            if (name, one.optimizer, one.task) == (*pair, task)
-        ) for pair in pairs)]
-        for task in _in_order(one.task for name, one in known if name in models)
-    ]  # fmt: skip
-    columns = [Column("task"), *(Column(f"{model}, {name}") for model, name in pairs)]
+        [task, rest, *(_text(means.get(column)) for column in columns)]
+        for task, rest, means in _spread(known, lambda one: one.task, pair)
+    ]
+    heads = [Column("task"), DIFFERS, *(Column(f"{model}, {name}") for model, name in columns)]
     theirs = "; ".join(f"{name} {adam} and {sgd}" for name, adam, sgd in paper.TABLE_7)
     caption = f"Table 7: Adam and SGD, %; {paper.SOURCE} has means of {theirs}"
-    return Table(caption, columns, rows)
+    return Table(caption, heads, rows).used()
 
 
 def table_8(runs: Sequence[RecordedRun]) -> Table:
-    """Positions: a row for each kind, a column for each place, the paper's beside."""
+    """Positions: a row for each kind, a column for each place, the paper's beside.
+
+    Runs that differ in more than their positions are in rows of their own.
+    """
     held = [
         run for run in _finished_pretrainings(studied(runs)) if run.params.get("model.positions")
     ]
@@ -295,18 +358,29 @@ def table_8(runs: Sequence[RecordedRun]) -> Table:
         return Table("", [], [])
     columns = [
         Column("positions"),
+        DIFFERS,
         *(Column(place.replace("_", " ")) for place in paper.POSITION_PLACES),
         *(Column(f"the paper's {p.replace('_', ' ')}", percent) for p in paper.POSITION_PLACES),
     ]
+    means: dict[tuple[str, Group], dict[str, Mean]] = {}
+    for group, (first, *others) in by_group(held).items():
+        kind, rest = first.params["model.positions"], group.without(*_POSITIONS)
+        mean = mean_of(_tested([first, *others], keys[0]))
+        if kind in kinds and mean is not None:
+            means.setdefault((kind, rest), {})[_place(first)] = mean
+    names = differences([rest for _, rest in means])
     rows: list[list[Value]] = [
-        [kind, *(_mean(_tested((
-            run for run in held
-            if run.params["model.positions"] == kind and _place(run) == place
-        ), keys[0])) for place in paper.POSITION_PLACES), *paper.TABLE_8.get(kind, (None,) * 3)]
-        for kind in kinds
+        [
+            kind, names[rest], *(_text(mine.get(place)) for place in paper.POSITION_PLACES),
+            *paper.TABLE_8.get(kind, (None,) * 3),
+        ]
+        for (kind, rest), mine in means.items()
     ]  # fmt: skip
     caption = f"Table 8: {accuracy_name(keys[0])} by positions, %; the paper's are {paper.SOURCE}"
-    return Table(caption, columns, rows)
+    return Table(caption, columns, rows).used()
+
+
+_POSITIONS = ("model.positions", "model.positions_at")
 
 
 def _place(run: RecordedRun) -> str:
@@ -316,19 +390,19 @@ def _place(run: RecordedRun) -> str:
 
 def table_9(runs: Sequence[RecordedRun]) -> Table:
     """VTAB: a row for each of our models and the paper's, a column for each task."""
-    ours = {
-        run.name: [run.metrics.get(f"vtab/{task}_top1") for task in (*paper.VTAB_TASKS, "mean")]
+    ours = [
+        (run.name, [run.metrics.get(f"vtab/{t}_top1") for t in (*paper.VTAB_TASKS, "mean")])
         for run in runs
         if run.kind == "vtab"
-    }
-    if not any(value is not None for row in ours.values() for value in row):
+    ]
+    if not any(value is not None for _, row in ours for value in row):
         return Table("", [], [])
     theirs = {
         f"the paper's {name}": [value / 100 for value in (*values, statistics.fmean(values))]
         for name, values in paper.TABLE_9.items()
     }
     columns = [Column("model"), *(Column(task, percent) for task in (*paper.VTAB_TASKS, "mean"))]
-    rows: list[list[Value]] = [[name, *values] for name, values in ours.items()]
+    rows: list[list[Value]] = [[name, *values] for name, values in ours]
     rows += [[name, *values] for name, values in theirs.items()]
     return Table(f"Table 9: VTAB-1k, top-1 %; {paper.SOURCE}", columns, rows)
 
@@ -339,12 +413,3 @@ def _tested(runs: Iterable[RecordedRun], key: str) -> list[float]:
 
 def _in_order(values: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(values))
-
-
-def _mean(values: Iterable[float]) -> str | None:
-    """In percent, with the deviation over seeds where there are several."""
-    known = list(values)
-    if not known:
-        return None
-    spread = f" +- {percent(statistics.stdev(known))}" if len(known) > 1 else ""
-    return f"{percent(statistics.fmean(known))}{spread}"

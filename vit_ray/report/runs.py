@@ -11,18 +11,38 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.decisive import TAGGED
+from vit_ray.config.decisive import TAGGED, deciding_keys, is_trained
 from vit_ray.config.model_family import model_family
+from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.secrets import redact
+from vit_ray.report.groups import (
+    COMMIT,
+    FEW_SHOT_SETS,
+    MEASURED_ON,
+    PRETRAINING,
+    TEST_SET,
+    TRAINING_IMAGES,
+    TRAINING_SET,
+    WEIGHTS,
+    Group,
+)
 from vit_ray.report.histories import CONNECTIONS, Curve, Histories, is_finite
 
+TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
+"""Kinds of runs that train; those of other programs have none."""
+RUN_FOLDER: Final = "vit_ray.run_folder"
+"""Tag of the folder of a run's checkpoints."""
+INIT_RUN: Final = "vit_ray.init_run"
+"""Tag of the run whose weights it began with."""
+_DIGEST: Final = 32
+"""Characters of a fingerprint that MLflow keeps of a data set."""
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(r"transfer/(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
@@ -48,6 +68,18 @@ class PastEvent:
     """Seconds since the epoch; 0 where it is not known."""
 
 
+_STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
+_SETS: Final = {
+    TRAINING_SET: ("training", "data.train"),
+    TEST_SET: ("evaluation", "data.eval"),
+    FEW_SHOT_SETS[0]: ("few-shot training", "evaluate.few_shot_train"),
+    FEW_SHOT_SETS[1]: ("few-shot evaluation", "evaluate.few_shot_test"),
+}
+"""Context of a data set that MLflow has, and the key of its place."""
+_SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
+"""Names of folders that say which part of a data set they hold, and not which set it is."""
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """One MLflow run, read once."""
@@ -55,6 +87,10 @@ class RecordedRun:
     run: Run
     tasks: frozenset[str] = frozenset()
     """Keys of the transfers that any run of the study has."""
+    origin: RecordedRun | None = None
+    """The training whose weights it began with, where that is known."""
+    tuned: tuple[RecordedRun, ...] = ()
+    """Trainings that began with its weights."""
 
     @property
     def run_id(self) -> str:
@@ -106,19 +142,14 @@ class RecordedRun:
     @property
     def training_sets(self) -> list[str]:
         """Paths of the data it was trained on: one, those of a mixture, or none that is known."""
-        told = self.params.get("data.train", "")
-        parts = _json(told)  # as recorded of a mixture: [{"path": ..., "weight": ...}]
-        if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
-            return [str(part.get("path", "?")) for part in parts]
-        return [told] if told else []
+        return paths_of(self.params.get("data.train", ""))
 
     @property
     def test_sets(self) -> list[tuple[int, int]]:
         """Numbers of images and of classes of what it was evaluated on, as far as recorded."""
-        inputs = getattr(self.run, "inputs", None)
         profiles = [
             _json(one.dataset.profile or "")
-            for one in (inputs.dataset_inputs if inputs else [])
+            for one in self._datasets
             if "evaluation" in {tag.value for tag in one.tags}
         ]
         sizes = ("num_images", "num_classes")
@@ -148,6 +179,81 @@ class RecordedRun:
         """Seconds from start to end; None while it runs."""
         start_ms, end_ms = self.run.info.start_time, self.run.info.end_time
         return (end_ms - start_ms) / 1000 if start_ms and end_ms else None
+
+    @cached_property
+    def group(self) -> Group:
+        """What was trained and tested, but for the seed; a run without a recipe is alone in its."""
+        if not any(is_trained(key) for key in self.params):
+            return Group.of({"run": self.run_id}, {})
+        flat = recorded_before(self.run.data.params, self.tags)
+        values = deciding_keys(flat)
+        if not self.kind:  # of another program, any of whose keys may decide
+            values |= {key: text for key, text in self.params.items() if key != "seed"}
+        if "model.name" not in self.params:
+            values["model.name"] = self.tags.get("vit_ray.study_label", "None")
+        names = {}
+        for key, (context, place) in _SETS.items():
+            path = flat.get(place, "None")
+            values[key] = self._fingerprint(context) or path
+            if path != "None":
+                names[values[key]] = " + ".join(set_name(one) for one in paths_of(path))
+        images = self.recorded.get("study/train_images")
+        values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
+        values[MEASURED_ON] = self._measured_on
+        values[COMMIT] = self.tags.get("vit_ray.git_commit", "unknown")
+        if self.origin is not None:
+            values |= {PRETRAINING + key: text for key, text in self.origin.group.items}
+            names |= self.origin.group.names
+        else:
+            unknown = "not recorded" if self.kind == "finetune" else "None"
+            values[WEIGHTS] = self.params.get("init_from", unknown)
+        return Group.of(values, names)
+
+    @property
+    def seed(self) -> tuple[str, ...]:
+        """Its own and its pre-training's: what tells runs of one group apart.
+
+        A run without a seed is one by itself.
+        """
+        flat = recorded_before(self.run.data.params, self.tags)
+        own = flat["seed"] if "seed" in self.params else self.run_id
+        return (own, *(self.origin.seed if self.origin else ()))
+
+    @property
+    def _measured_on(self) -> str:
+        is_dev = self.tags.get("vit_ray.sweep_stage") == "sweep_trial" or (
+            self.is_on_dev("eval/top1") or self.is_on_dev("eval/averaged_top1")
+        )
+        return "dev split" if is_dev else "None"
+
+    def _fingerprint(self, context: str) -> str | None:
+        """Of a data set of the run, as far as recorded."""
+        told = self.tags.get("vit_ray.data_fingerprint")
+        if context == "training" and told:
+            return told[:_DIGEST]
+        found = sorted(
+            str(one.dataset.digest)[:_DIGEST]
+            for one in self._datasets
+            if context in {tag.value for tag in one.tags}
+        )
+        return " ".join(found) or None
+
+    @property
+    def _datasets(self) -> list[Any]:
+        inputs = getattr(self.run, "inputs", None)
+        return [*inputs.dataset_inputs] if inputs else []
+
+    def in_all(self, key: str) -> float | None:
+        """Sum of a cost over the training and those whose weights it began with; None: not known.
+
+        Args:
+            key: such as `study/exaflops`.
+        """
+        own = self.recorded.get(key)
+        if self.params.get("init_from", "None") in ("None", ""):
+            return own
+        before = self.origin.in_all(key) if self.origin else None
+        return None if own is None or before is None else own + before
 
     @cached_property
     def family(self) -> str:
@@ -182,7 +288,8 @@ class Archive:
             experiment_id = self._experiment(selection)
         self.experiment = str(self._client.get_experiment(experiment_id).name)
         everything = self._all_runs(experiment_id)
-        self.runs = with_tasks(_family_of(selection, everything) if self.parent else everything)
+        chosen = _family_of(selection, everything) if self.parent else everything
+        self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:
         """Run id to steps and values in order, of each run that has any.
@@ -272,6 +379,20 @@ class Archive:
                 return found
 
 
+def paths_of(recorded: str) -> list[str]:
+    """Of the data sets of `data.train` as recorded: one, those of a mixture, or none."""
+    parts = _json(recorded)  # of a mixture: [{"path": ..., "weight": ...}]
+    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+        return [str(part.get("path", "?")) for part in parts]
+    return [recorded] if recorded else []
+
+
+def set_name(path: str) -> str:
+    """The last folder that is none of a split."""
+    parts = PurePosixPath(path).parts
+    return next((part for part in reversed(parts) if part not in _SPLITS), "unknown data")
+
+
 def _json(text: str) -> Any:
     """What it says; None where it is no JSON, as in a run of another program."""
     try:
@@ -287,6 +408,68 @@ def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
         keys = {key for key in run.run.data.metrics if TRANSFER.fullmatch(key)} - {MEAN_TRANSFER}
         tasks[run.parent_id] = tasks.get(run.parent_id, frozenset()) | keys
     return [replace(run, tasks=tasks[run.parent_id]) for run in runs]
+
+
+def with_origins(
+    runs: Sequence[RecordedRun], everything: Sequence[RecordedRun] = ()
+) -> list[RecordedRun]:
+    """The runs, each with the training whose weights it began with and those that began with its.
+
+    Args:
+        everything: where pre-trainings are looked up that are not among the runs.
+    """
+    finder = _Origins([*runs, *everything])
+    linked = {run.run_id: finder.linked(run) for run in runs}
+    tuned: dict[str, list[RecordedRun]] = {}
+    for run in linked.values():
+        if run.origin is not None:
+            tuned.setdefault(run.origin.run_id, []).append(run)
+    return [replace(run, tuned=tuple(tuned.get(run.run_id, ()))) for run in linked.values()]
+
+
+class _Origins:
+    """Finds the training whose weights a run began with.
+
+    By its id, which the checkpoint has; of earlier records by the folder that the weights were
+    taken from; and of runs that recorded none by the last part of that folder, where only one
+    training has that name.
+    """
+
+    def __init__(self, runs: Sequence[RecordedRun]) -> None:
+        self._by_id = {run.run_id: run for run in runs}
+        self._by_place: dict[str, list[RecordedRun]] = {}
+        for run in self._by_id.values():
+            if run.kind in TRAININGS:
+                place = run.tags.get(RUN_FOLDER, "").rstrip("/") or run.name
+                self._by_place.setdefault(place, []).append(run)
+
+    def linked(self, run: RecordedRun, above: frozenset[str] = frozenset()) -> RecordedRun:
+        """The run with its origin, that with its own, and so on."""
+        found = self._origin(run)
+        above |= {run.run_id}
+        if found is None or found.run_id in above:
+            return run
+        return replace(run, origin=self.linked(found, above))
+
+    def _origin(self, run: RecordedRun) -> RecordedRun | None:
+        if known := run.tags.get(INIT_RUN):
+            return self._by_id.get(known)
+        folder = _STEP_FOLDER.sub("", run.params.get("init_from", "None").rstrip("/"))
+        if folder in ("", "None"):
+            return None
+        before = run.run.info.start_time or 0
+        inside = [
+            one
+            for one in self._by_place.get(folder, [])
+            if (one.run.info.start_time or 0) <= before and one.run_id != run.run_id
+        ]
+        if inside:
+            return max(
+                inside, key=lambda one: (one.status == "FINISHED", one.run.info.start_time or 0)
+            )
+        named = self._by_place.get(PurePosixPath(folder).name, [])
+        named = [one for one in named if one.run_id != run.run_id]
+        return named[0] if len({(one.group, one.seed) for one in named}) == 1 else None
 
 
 def _family_of(root_id: str, runs: list[RecordedRun]) -> list[RecordedRun]:

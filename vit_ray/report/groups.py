@@ -1,0 +1,90 @@
+"""What makes runs one group: they were trained and tested alike, but for the seed.
+
+Every mean, line, law and comparison of a report is of groups. A group is the keys of the recipe
+that decide the result (those by which a run may be resumed), the fingerprints of the training and
+test sets, the first weights and the git commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+TRAINING_SET: Final = "training set"
+TRAINING_IMAGES: Final = "training images"
+TEST_SET: Final = "test set"
+WEIGHTS: Final = "first weights"
+COMMIT: Final = "git commit"
+MEASURED_ON: Final = "measured on"
+PRETRAINING: Final = "pre-training "
+"""Prefix of what a fine-tuned model's pre-training is."""
+FEW_SHOT_SETS: Final = ("few-shot training set", "few-shot test set")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Values of everything that decides a result, by key."""
+
+    items: frozenset[tuple[str, str]]
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What a person calls a value, such as the folder of a fingerprint; by value."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, str], names: Mapping[str, str]) -> Group:
+        """Of its values; those that are not set do not count."""
+        return cls(frozenset((k, v) for k, v in values.items() if v != "None"), names)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """By key."""
+        return dict(self.items)
+
+    @property
+    def digest(self) -> str:
+        """Short name: runs of one digest differ in the seed alone."""
+        return hashlib.sha256(repr(sorted(self.items)).encode()).hexdigest()[:8]
+
+    def only(self, is_kept: Callable[[str], bool]) -> Group:
+        """The part of these keys."""
+        return Group(frozenset(item for item in self.items if is_kept(item[0])), self.names)
+
+    def without(self, *keys: str) -> Group:
+        """All but these keys; a key that ends with a dot stands for its whole section."""
+        return self.only(
+            lambda key: not any(key == k or (k[-1] == "." and key.startswith(k)) for k in keys)
+        )
+
+
+def differing_keys(groups: Iterable[Group]) -> list[str]:
+    """Keys in which these groups are not all alike."""
+    values = [group.values for group in groups]
+    keys = sorted({key for one in values for key in one})
+    return [key for key in keys if len({one.get(key) for one in values}) > 1]
+
+
+def differences(groups: Sequence[Group]) -> dict[Group, str]:
+    """Each group's values of the keys in which they are not all alike; empty where there are none.
+
+    The fingerprint of a set stands behind its name where another set has the same name.
+    """
+    keys = differing_keys(groups)
+    told: dict[str, dict[str, str]] = {}
+    for key in keys:
+        names = {
+            value: group.names.get(value, value)
+            for group in groups
+            if (value := group.values.get(key)) is not None
+        }
+        texts = [*names.values()]
+        told[key] = {
+            value: name if texts.count(name) == 1 or name == value else f"{name} {value[:8]}"
+            for value, name in names.items()
+        }
+    return {
+        group: ", ".join(
+            f"{key} {told[key].get(group.values.get(key, ''), 'unset')}" for key in keys
+        )
+        for group in groups
+    }

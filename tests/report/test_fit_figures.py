@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.report.made_runs import made
 from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
 from vit_ray.report.runs import RecordedRun
 
@@ -140,3 +141,131 @@ def test_runs_without_compute_or_accuracy_have_no_laws():
     assert fit_charts(laws_of([])) == []
     assert fit_sentences(laws_of([])) == []
     assert fit_tables(laws_of([])) == []
+
+
+LAWS = {"cifar10": (0.5, 0.4, 0.05), "cifar100": (0.7, 0.3, 0.2)}
+"""Scale, exponent and floor of the error on each set."""
+
+
+def error(compute, scale=0.5, exponent=0.4, floor=0.05):
+    return scale * compute**-exponent + floor
+
+
+def studied(of=(), compute=COMPUTE, changes=(), name="ViT-B/32", **more):
+    """A finished cell of each compute, on the law of these parameters."""
+    return [
+        made(
+            {"model.name": name, "optim.epochs": float(c), **dict(changes)},
+            metrics={"study/exaflops": float(c), "eval/top1": 1 - error(float(c), *of)},
+            **more,
+        )
+        for c in compute
+    ]
+
+
+def found(runs):
+    """Of each law: its set, its name, number of points, exponent and floor."""
+    return {
+        (one.whose, law): (len(one.points[law].compute), *(
+            (round(one.fits[law].exponent.value, 3), round(one.fits[law].floor.value, 3))
+            if law in one.fits else ()
+        ))
+        for one in laws_of(runs)
+        for law in one.runs
+    }  # fmt: skip
+
+
+def test_a_law_goes_through_one_data_set():
+    runs = [
+        run
+        for data, of in LAWS.items()
+        for run in studied(
+            of, changes={"data.train": f"/{data}/train", "data.eval": f"/{data}/test"}
+        )
+    ]
+    assert found(runs) == {
+        (", test set cifar10, training set cifar10", "ViT"): (6, 0.4, 0.05),
+        (", test set cifar100, training set cifar100", "ViT"): (6, 0.3, 0.2),
+    }
+    for one, of in zip(laws_of(runs), LAWS.values(), strict=True):
+        held = one.held_out("ViT")
+        assert held.predicted.value == pytest.approx(error(COMPUTE[-1], *of), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("optim.name", ("adamw", "sgd")),
+        ("optim.weight_decay", (0.1, 0.3)),
+        ("optim.learning_rate", (0.001, 0.01)),  # of the same sizes and lengths
+        ("model.image_size", (224, 384)),
+        ("model.positions", ("none", "learned_2d")),
+        ("train.precision", ("bf16", "fp32")),
+    ],
+)
+def test_a_law_is_no_average_over_what_differs_in_more_than_size_and_length(key, values):
+    runs = [
+        run
+        for of, value in zip(LAWS.values(), values, strict=True)
+        for run in studied(of, changes={key: value, "data.eval": "/one/test"})
+    ]
+    laws = {
+        law.partition(f"{key} ")[2].partition(",")[0]: fit for (_, law), fit in found(runs).items()
+    }
+    assert laws == {str(values[0]): (6, 0.4, 0.05), str(values[1]): (6, 0.3, 0.2)}
+
+
+def test_sizes_and_lengths_with_rates_of_their_own_are_on_one_law():
+    runs = [
+        *studied(compute=COMPUTE[:3], name="ViT-B/32", changes={"optim.learning_rate": 8e-4}),
+        *studied(compute=COMPUTE[3:], name="ViT-L/32", changes={"optim.learning_rate": 6e-4}),
+    ]
+    assert found(runs) == {("", "ViT"): (6, 0.4, 0.05)}
+
+
+def test_seeds_are_one_point_of_a_law_however_many_there_are():
+    runs = [*studied(), *studied((0.5, 0.4, 0.07), COMPUTE[:1], {"seed": 1})]
+    (one,) = laws_of(runs)
+    assert len(one.points["ViT"].compute) == 6
+    assert one.points["ViT"].accuracy[0] == pytest.approx(1 - error(COMPUTE[0]) - 0.01)
+
+
+def test_seeds_that_were_stopped_early_at_different_steps_are_one_point():
+    early = {"train.early_stopping": 3, "optim.epochs": 99.0}
+    runs = studied(changes={"train.early_stopping": 3})
+    runs += [
+        *studied(compute=[1000.0], changes=early),
+        *studied(compute=[2000.0], changes={**early, "seed": 1}),
+    ]
+    (one,) = laws_of(runs)
+    assert one.points["ViT"].compute[-1] == 1500.0
+
+
+def test_nearly_equal_amounts_of_compute_are_no_points_of_their_own():
+    near = 10.0 * np.array([1, 1.015, 1.03, 1.045, 1.06, 1.075])
+    runs = [*studied(compute=near), *studied(compute=[100.0, 1000.0])]
+    rows = rows_of(fit_tables(laws_of(runs))[0])
+    assert rows["ViT"]["points"] == 3
+    assert rows["ViT"]["not known because"].startswith("too few points for a power law")
+    assert laws_of(studied(compute=near)) == []
+
+
+def test_what_no_law_goes_through_is_said():
+    runs = [
+        *studied(),
+        *studied(compute=COMPUTE[:2], changes={"data.fraction": 0.1}, images=5000),
+        *studied(compute=COMPUTE[:1], changes={"seed": 1}, status="KILLED"),
+    ]
+    sentences = fit_sentences(laws_of(runs))
+    assert sentences == [
+        "Top-1 accuracy: no law goes through 2 trained on fewer than 50k images, 1 not finished."
+    ]
+    assert fit_sentences(laws_of(studied())) == []
+
+
+def test_a_family_is_compared_with_the_one_law_of_the_baseline():
+    resnets = studied((0.5 * 3**0.4, 0.4, 0.05), name="R50x1")
+    one = laws_of([*studied(), *resnets])[0]
+    assert one.compared["ResNet"].typical.value == pytest.approx(3, rel=1e-3)
+    two = laws_of([*studied(), *studied(changes={"optim.weight_decay": 0.5}), *resnets])[0]
+    assert two.compared["ResNet"] == "ViT has 2 laws"

@@ -1,12 +1,15 @@
 """Power laws on the page: curves with bands, exponents, and compute at equal accuracy.
 
-Fitted are the finished trainings on the most training images that any of the runs had, since at a
-given compute fewer images cost accuracy; each family of models has a law of its own.
+A law is of models of one family that differ in size and length alone, trained and tested on the
+same sets, with the learning rate and warm-up of each. Fitted are means over seeds of the finished
+trainings on the most training images that any of the runs had, since at a given compute fewer
+images cost accuracy. What is left out is said.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +17,15 @@ from typing import Final
 
 import numpy as np
 
+from vit_ray.config.decisive import LENGTH
 from vit_ray.report.charts import Axis, Chart, Point, Series
 from vit_ray.report.figures import (
     EXAFLOPS,
     FAMILIES,
     accuracies_of,
     accuracy_name,
+    by_sets,
+    cost_of,
     is_tested,
     title_of,
 )
@@ -29,16 +35,19 @@ from vit_ray.report.fits import (
     Fit,
     HeldOut,
     NoFitError,
+    amounts,
     compare_at_equal_accuracy,
     fit_law,
     predict_held_out,
 )
+from vit_ray.report.groups import EXAFLOPS as UNKNOWN_LENGTH
+from vit_ray.report.groups import Group, differences
 from vit_ray.report.runs import RecordedRun
+from vit_ray.report.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 _CURVE_POINTS: Final = 60
 _UNKNOWN: Final[list[Value]] = [None]
-_COMPUTE: Final = "study/exaflops"
 _IMAGES: Final = "study/train_images"
 MIN_AMOUNTS: Final = 3
 """Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
@@ -46,54 +55,95 @@ BASELINE: Final = "ViT"
 """The family that others are compared with, as in the paper."""
 
 
+SIZES: Final = (
+    "model.name", "model.depth", "model.width", "model.mlp_dim", "model.num_heads",
+    "model.patch_size", "model.stages", "model.width_factor",
+)  # fmt: skip
+"""Keys of the size of a model, along which a law goes."""
+_LENGTHS: Final = (*LENGTH, UNKNOWN_LENGTH)
+_BESIDE: Final = ("optim.learning_rate", "optim.warmup_steps")
+"""Keys that each size or length may have its own of."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """What a law goes through: means over seeds, each of a model of one size and length."""
+
+    compute: list[float]
+    """exaFLOPs."""
+    accuracy: list[float]
+    sizes: list[str]
+    """Name of the size of each."""
+
+    @property
+    def all(self) -> tuple[list[float], list[float], list[str]]:
+        """In the order of `fit_law`."""
+        return self.compute, self.accuracy, self.sizes
+
+
 @dataclass(frozen=True)
 class FamilyLaws:
-    """The laws of every family for one accuracy."""
+    """The laws for one accuracy on one training and test set."""
 
     key: str
+    whose: str
+    """The sets, where there are laws for several."""
     runs: dict[str, list[RecordedRun]]
-    """Runs of each family that has any."""
+    """Runs of each law, by its name: the family, and in what it differs from others of that."""
+    points: dict[str, Points]
     fits: dict[str, Fit]
     unfitted: dict[str, str]
     """Why the others have none."""
+    left_out: str
+    """What no law goes through; empty if nothing is left out."""
 
     @property
     def num_amounts(self) -> int:
-        """Different amounts of compute of all families."""
-        return len({run.metrics[_COMPUTE] for runs in self.runs.values() for run in runs})
+        """Different amounts of compute of all laws."""
+        return len(amounts([c for points in self.points.values() for c in points.compute]))
 
     @property
     def name(self) -> str:
         """What a person calls the accuracy."""
-        return title_of(self.key)
+        return title_of(self.key) + self.whose
+
+    def family(self, law: str) -> str:
+        """Of a law."""
+        return self.runs[law][0].family
 
     @cached_property
     def compared(self) -> dict[str, EqualAccuracy | str]:
-        """Compute of each other family over that of `BASELINE`, or why that is not known."""
-        if BASELINE not in self.runs:
-            return {}
-        return {family: self._compared(family) for family in self.runs if family != BASELINE}
+        """Compute of each other family's laws over `BASELINE`, or why that is not known."""
+        baselines = [law for law in self.runs if self.family(law) == BASELINE]
+        others = [law for law in self.runs if law not in baselines]
+        return {law: self._compared(baselines, law) for law in others if baselines}
 
-    def _compared(self, family: str) -> EqualAccuracy | str:
-        for one in (BASELINE, family):
-            if one not in self.fits:
-                return f"{one} has no law"
+    def _compared(self, baselines: Sequence[str], law: str) -> EqualAccuracy | str:
+        fitted = [one for one in baselines if one in self.fits]
+        if len(fitted) != 1:
+            return f"{BASELINE} has {len(fitted) or 'no'} law{'s' * (len(fitted) > 1)}"
+        if law not in self.fits:
+            return f"{law} has no law"
         try:
-            return compare_at_equal_accuracy(self.fits[BASELINE], self.fits[family])
+            return compare_at_equal_accuracy(self.fits[fitted[0]], self.fits[law])
         except NoFitError as error:
             return str(error)
 
-    def held_out(self, family: str) -> HeldOut | str:
-        """The most costly point of a family as its others predict it, or why they do not."""
+    def held_out(self, law: str) -> HeldOut | str:
+        """The most costly point of a law as its others predict it, or why they do not."""
         try:
-            return predict_held_out(*_points(self.runs[family], self.key))
+            return predict_held_out(*self.points[law].all)
         except NoFitError as error:
             return str(error)
 
 
 def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
     """For few-shot accuracy, top-1 and the mean of transfers; none where compute hardly varies."""
-    found = [_laws(runs, key) for key in accuracies_of(runs)[:3]]
+    found = [
+        _laws(members, key, whose)
+        for key in accuracies_of(runs)[:3]
+        for whose, members in by_sets(runs, key)
+    ]
     return [one for one in found if one.num_amounts >= MIN_AMOUNTS]
 
 
@@ -153,46 +203,73 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
                     f"compute of {BASELINE} (median over {percent(equal.accuracy[0])} to "
                     f"{percent(equal.accuracy[-1])} %)."
                 )
-            elif {family, BASELINE} <= one.fits.keys():
+            elif family in one.fits:
                 told.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
         told += [f"{one.name}, {family}: {why}." for family, why in one.unfitted.items()]
+        if one.left_out:
+            told.append(f"{one.name}: no law goes through {one.left_out}.")
     return told
 
 
-def _laws(runs: Sequence[RecordedRun], key: str) -> FamilyLaws:
-    held = [
-        run
-        for run in runs
-        if {key, _COMPUTE} <= run.metrics.keys()
-        and run.status == "FINISHED"
-        and is_tested(run, key)
-    ]
-    most = max((run.metrics.get(_IMAGES, 0.0) for run in held), default=0.0)
-    by_family: dict[str, list[RecordedRun]] = {}
-    for run in held:
-        if run.metrics.get(_IMAGES, 0.0) == most:
-            by_family.setdefault(run.family, []).append(run)
-    fits, unfitted = {}, {}
-    for family, members in by_family.items():
+def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
+    known = [run for run in runs if cost_of(run, key) is not None]
+    whole = [run for run in known if run.status == "FINISHED" and is_tested(run, key)]
+    most = max((run.metrics.get(_IMAGES, 0.0) for run in whole), default=0.0)
+    held = [run for run in whole if run.metrics.get(_IMAGES, 0.0) == most]
+    named = _by_law(held)
+    points, fits, unfitted = {}, {}, {}
+    for law, groups in named.items():
+        points[law] = Points(
+            [statistics.fmean(c for run in one if (c := cost_of(run, key))) for one in groups],
+            [statistics.fmean(run.metrics[key] for run in one) for one in groups],
+            [repr(sorted(one[0].group.only(SIZES.__contains__).items)) for one in groups],
+        )
         try:
-            fits[family] = fit_law(*_points(members, key))
+            fits[law] = fit_law(*points[law].all)
         except NoFitError as error:
-            unfitted[family] = str(error)
-    return FamilyLaws(key, by_family, fits, unfitted)
+            unfitted[law] = str(error)
+    reasons = {
+        f"trained on fewer than {number(most)} images": len(whole) - len(held),
+        "not finished": sum(run.status != "FINISHED" for run in known),
+        "measured on held-out images": sum(not is_tested(run, key) for run in known),
+        "of unknown compute": len(runs) - len(known),
+    }
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    members = {law: [run for one in groups for run in one] for law, groups in named.items()}
+    return FamilyLaws(key, whose, members, points, fits, unfitted, told)
 
 
-def _points(runs: Sequence[RecordedRun], key: str) -> tuple[list[float], list[float]]:
-    return [run.metrics[_COMPUTE] for run in runs], [run.metrics[key] for run in runs]
+def _by_law(runs: Sequence[RecordedRun]) -> dict[str, list[list[RecordedRun]]]:
+    """Groups of each law by its name: in a law no two are of one size and length."""
+    laws: dict[tuple[str, Group], dict[Group, list[RecordedRun]]] = {}
+    for group, members in by_group(runs).items():
+        law = members[0].family, group.without(*SIZES, *_LENGTHS, *_BESIDE)
+        laws.setdefault(law, {})[group] = members
+    apart: dict[tuple[str, Group], list[list[RecordedRun]]] = {}
+    for (family, _), groups in laws.items():
+        is_one = len({group.without(*_BESIDE) for group in groups}) == len(groups)
+        kept = (*SIZES, *_LENGTHS, *(_BESIDE if is_one else ()))
+        for group, members in groups.items():
+            apart.setdefault((family, group.without(*kept)), []).append(members)
+    named = {}
+    for (family, rest), all_members in apart.items():
+        other = differences([one for its, one in apart if its == family])[rest]
+        named[f"{family}, differs in {other}" if other else family] = all_members
+    return named
 
 
 def _curves(one: FamilyLaws) -> Chart:
     accuracy = Axis(accuracy_name(one.key), is_percent=True)
     series = []
-    for family, runs in one.runs.items():
-        marks = [Point(run.metrics[_COMPUTE], run.metrics[one.key], run.name) for run in runs]
-        series.append(Series(family, marks, has_line=False))
-        if family in one.fits:
-            series.append(_curve(family, one.fits[family]))
+    for law, runs in one.runs.items():
+        marks = [
+            Point(compute, run.metrics[one.key], run.name)
+            for run in runs
+            if (compute := cost_of(run, one.key)) is not None
+        ]
+        series.append(Series(law, marks, has_line=False))
+        if law in one.fits:
+            series.append(_curve(law, one.fits[law]))
     note = "Lines: error = a C^-b + c, fitted to each family; bands: 95 % by bootstrap."
     return Chart(f"{one.name}: fitted power laws", EXAFLOPS, accuracy, series, note, FAMILIES)
 
@@ -235,16 +312,16 @@ def _ratios(one: FamilyLaws) -> Chart:
 
 
 def _parameters(one: FamilyLaws, family: str) -> list[Value]:
-    amounts = float(len({run.metrics[_COMPUTE] for run in one.runs[family]}))
+    count = float(len(amounts(one.points[family].compute)))
     if family in one.unfitted:
-        return [one.name, family, amounts, *_UNKNOWN * 10, one.unfitted[family]]
+        return [one.name, family, count, *_UNKNOWN * 10, one.unfitted[family]]
     fit, held = one.fits[family], one.held_out(family)
     b, c = fit.exponent, fit.floor
     law: list[Value] = [b.value, b.low, _high(b), c.value, c.low, min(c.high, 1.0)]
     if isinstance(held, str):
-        return [one.name, family, amounts, *law, *_UNKNOWN * 4, held]
+        return [one.name, family, count, *law, *_UNKNOWN * 4, held]
     told = held.predicted
-    return [one.name, family, amounts, *law, held.error, told.value, told.low, told.high, None]
+    return [one.name, family, count, *law, held.error, told.value, told.low, told.high, None]
 
 
 def _ratio_values(equal: EqualAccuracy | str) -> list[Value]:

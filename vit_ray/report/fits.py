@@ -5,11 +5,13 @@ is made finer around it needs no starting values and cannot stop beside it. What
 comes from a bootstrap: laws fitted to points that scatter about the fitted one. The width of the
 scatter is itself drawn from what n points tell of it (chi-squared, n - 3 degrees of freedom), which
 for a straight line gives Student's intervals: those of a law with four points are as wide as they
-have to be.
+have to be. The lengths of one model scatter together, by as much as the residuals say: many of
+them count for less than as many models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -26,6 +28,8 @@ MIN_POINTS: Final = NUM_PARAMETERS + 1
 NUM_DRAWS: Final = 1000
 EXPONENTS: Final = (0.01, 4.0)
 """What is searched; published laws of vision models lie between 0.05 and 1."""
+NEAR: Final = 1.1
+"""Amounts of compute whose ratio is below this are one."""
 _GRID: Final = 25
 _ZOOMS: Final = 4
 
@@ -149,23 +153,25 @@ class EqualAccuracy:
 def fit_law(
     compute: Sequence[float],
     accuracy: Sequence[float],
+    sizes: Sequence[str] = (),
     *,
     num_draws: int = NUM_DRAWS,
     seed: int = 0,
 ) -> Fit:
     """The law of error = 1 - accuracy, by least squares.
 
-    Seeds of one compute are one point, their mean, which weighs as much as any other however many
-    they are.
+    Nearly equal amounts of compute are one point, their mean, which weighs as much as any other
+    however many they are.
 
     Args:
         compute: exaFLOPs.
         accuracy: in [0, 1]; a point that is not finite or is out of range is left out.
+        sizes: model of each point; empty where each is of another.
 
     Raises:
         NoFitError: too few points are left, or their error does not fall with compute.
     """
-    x, error = _usable(compute, accuracy)
+    x, error, models = _usable(compute, accuracy, sizes)
     if len(x) < MIN_POINTS:
         raise NoFitError(
             f"too few points for a power law with saturation, which has {NUM_PARAMETERS} "
@@ -177,25 +183,36 @@ def fit_law(
         raise NoFitError(f"the error of these {len(x)} points does not fall with compute")
     fitted = law.error_at(x)[0]
     rng = np.random.default_rng(seed)
-    freedom = len(x) - NUM_PARAMETERS
-    squares = float(((error - fitted) ** 2).sum())
-    scatter = np.sqrt(squares / rng.chisquare(freedom, num_draws))
-    drawn = fitted + scatter[:, None] * rng.standard_normal((num_draws, len(x)))
+    shared = _shared_part(error - fitted, models)
+    counts = np.bincount(models)
+    independent = len(x) / (1 + shared * ((counts**2).sum() / len(x) - 1))
+    freedom = max(1.0, independent - NUM_PARAMETERS)
+    # A law follows the models, too: as many parameters less are left of what they have in common.
+    left = len(x) * max(1, len(counts) - NUM_PARAMETERS) / len(counts)
+    expected = (1 - shared) * (len(x) - NUM_PARAMETERS) + shared * left
+    variance = float(((error - fitted) ** 2).sum()) / expected
+    scatter = np.sqrt(variance * freedom / rng.chisquare(freedom, num_draws))
+    noise = rng.standard_normal((num_draws, len(x)))
+    common = rng.standard_normal((num_draws, len(counts)))[:, models]
+    noise = np.sqrt(1 - shared) * noise + np.sqrt(shared) * common
+    drawn = fitted + scatter[:, None] * noise
     return Fit(x, error, law, _least_squares(x, drawn, unit), scatter)
 
 
-def predict_held_out(compute: Sequence[float], accuracy: Sequence[float]) -> HeldOut:
+def predict_held_out(
+    compute: Sequence[float], accuracy: Sequence[float], sizes: Sequence[str] = ()
+) -> HeldOut:
     """Fit without the most costly point, and predict it.
 
     Raises:
         NoFitError: as `fit_law`, of the other points.
     """
-    x, error = _usable(compute, accuracy)
+    x, error, models = _usable(compute, accuracy, sizes)
     if len(x) <= MIN_POINTS:
         raise NoFitError(
             f"{len(x)} points are too few to hold one out: a law needs {MIN_POINTS} others"
         )
-    others = fit_law(list(x[:-1]), list(1 - error[:-1]))
+    others = fit_law(list(x[:-1]), list(1 - error[:-1]), [str(model) for model in models[:-1]])
     return HeldOut(float(x[-1]), float(error[-1]), others.predicted(float(x[-1])))
 
 
@@ -240,13 +257,51 @@ def _log_ratio(laws: PowerLaws, others: PowerLaws, error: float) -> Array:
         return np.asarray(np.log(others.compute_at(error)) - np.log(laws.compute_at(error)))
 
 
-def _usable(compute: Sequence[float], accuracy: Sequence[float]) -> tuple[Array, Array]:
-    """Compute, ascending and each once, and mean error, of the points that say something."""
-    x, y = np.asarray(compute, np.float64), np.asarray(accuracy, np.float64)
-    is_usable = np.isfinite(x) & (x > 0) & (y >= 0) & (y <= 1)  # comparisons refuse NaN
-    x, error = x[is_usable], 1 - y[is_usable]
-    alone, which = np.unique(x, return_inverse=True)
-    return alone, np.bincount(which, error) / np.maximum(np.bincount(which), 1)
+def amounts(compute: Sequence[float]) -> list[list[int]]:
+    """Indices of nearly equal amounts of compute together, ascending."""
+    found: list[list[int]] = []
+    for index in sorted(range(len(compute)), key=lambda one: compute[one]):
+        if found and compute[index] < NEAR * compute[found[-1][0]]:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def _usable(
+    compute: Sequence[float], accuracy: Sequence[float], sizes: Sequence[str]
+) -> tuple[Array, Array, NDArray[np.int64]]:
+    """Amounts of compute, ascending, mean error and number of the model of each.
+
+    A point of several models has a number of its own.
+    """
+    known = sizes or [str(index) for index in range(len(compute))]
+    points = [
+        (c, 1 - a, size)
+        for c, a, size in zip(compute, accuracy, known, strict=True)
+        if math.isfinite(c) and c > 0 and 0 <= a <= 1  # comparisons refuse NaN
+    ]
+    merged = [[points[i] for i in near] for near in amounts([c for c, _, _ in points])]
+    models = [" and ".join(sorted({size for _, _, size in near})) for near in merged]
+    return (
+        np.array([np.exp(np.mean(np.log([c for c, _, _ in near]))) for near in merged]),
+        np.array([np.mean([error for _, error, _ in near]) for near in merged]),
+        np.unique(models, return_inverse=True)[1] if models else np.array([], np.int64),
+    )
+
+
+def _shared_part(residuals: Array, models: NDArray[np.int64]) -> float:
+    """Part of the variance that points of one model have in common (analysis of variance)."""
+    counts = np.bincount(models)
+    between, within = len(counts) - 1, len(residuals) - len(counts)
+    if not between or not within:
+        return 0.0
+    means = np.bincount(models, residuals) / counts
+    of_models = float((counts * (means - residuals.mean()) ** 2).sum()) / between
+    of_points = float(((residuals - means[models]) ** 2).sum()) / within
+    size = (len(residuals) - (counts**2).sum() / len(residuals)) / between
+    total = of_models + (size - 1) * of_points
+    return float(np.clip((of_models - of_points) / total, 0, 1)) if total > 0 else 0.0
 
 
 def _least_squares(compute: Array, errors: Array, unit: float) -> PowerLaws:

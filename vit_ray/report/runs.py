@@ -18,12 +18,13 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.decisive import TAGGED, deciding_keys, is_trained
+from vit_ray.config.decisive import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.secrets import redact
 from vit_ray.report.groups import (
     COMMIT,
+    EXAFLOPS,
     FEW_SHOT_SETS,
     MEASURED_ON,
     PRETRAINING,
@@ -199,6 +200,8 @@ class RecordedRun:
                 names[values[key]] = " + ".join(set_name(one) for one in paths_of(path))
         images = self.recorded.get("study/train_images")
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
+        if all(flat.get(key, "None") == "None" for key in LENGTH):
+            values[EXAFLOPS] = f"{self.recorded.get('study/exaflops')}"
         values[MEASURED_ON] = self._measured_on
         values[COMMIT] = self.tags.get("vit_ray.git_commit", "unknown")
         if self.origin is not None:

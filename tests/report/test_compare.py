@@ -40,6 +40,11 @@ class Store:
                 self.run(f"{name}-{label}-seed{seed}", {"eval/top1": top1}, params, row)
         return parent
 
+    def id_of(self, name):
+        wanted = f"attributes.run_name = '{name}'"
+        (found,) = self.client.search_runs([self.experiments[self.here]], wanted)
+        return found.info.run_id
+
     def compare(self, a, b):
         return compare(self.uri, self.here, (a, b))
 
@@ -186,3 +191,42 @@ def test_what_cannot_be_compared_is_told(store):
         compare(store.uri, "nowhere", ("digits", "twice"))
     with pytest.raises(ValueError, match="no such file"):
         compare(f"{store.uri}x", store.here, ("digits", "twice"))
+
+
+def test_a_cell_holds_seeds_and_nothing_else(store):
+    """Two rates under one label are two cells, and a difference over both is none."""
+    for name, rates in (("old", {0.01: 0.9, 0.001: 0.1}), ("new", {0.01: 0.8, 0.1: 0.3})):
+        parent = store.run(name, tags={"vit_ray.kind": "study"})
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+        for rate, top1 in rates.items():
+            params = {"model.name": "ViT-S/16", "optim.learning_rate": rate, "seed": 0}
+            store.run(f"{name}-{rate}", {"eval/top1": top1}, params, tags)
+    found = store.compare("old", "new")
+    cell = "ViT-S/16, optim.learning_rate 0.01"
+    assert [(one.cell, one.a, one.b) for one in found.differences] == [(cell, (0.9,), (0.8,))]
+    assert found.only_a == ["ViT-S/16, optim.learning_rate 0.001"]
+    assert found.only_b == ["ViT-S/16, optim.learning_rate 0.1"]
+
+
+def test_test_sets_and_commits_that_differ_are_told(store):
+    for name, commit, test in (("a", "c0ffee", "/data/pets"), ("b", "decaf", "/data/cars")):
+        tags = {"vit_ray.kind": "pretrain", "vit_ray.git_commit": commit, "data.eval": test}
+        store.run(name, {"eval/top1": 0.5}, {"model.name": "ViT-S/16", "seed": 0}, tags)
+    told = {one.key: one.values for one in store.compare("a", "b").keys}
+    assert told == {
+        "data.eval": ("/data/pets", "/data/cars"),
+        "git commit": ("c0ffee", "decaf"),
+        "test set": ("/data/pets", "/data/cars"),
+    }
+
+
+def test_a_study_that_is_recorded_twice_is_compared_once(store):
+    store.study("old", 0)
+    store.study("new", 1)
+    whole = store.compare("old", "new").differences
+    for seed, top1 in enumerate(ROWS["ViT-S"][1]):  # under names of their own
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": store.id_of("new")}
+        params = {"model.name": "ViT-S", "seed": seed, "optim.weight_decay": 0.1}
+        tags["vit_ray.study_label"] = "ViT-S"
+        store.run(f"again-{seed}", {"eval/top1": top1}, params, tags)
+    assert store.compare("old", "new").differences == whole

@@ -71,6 +71,35 @@ def test_it_learns_and_says_where_its_checkpoint_is(straight: tuple[Recipe, RunR
     assert checkpoint_steps(recipe) == [8, 16, 24]
 
 
+def test_the_best_evaluation_is_the_result_and_its_weights_are_handed_on(
+    digits: Digits, folder: Path
+) -> None:
+    """At a rate that rises until training diverges, chosen on images held out of the training."""
+    recipe = small_recipe(
+        "best", digits, folder,
+        optim={"learning_rate": 10.0, "warmup_steps": 23},
+        train={"averaging": 0.0},
+        data={"held_out_fraction": 0.1},
+        checkpoint={"keep_best": True, "keep_last": 1, "every_steps": None},
+        evaluate={"every_steps": 4},
+    )  # fmt: skip
+    result = train(recipe)
+    assert result.run_id is not None
+    losses = dict(curve(recipe, result.run_id, "dev/loss"))
+    best = min(losses, key=lambda step: losses[step])
+    assert best < STEPS
+    assert checkpoint_steps(recipe) == [best, STEPS]
+    assert Path(result.checkpoint).name == f"step-{best:08d}"
+    accuracies = dict(curve(recipe, result.run_id, "eval/top1"))
+    assert result.metrics["eval/top1"] == accuracies[best]
+    assert result.metrics["eval/last_top1"] == accuracies[STEPS]
+    held = MlflowClient(recipe.tracking.uri).get_run(result.run_id).data.metrics
+    assert (held["result/step"], held["eval/best_top1"]) == (best, accuracies[best])
+    again = evaluate(recipe.with_changes(init_from=recipe.run_folder))
+    assert again["eval/top1"] == pytest.approx(accuracies[best])
+    assert train(recipe).metrics["eval/top1"] == accuracies[best]
+
+
 def test_its_mlflow_run_holds_figures_recipe_code_and_data(
     straight: tuple[Recipe, RunResult],
 ) -> None:

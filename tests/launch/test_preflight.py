@@ -36,6 +36,20 @@ def test_a_held_out_part_is_taken_from_the_training_set(recipe: Recipe) -> None:
     assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
 
 
+def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(
+    recipe: Recipe,
+) -> None:
+    held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
+    assert "dev" not in resolve_run(held_out).streams
+    for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
+        streams = resolve_run(held_out.with_changes(**keeps)).streams
+        counts = {name: streams[name].num_images for name in ("train", "eval", "dev")}
+        assert counts == {"train": 1347, "eval": 300, "dev": 150}
+        assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
+        alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)
+        assert "dev" not in alone.streams
+
+
 def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
     changes = {"eval": None, "held_out_fraction": 0.1, "fraction": 0.5}
     assert resolve_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)

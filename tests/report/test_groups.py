@@ -141,6 +141,15 @@ def test_sets_are_told_apart_by_fingerprints_and_not_by_folders():
     ]  # fmt: skip
 
 
+def test_best_and_last_evaluations_are_not_averaged():
+    best = {"eval/best_top1": 0.9, "result/step": 5.0, "result/evaluations": 7.0}
+    runs = [cell(0.5), cell(0.5, {"seed": 1}, metrics=best)]
+    assert top1_rows(runs) == [
+        ("result unset", "1", "50.00"),
+        ("result best evaluation", "1", "90.00"),
+    ]
+
+
 def test_runs_of_other_commits_are_not_averaged():
     runs = [cell(0.9), cell(0.94, {"seed": 1}), cell(0.5, {"seed": 2}, git_commit="decaf")]
     assert top1_rows(runs) == [

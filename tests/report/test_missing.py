@@ -139,6 +139,35 @@ def test_an_accuracy_on_held_out_images_is_told(store, tmp_path):
     assert "or a law: cell-b" in text
 
 
+BEST = {
+    "eval/top1": 0.5, "eval/best_top1": 0.75, "result/step": 40.0, "result/evaluations": 12.0,
+}  # fmt: skip
+
+
+def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
+    store.run("cell-a", metrics={**WHOLE, **BEST})
+    text, ((row),) = store.page(tmp_path)
+    assert (row["top-1 %"], row["last top-1 %"], row["best at step"]) == ("0.75", "0.5", "40.0")
+    assert row["measured on"] == "best of 12 evaluations on the test set"
+    assert "1 best of 12 evaluations on the test set: cell-a" in text
+    assert [y for _, y in drawn_points(text)] == [0.75]
+
+
+def test_a_best_that_held_out_images_chose_is_no_best_of_the_test_set(store, tmp_path):
+    store.run("cell-a", metrics={**WHOLE, **BEST, "dev/loss": 1.0, "dev/best_loss": 0.5})
+    text, ((row),) = store.page(tmp_path)
+    assert (row["top-1 %"], row["last top-1 %"]) == ("0.75", "0.5")
+    assert "evaluations on the test set" not in text
+
+
+def test_a_best_on_held_out_images_alone_is_told_as_one_on_these(store, tmp_path):
+    best = {key.replace("eval/", "dev/"): value for key, value in BEST.items()}
+    store.run("cell-a", metrics={"study/exaflops": 2.0, **best})
+    text, ((row),) = store.page(tmp_path)
+    assert (row["top-1 %"], row["measured on"]) == ("0.75", "dev split")
+    assert "evaluations on the test set" not in text
+
+
 def test_an_experiment_without_runs_is_a_page_that_says_so(store, tmp_path):
     store.client.create_experiment("empty")
     page = build_report(store.uri, "empty", tmp_path / "page.html")

@@ -255,6 +255,34 @@ def test_the_best_is_kept_beside_the_newest(run: Location, monkeypatch: pytest.M
     assert steps(run) == [4, 2]
 
 
+def test_the_best_is_kept_where_early_stopping_makes_it_the_result(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, keep_best=False)
+    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
+        metrics = {"eval/loss": loss, "result/step": float(min(step, 2))}
+        disk.save(step, eval_step=step, metrics=metrics)
+    assert steps(run) == [4, 2]
+
+
+def test_without_either_the_newest_alone_are_kept(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, keep_best=False)
+    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0)):
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [3]
+
+
+def test_of_equal_losses_the_first_is_kept_as_it_is_the_result(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(run, monkeypatch, keep_last=2)
+    for step, loss in ((1, 0.5), (2, 0.5), (3, 1.0), (4, float("inf"))):
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [4, 3, 1]
+
+
 def test_where_weights_are_averaged_theirs_is_the_best(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,31 @@ def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
     assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
 
 
+def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are of class 0 by the engine: a fifth of the test set, and half of two images."""
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
+
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    test, (dev, *_) = share(0, 1), share(0, 1)
+    dev = {**dev, "weight": np.array([1, 1, 0, 0], np.float32)}
+    streams = {"eval": test, "dev": [dev]}
+    data = {"eval": "somewhere", "held_out_fraction": 0.1}
+    for kind, kept, found in (
+        ("train", {"keep_best": True}, {"eval/top1": 4 / 19, "dev/top1": 1 / 2}),
+        ("train", {"keep_best": False}, {"eval/top1": 4 / 19}),
+        ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
+    ):
+        job = make_job(tmp_path, kind, data=data, checkpoint=kept)
+        worker = Worker(job, Engine(), FakeActor(), lambda name, start: streams[name])
+        metrics = worker.hooks.evaluate(4)
+        assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
+
+
 CLASSES = tuple("abcde")
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
+from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
 from vit_ray.measure.meters import Compute
 from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, run_training
 from vit_ray.train.progress import Progress
@@ -360,7 +361,68 @@ def test_it_stops_early_when_validation_gets_no_better() -> None:
     assert "no better validation loss in 2 evaluations" in reason
     assert progress.step == 8
     assert progress.best_eval_loss == 2.0
-    assert hooks.saved == [8]
+    assert hooks.saved == [2, 4, 8]  # each best, and the end
+
+
+KEPT = [{"train": {"early_stopping": 3}}, {"checkpoint": {"keep_best": True}}]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
+    kept: dict[str, Any],
+) -> None:
+    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
+    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}, **kept), progress)
+    assert progress.metrics[STEP] == 8
+    assert progress.metrics[EVALUATIONS] == 3
+    found = with_best(progress.metrics)
+    assert (found["eval/loss"], found["eval/last_loss"]) == (2.0, 2.5)
+    assert found["train/loss"] == progress.metrics["train/loss"]
+    logged = {key: value for _, metrics in hooks.logged for key, value in metrics.items()}
+    assert logged["eval/best_loss"] == 2.0
+    assert logged["eval/loss"] == 2.5  # the curve is as it was measured
+
+
+def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None:
+    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
+    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}), progress)
+    assert with_best(progress.metrics) == progress.metrics
+    assert progress.metrics["eval/loss"] == 2.5
+    assert STEP not in progress.metrics
+
+
+def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
+    progress = Progress(metrics={"eval/best_loss": 0.1, STEP: 1.0, EVALUATIONS: 2.0, "a/b": 1.0})
+    run(FakeEngine(), FakeHooks(losses=[3.0]), recipe(evaluate={"every_steps": TOTAL}), progress)
+    assert not {"eval/best_loss", STEP, EVALUATIONS} & progress.metrics.keys()
+    assert progress.metrics["a/b"] == 1.0
+
+
+def test_of_evaluations_by_earlier_code_none_is_called_the_best() -> None:
+    """Its accuracy was not recorded: until a better one comes, the last counts."""
+    progress = Progress(best_eval_loss=0.1, evals_without_best=1)
+    chosen = recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
+    run(FakeEngine(), FakeHooks(losses=[3.0, 2.0]), chosen, progress)
+    assert not {STEP, EVALUATIONS} & progress.metrics.keys()
+    assert with_best(progress.metrics)["eval/loss"] == 2.0
+
+
+class OnDev(FakeHooks):
+    """Held-out images have their best where the test set has its worst."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        dev = abs(step - 8) + 1.0
+        return {"dev/loss": dev, "dev/top1": 1 / dev, "eval/loss": 9 - dev, "eval/top1": dev / 10}
+
+
+def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set() -> None:
+    hooks, progress = OnDev(), Progress()
+    chosen = recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    run(FakeEngine(), hooks, chosen, progress)
+    found = with_best(progress.metrics)
+    assert (progress.metrics[STEP], progress.best_loss_key) == (8, "dev/loss")
+    assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
+    assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
 
 
 def test_a_stream_that_ends_too_soon_is_an_error() -> None:

@@ -2,14 +2,20 @@
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.train.test_checkpoint import write
+from tests.train.test_checkpoint import snapshots, write
 from vit_ray.storage import Location, locate
 from vit_ray.train import run_checkpoints
-from vit_ray.train.checkpoint import folder_name, open_checkpoint, read_checkpoint
+from vit_ray.train.checkpoint import (
+    folder_name,
+    open_checkpoint,
+    read_checkpoint,
+    write_snapshot,
+)
 from vit_ray.train.checkpoint_format import COMMIT
 from vit_ray.train.run_checkpoints import (
     NONE_YET,
@@ -250,6 +256,40 @@ def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
     assert find_weights(folder.path).position.step == 2
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         find_weights(f"{run.path}/nothing")
+
+
+def write_best(run: Location, *, of: int) -> None:
+    """Steps 2, 4 and 6, the last of which says which is the best."""
+    for step in (2, 4, 6):
+        folder = run.child(folder_name(step))
+        for one in snapshots(step):
+            progress = replace(one.position.progress, metrics={"result/step": float(min(step, of))})
+            write_snapshot(replace(one, position=replace(one.position, progress=progress)), folder)
+
+
+@pytest.mark.parametrize("best", [2, 4, 6])
+def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> None:
+    write_best(run, of=best)
+    assert find_weights(run.path).position.step == best
+    assert find_weights(run.child(folder_name(6)).path).position.step == 6
+    newest = newest_verified_checkpoint(run)
+    assert newest is not None
+    assert newest.position.step == 6  # from which it goes on
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_best_that_cannot_be_used_is_never_replaced_by_another(
+    run: Location, is_there: bool
+) -> None:
+    write_best(run, of=4)
+    folder = run.child(folder_name(4))
+    if is_there:
+        flip(folder)
+    else:
+        shutil.rmtree(folder.path)
+    why = "its bytes do not match" if is_there else "it is not there"
+    with pytest.raises(ValueError, match=f"step-00000004, cannot be used: .*{why}"):
+        find_weights(run.path)
 
 
 def break_something(folder: Path, rng: random.Random) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     ("eval/top1", "top-1 accuracy", "{:.2%}"),
+    ("eval/last_top1", "top-1 accuracy of the last evaluation, beside the best", "{:.2%}"),
     ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
     ("eval/loss", "evaluation loss", "{:.4f}"),
     ("train/loss", "last training loss", "{:.4f}"),

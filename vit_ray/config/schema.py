@@ -104,6 +104,17 @@ class Recipe(Section):
         """Where the run of this name keeps its checkpoints."""
         return f"{self.output.rstrip('/')}/{self.name}"
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the result is the best evaluation, and not the last."""
+        return self.checkpoint.keep_best or self.train.early_stopping is not None
+
+    @property
+    def chooses_on_dev(self) -> bool:
+        """Whether the best evaluation is chosen on held-out images, beside those of the test."""
+        has_both = self.data.eval is not None and self.data.held_out_fraction > 0
+        return self.keeps_best and has_both
+
     def recorded(self) -> dict[str, Any]:
         """Plain data of the whole recipe to keep or to show: without secrets of addresses."""
         return dict(redacted(self.model_dump(mode="json")))

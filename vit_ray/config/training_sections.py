@@ -402,7 +402,8 @@ class TrainConfig(Section):
     """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a better validation loss, which is that of the
-    averaged weights where there are any (`averaging`)."""
+    averaged weights where there are any (`averaging`), on held-out images where there are any
+    (`data.held_out_fraction`). The best evaluation is the result, as for `checkpoint.keep_best`."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
     """A step that takes longer counts as hung: the attempt is ended and restarted."""
 
@@ -479,7 +480,8 @@ class CheckpointConfig(Section):
     keep_steps: tuple[Positive, ...] = ()
     """Also write one after each of these steps, and never remove it."""
     keep_best: bool = False
-    """Also keep the one with the best validation loss, as for `train.early_stopping`."""
+    """The evaluation with the best validation loss is the result, as for `train.early_stopping`:
+    its accuracy counts, and its checkpoint is kept and handed on."""
 
 
 class EvalConfig(Section):

@@ -10,6 +10,7 @@ from vit_ray.experiments.study_cells import Cell, CellResult, study_of
 from vit_ray.experiments.transfer import task_tags, top1_key
 from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.launch.run_metadata import data_inputs
+from vit_ray.measure.best_evaluation import with_best
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children
 
@@ -32,7 +33,7 @@ def finished_cells(
             check_same_cell(cell, resolved, run)
             found[cell.name] = CellResult(
                 cell,
-                dict(run.data.metrics),
+                with_best(run.data.metrics),
                 str(run.info.run_id),
                 was_finished=True,
                 branched_from=run.data.tags.get("vit_ray.branched_from", ""),

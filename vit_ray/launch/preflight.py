@@ -74,7 +74,7 @@ class ResolvedRun:
     """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
-    """`train`, and those of `eval`, `few_shot_train`, `few_shot_test` that the recipe has."""
+    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property
@@ -217,7 +217,7 @@ def resolve_run(
         fraction=recipe.data.fraction,
     )
     streams = {"train": _training_spec(recipe, manifest, None if rows.is_all else rows)}
-    _add_evaluation(streams, recipe, manifest, held_out)
+    _add_evaluation(streams, recipe, manifest, held_out, needs_train)
     if needs_train and "eval" in streams:
         _check_classes("data.eval", streams["eval"].manifest, manifest)
     total_steps = 0
@@ -443,10 +443,13 @@ def _add_evaluation(
     recipe: Recipe,
     manifest: Manifest,
     held_out: Selection | None,
+    needs_train: bool,
 ) -> None:
     augment = recipe.data.eval_augment
     if recipe.data.eval is not None:
         streams["eval"] = _spec(recipe, open_dataset(recipe.data.eval), augment, None)
+        if held_out is not None and recipe.chooses_on_dev and needs_train:
+            streams["dev"] = _spec(recipe, manifest, augment, held_out)
     elif held_out is not None:
         streams["eval"] = _spec(recipe, manifest, augment, held_out)
     for key in ("few_shot_train", "few_shot_test"):

@@ -36,9 +36,10 @@ from vit_ray.launch.run_metadata import (
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
+from vit_ray.measure.best_evaluation import with_best
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
-from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class RunResult:
     """Optimizer steps completed."""
     total_steps: int
     metrics: dict[str, float]
-    """Last value of every metric."""
+    """Last value of every metric, and of an evaluation the best where the run keeps that."""
     checkpoint: str
-    """Folder of the newest checkpoint, as `init_from` takes it."""
+    """Folder of the newest checkpoint, or of the best where the run keeps that."""
     already_complete: bool = False
     """The run had ended before; nothing was trained."""
     hint: str = ""
@@ -215,7 +216,8 @@ def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
 
 def _result(job: TrainJob, record: OpenRecord) -> RunResult:
     status = record.ask("status")
-    checkpoint = newest_checkpoint(locate(job.run_folder)) if job.kind == "train" else None
+    folder = locate(job.run_folder)
+    checkpoint = newest_checkpoint(folder) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
     was_stopped = any(event.kind == "stopped" for event in status.events)
@@ -234,8 +236,8 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
         total_steps=job.total_steps,
         evaluation_due=checkpoint.position.progress.evaluation_due if checkpoint else False,
         ended=ended,
-        metrics=dict(status.metrics),
-        checkpoint=checkpoint.folder.uri if checkpoint else "",
+        metrics=with_best(status.metrics),
+        checkpoint=result_checkpoint(folder, checkpoint).folder.uri if checkpoint else "",
         hint=record.ask("hint"),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
@@ -272,8 +274,8 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
     """By its last checkpoint; its driver may have died after that, and before the run's end."""
     checkpoint = prepared.resume_from
     assert checkpoint is not None
-    position = checkpoint.position
-    metrics = position.progress.metrics
+    position, folder = checkpoint.position, locate(prepared.recipe.run_folder)
+    metrics = with_best(position.progress.metrics)
     speed = metrics.get("train/images_per_s")
     cost = training_cost(prepared.recipe, prepared.resolved, position.step, speed)
     run_id = position.tracking_run_id
@@ -285,7 +287,7 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
         steps=position.step,
         total_steps=prepared.resolved.total_steps,
         metrics={**metrics, **cost},
-        checkpoint=checkpoint.folder.uri,
+        checkpoint=result_checkpoint(folder, checkpoint).folder.uri,
         already_complete=True,
         ended=position.progress.ended,
     )

@@ -33,6 +33,7 @@ GIT_S: Final = 10.0
 _CONTEXTS: Final = {
     "train": "training",
     "eval": "evaluation",
+    "dev": "held-out evaluation",
     "few_shot_train": "few-shot training",
     "few_shot_test": "few-shot evaluation",
 }

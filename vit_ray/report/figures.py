@@ -390,6 +390,8 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
         ),
         (Column("top-1 %", percent), metric("eval/top1")),
         (Column("measured on"), _measured_on),
+        (Column("last top-1 %", percent), metric("eval/last_top1")),
+        (Column("best at step", number), metric("result/step")),
         (Column("transfer to"), lambda run: run.tags.get("vit_ray.transfer_task")),
         *(
             (Column(f"{accuracy_name(key)} %", percent), metric(key))
@@ -420,6 +422,8 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
 def _measured_on(run: RecordedRun) -> str | None:
     if not is_tested(run, "eval/top1"):
         return DEV
+    if (count := run.best_of_tests) is not None:
+        return f"best of {count} evaluations on the test set"
     return _SWEEP_STAGES.get(run.tags.get("vit_ray.sweep_stage", ""))
 
 

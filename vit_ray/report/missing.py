@@ -50,6 +50,12 @@ def what_is_missing(
         ],
         "another record of a training that is shown by a newer or finished one": list(hidden),
     }
+    named |= {
+        f"best of {count} evaluations on the test set": [
+            run for run in finished if run.best_of_tests == count
+        ]
+        for count in sorted({run.best_of_tests or 0 for run in finished} - {0})
+    }
     gaps = [f"{len(runs)} {what}: {_list(runs)}" for what, runs in named.items() if runs]
     return gaps + [text for parent in archive.runs for text in _untrained_cells(parent, shown)]
 

@@ -22,6 +22,7 @@ from vit_ray.config.decisive import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.secrets import redact
+from vit_ray.measure.best_evaluation import EVALUATIONS, with_best
 from vit_ray.report.groups import (
     COMMIT,
     EXAFLOPS,
@@ -123,9 +124,12 @@ class RecordedRun:
     def recorded(self) -> dict[str, float]:
         """Last value of every key that has one, `dev/...` of images held out of the training set.
 
+        Of an evaluation the best where the run keeps that, and the last as `eval/last_top1`.
+
         `transfer/mean_top1` is the mean over `tasks`, of a run that has all of them.
         """
-        held = {key: value for key, value in self.run.data.metrics.items() if is_finite(value)}
+        finite = {key: value for key, value in self.run.data.metrics.items() if is_finite(value)}
+        held = with_best(finite)
         if len(self.tasks) > 1 and self.tasks <= held.keys():
             held[MEAN_TRANSFER] = statistics.fmean(held[key] for key in self.tasks)
         return held
@@ -202,6 +206,9 @@ class RecordedRun:
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
             values[EXAFLOPS] = f"{self.recorded.get('study/exaflops')}"
+        if EVALUATIONS in self.recorded:
+            values["result"] = "best evaluation"
+            values["evaluate.every_steps"] = flat["evaluate.every_steps"]
         values[MEASURED_ON] = self._measured_on
         values[COMMIT] = self.tags.get("vit_ray.git_commit", "unknown")
         if self.origin is not None:
@@ -221,6 +228,17 @@ class RecordedRun:
         flat = recorded_before(self.run.data.params, self.tags)
         own = flat["seed"] if "seed" in self.params else self.run_id
         return (own, *(self.origin.seed if self.origin else ()))
+
+    @property
+    def best_of_tests(self) -> int | None:
+        """Evaluations on the test set that its accuracy is the best of; None: it was not so chosen.
+
+        The last evaluation is not chosen, nor is one by images held out of the training set.
+        """
+        count = self.recorded.get(EVALUATIONS)
+        if count is None or "dev/loss" in self.recorded or self._measured_on != "None":
+            return None
+        return int(count)
 
     @property
     def _measured_on(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
+from vit_ray.measure.best_evaluation import STEP
 from vit_ray.storage import Location
 from vit_ray.train.cadence import Cadence
 from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_evaluation, write_snapshot
@@ -152,18 +153,22 @@ class CheckpointWriter:
         steps = [step for step, _ in list_checkpoints(self._run_folder)]
         permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
         kept = {step for step in steps if permanent.is_due_at(step)}
-        return kept | self._best_steps() if self._keep.keep_best else kept
+        return kept | self._best_steps()
 
     def _best_steps(self) -> set[int]:
+        """Of a run that keeps its best, by its recipe or because early stopping may end it."""
         opened = {s: open_checkpoint(folder) for s, folder in list_checkpoints(self._run_folder)}
         # What cannot be opened now may be the best: `prune` judges whether it is damaged.
         unknown = {step for step, found in opened.items() if found is None}
         measured = [found.position.progress for found in opened.values() if found is not None]
+        if not self._keep.keep_best and not any(STEP in p.metrics for p in measured):
+            return set()
         # Of losses of the last and of averaged weights each has a best: they are not compared.
         best: dict[str, tuple[float, int]] = {}
         for p in measured:
             loss = p.metrics.get(p.loss_key, math.nan)
-            if p.eval_step == p.step and loss < best.get(p.loss_key, (math.inf, 0))[0]:
+            # Of equal losses the first, as the loop has it; the newest checkpoint comes first here.
+            if p.eval_step == p.step and loss <= best.get(p.loss_key, (math.inf, 0))[0]:
                 best[p.loss_key] = loss, p.step
         return unknown | {step for _, step in best.values()}
 

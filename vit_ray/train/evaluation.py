@@ -111,6 +111,9 @@ class Evaluator:
         if has_accuracy(recipe):
             accuracy = self._measure_accuracy(prefix)
             metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
+        if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
+            on_dev = measure_accuracy(engine, self._watched("dev"), recipe.train)
+            metrics |= {f"dev/{prefix}{name}": value for name, value in on_dev.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
             found = measure_few_shot(engine, train, test, recipe.evaluate, self._few_shot())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vit_ray.config import Recipe
+from vit_ray.measure.best_evaluation import BEST, EVALUATIONS, STEP, best_key, without_best
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.train.cadence import Cadence
 from vit_ray.train.progress import Progress
@@ -183,7 +184,7 @@ def run_training(
     times = StepTimes(clock)
     saves = _Saves(hooks, context, progress.step, clock)
     first_step = progress.step
-    keeps_best = recipe.checkpoint.keep_best
+    keeps_best = recipe.keeps_best
     saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
     logging = Cadence(recipe.train.log_every_steps)
@@ -346,8 +347,12 @@ def _evaluate_if_due(
     metrics: dict[str, Any] = hooks.evaluate(progress.step)
     if not metrics:
         return False
-    # Weights are averaged no longer where the run goes on with a recipe that has it off.
-    others = {key: value for key, value in progress.metrics.items() if "/averaged_" not in key}
+    # A run that goes on may have averaged weights, or held out images, no longer.
+    others = {
+        key: value
+        for key, value in progress.metrics.items()
+        if BEST in key or not ("/averaged_" in key or key.startswith("dev/"))
+    }
     progress.metrics = others | metrics
     hooks.log(progress.step, metrics)
     loss = metrics.get(progress.loss_key)
@@ -356,9 +361,22 @@ def _evaluate_if_due(
     if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
         progress.best_loss_key = progress.loss_key
         progress.best_eval_loss, progress.evals_without_best = None, 0
+        progress.num_evals = 0
     progress.eval_step = progress.step
+    progress.num_evals += 1
     best = progress.best_eval_loss
-    if math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best):
+    is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
+    if recipe.keeps_best and (is_best or STEP in progress.metrics):
+        chosen: dict[str, float] = {EVALUATIONS: progress.num_evals}
+        if is_best:
+            progress.metrics = without_best(progress.metrics)
+            chosen |= {best_key(key): value for key, value in metrics.items()}
+            chosen[STEP] = progress.step
+        progress.metrics |= chosen
+        hooks.log(progress.step, chosen)
+    elif not recipe.keeps_best:
+        progress.metrics = without_best(progress.metrics)
+    if is_best:
         progress.best_eval_loss, progress.evals_without_best = loss, 0
         return True
     progress.evals_without_best += 1

@@ -15,6 +15,8 @@ class Progress:
     best_loss_key: str = "eval/loss"
     """Metric that `best_eval_loss` is of."""
     evals_without_best: int = 0
+    num_evals: int = 0
+    """Evaluations of which the best is chosen."""
     eval_step: int = -1
     """Step of the last evaluation; -1 before the first."""
     ended: str = ""
@@ -30,9 +32,13 @@ class Progress:
 
     @property
     def loss_key(self) -> str:
-        """The validation loss that decides: of the averaged weights where there are any."""
-        averaged = "eval/averaged_loss"
-        return averaged if averaged in self.metrics else "eval/loss"
+        """The validation loss that decides: on held-out images beside a test set, if there are any.
+
+        And of the averaged weights, if there are any.
+        """
+        images = "dev" if "dev/loss" in self.metrics else "eval"
+        averaged = f"{images}/averaged_loss"
+        return averaged if averaged in self.metrics else f"{images}/loss"
 
     def is_over(self, total_steps: int) -> bool:
         """Whether nothing is left to do of a run of so many steps."""

@@ -14,9 +14,16 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from vit_ray.measure.best_evaluation import STEP
 from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint, evaluation_note, open_checkpoint, read_checkpoint
+from vit_ray.train.checkpoint import (
+    Checkpoint,
+    evaluation_note,
+    folder_name,
+    open_checkpoint,
+    read_checkpoint,
+)
 from vit_ray.train.checkpoint_format import DamagedCheckpointError, PartialCheckpointError
 
 READ_AGAIN_S: Final = 10.0
@@ -168,20 +175,46 @@ def prune(
 
 
 def find_weights(path: str) -> Checkpoint:
-    """The checkpoint that `path` names: a checkpoint folder, or a run folder (its newest).
+    """The checkpoint that `path` names: a checkpoint folder, or a run folder (its result).
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or as `result_checkpoint`.
     """
     location = locate(path)
+    if (checkpoint := open_checkpoint(location)) is not None:
+        return checkpoint
     # The run may live, and belong to somebody else: nothing is written there.
-    checkpoint = open_checkpoint(location) or newest_verified_checkpoint(location, changes=False)
-    if checkpoint is None:
+    newest = newest_verified_checkpoint(location, changes=False)
+    if newest is None:
         raise ValueError(
             f"{path!r} holds no whole checkpoint; give a run folder, one of its step-* folders, "
             "or an exported weight file"
         )
-    return checkpoint
+    return result_checkpoint(location, newest)
+
+
+def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
+    """What a run hands on: the best checkpoint where it keeps that, or else the newest.
+
+    Raises:
+        ValueError: the best one cannot be used.
+    """
+    step = newest.position.progress.metrics.get(STEP)
+    if step is None or step == newest.position.step:
+        return newest
+    folder = run_folder.child(folder_name(int(step)))
+    try:
+        best = _judge(folder)
+        reason = "it is not there"
+    except _NO_GOOD as error:
+        best, reason = None, str(error)
+    if best is None:
+        raise ValueError(
+            f"{run_folder.path}: the result of the run is its best evaluation, and the checkpoint "
+            f"of it, {folder.path}, cannot be used: {reason}. Restore it, or give another step-* "
+            "folder of the run"
+        )
+    return best
 
 
 def _judge(folder: Location, *, reads: bool = True) -> Checkpoint | None:

@@ -1,0 +1,47 @@
+"""The best evaluation of a run as its result, where the run keeps its best.
+
+Its metrics are recorded as `eval/best_top1`, `few_shot/best_5_shot_top1` and so on, with the step
+and the number of evaluations that it is the best of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+STEP: Final = "result/step"
+"""Metric: step of the best evaluation."""
+EVALUATIONS: Final = "result/evaluations"
+"""Metric: evaluations so far."""
+BEST: Final = "/best_"
+"""In the name of every metric of a best evaluation."""
+
+
+def best_key(key: str) -> str:
+    """Of a metric of an evaluation, in the best one."""
+    return key.replace("/", BEST, 1)
+
+
+def last_key(key: str) -> str:
+    """Of a metric of an evaluation, in the last one, beside that of the best."""
+    return key.replace("/", "/last_", 1)
+
+
+def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without those of a best evaluation."""
+    return {k: v for k, v in metrics.items() if BEST not in k and k not in (STEP, EVALUATIONS)}
+
+
+def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Results of a run by their plain names: of its best evaluation, where it keeps that.
+
+    Those of the last evaluation stand beside them as `eval/last_top1` and so on.
+    """
+    found = dict(metrics)
+    for key, value in metrics.items():
+        if BEST in key:
+            plain = key.replace(BEST, "/", 1)
+            if plain in metrics:
+                found[last_key(plain)] = metrics[plain]
+            found[plain] = value
+    return found

@@ -201,6 +201,15 @@ def test_of_two_records_of_a_training_the_one_that_finished_counts():
     assert len(aside) == 2
 
 
+def test_a_study_keeps_its_cells_where_a_training_of_its_own_is_the_same():
+    runs = [cell(0.9), cell(0.94, {"seed": 1}), cell(0.9, kind="pretrain")]
+    shown, aside = one_run_a_cell(runs)
+    assert ([run.kind for run in shown], [run.kind for run in aside]) == (
+        ["study_cell"] * 2, ["pretrain"],
+    )  # fmt: skip
+    assert top1_rows(runs) == [("", "2", "92.00 +- 2.83")]
+
+
 def test_an_evaluation_of_a_training_is_not_another_record_of_it():
     runs = [cell(0.9), made(kind="evaluate"), made(kind="few_shot")]
     assert one_run_a_cell(runs) == (runs, [])

@@ -9,7 +9,7 @@ import sqlite3
 from html import unescape
 
 import pytest
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from vit_ray.report.page import build_report
@@ -108,6 +108,19 @@ def test_cells_that_no_run_is_of_are_counted(store, tmp_path):
     store.client.set_tag(store.study, "vit_ray.num_cells", "5")
     store.run("cell-a", metrics=WHOLE)
     assert "4 of 5 cells of the-study have not begun" in store.page(tmp_path)[0]
+
+
+def test_cells_of_a_study_that_is_recorded_twice_have_begun(store, tmp_path):
+    params = [Param("model.name", "ViT-B/16"), Param("seed", "0")]
+    again = store.run("again", "study", num_cells="1")
+    store.client.set_tag(store.study, "vit_ray.num_cells", "1")
+    for parent in (store.study, again):
+        cell = store.run(f"cell of {parent}", metrics=WHOLE)
+        store.client.set_tag(cell, "mlflow.parentRunId", parent)
+        store.client.log_batch(cell, params=params)
+    text = build_report(store.uri, "scaling", tmp_path / "page.html").read_text()
+    assert "1 another record of a training" in text
+    assert "have not begun" not in text
 
 
 def test_figures_of_a_study_compare_its_cells_alone(store, tmp_path):

@@ -57,7 +57,9 @@ def what_is_missing(
         for count in sorted({run.best_of_tests or 0 for run in finished} - {0})
     }
     gaps = [f"{len(runs)} {what}: {_list(runs)}" for what, runs in named.items() if runs]
-    return gaps + [text for parent in archive.runs for text in _untrained_cells(parent, shown)]
+    return gaps + [
+        text for parent in archive.runs for text in _untrained_cells(parent, [*shown, *hidden])
+    ]
 
 
 def one_run_a_cell(
@@ -86,10 +88,11 @@ def one_run_a_cell(
     ]
 
 
-def _untrained_cells(parent: RecordedRun, shown: Sequence[RecordedRun]) -> list[str]:
+def _untrained_cells(parent: RecordedRun, runs: Sequence[RecordedRun]) -> list[str]:
     """Of a study that says how many cells it has, those that no run is of."""
     total = parent.tags.get("vit_ray.num_cells", "")
-    begun = sum(run.parent_id == parent.run_id and run.kind == "study_cell" for run in shown)
+    mine = (run for run in runs if run.parent_id == parent.run_id and run.kind == "study_cell")
+    begun = len({run.name for run in mine})
     if parent.kind != "study" or not total.isdecimal() or begun >= int(total):
         return []
     return [f"{int(total) - begun} of {total} cells of {parent.name} have not begun"]

@@ -33,9 +33,10 @@ def mean_of(values: Sequence[float]) -> Mean | None:
     return Mean(statistics.fmean(values), deviation, len(values))
 
 
-def rank(run: RecordedRun) -> tuple[bool, int]:
-    """Of two records of one training the greater counts: one that finished, then the newer."""
-    return run.status == "FINISHED", run.run.info.start_time or 0
+def rank(run: RecordedRun) -> tuple[bool, bool, int]:
+    """Of records of one training the greatest counts: finished, a cell of a study, the newest."""
+    is_cell = run.kind == "study_cell"
+    return run.status == "FINISHED", is_cell, run.run.info.start_time or 0
 
 
 def by_group(runs: Iterable[RecordedRun]) -> dict[Group, list[RecordedRun]]:

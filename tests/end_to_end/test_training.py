@@ -330,4 +330,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
     )
     outcome = finetune(tuned)
     assert outcome.is_complete
+    assert outcome.run_id is not None
+    recorded = MlflowClient(tuned.tracking.uri).get_run(outcome.run_id)
+    assert recorded.data.tags["vit_ray.init_run"] == result.run_id
     assert any("resized" in event for event in outcome.events)

@@ -301,6 +301,69 @@ def test_a_cells_transfer_is_a_mean_over_seeds_whatever_rate_each_sweep_chose(is
     assert rows == (["85.00 +- 7.07"] if is_swept else ["90.00", "80.00"])
 
 
+def two_of_one_name():
+    """Pre-trainings on two sets, whose folders share their last name."""
+    return [
+        made({"output": output, "data.train": data}, kind="pretrain", name="vit-b16")
+        for output, data in (("/outA", "/data/i21k/train"), ("/outB", "/data/jft/train"))
+    ]
+
+
+def test_a_fine_tuning_is_of_the_pre_training_in_whose_folder_its_weights_were():
+    pre = two_of_one_name()
+    runs = [tuned(one, "pets", top1) for one, top1 in zip(pre, (0.9, 0.3), strict=True)]
+    for order in ([*pre, *runs], [*runs, *pre][::-1]):
+        rows = {row["pre-trained on"]: row["ViT-B/32"] for row in table(order, 5)}
+        assert rows == {"i21k": "90.00", "jft": "30.00"}
+
+
+def test_a_fine_tuning_is_of_the_run_that_its_checkpoint_names():
+    """The folder has been used again since."""
+    first = made({"data.train": "/data/i21k/train"}, kind="pretrain", name="pre")
+    again = made({"data.train": "/data/jft/train"}, kind="pretrain", name="pre")
+    run = tuned(again, "pets", 0.9, init_run=first.run_id)
+    assert [row["pre-trained on"] for row in table([first, again, run], 5)] == ["i21k"]
+    gone = tuned(again, "pets", 0.9, init_run="0" * 31 + "f")
+    assert table([first, again, gone], 5) == []
+
+
+def test_a_fine_tuning_is_of_no_run_that_began_after_it():
+    run_before = made({"data.train": "/data/i21k/train"}, kind="pretrain", name="pre", start=10)
+    after = made({"data.train": "/data/jft/train"}, kind="pretrain", name="pre", start=30)
+    run = tuned(after, "pets", 0.9, start=20)
+    assert [row["pre-trained on"] for row in table([run_before, after, run], 5)] == ["i21k"]
+
+
+def test_runs_that_recorded_no_folder_are_found_by_a_name_that_is_theirs_alone():
+    pre = two_of_one_name()
+    for one in pre:
+        del one.run.data.tags["vit_ray.run_folder"]
+    changes = {"init_from": "/outB/vit-b16", "data.train": "/data/pets/train"}
+    run = made(changes, kind="finetune", metrics={"eval/top1": 0.9})
+    assert [row["pre-trained on"] for row in table([pre[1], run], 5)] == ["jft"]
+    assert table([*pre, run], 5) == []
+    elsewhere = made(changes, kind="finetune", metrics={"eval/top1": 0.9})
+    known = two_of_one_name()[0]  # whose folder is another
+    assert table([known, elsewhere], 5) == []
+
+
+def test_data_sets_are_not_called_by_a_version_alone():
+    origin = made({"data.train": "/data/i21k/v2/train"}, kind="pretrain", name="origin")
+    runs = [tuned(origin, f"{task}/v2", 0.9) for task in ("pets", "cars")]
+    assert [(row["pre-trained on"], row["task"]) for row in table([origin, *runs], 5)] == [
+        ("i21k/v2", "pets/v2"), ("i21k/v2", "cars/v2"),
+    ]  # fmt: skip
+
+
+def test_of_two_sets_of_one_name_each_has_its_largest_pre_training():
+    pre = [
+        made({"data.train": f"/{place}/i21k/train"}, kind="pretrain", images=images, name=place)
+        for place, images in (("a", 1e6), ("b", 9e6))
+    ]
+    runs = [tuned(one, "pets", top1) for one, top1 in zip(pre, (0.3, 0.9), strict=True)]
+    assert [row["ViT-B/32"] for row in table([*pre, *runs], 5)] == ["30.00", "90.00"]
+
+
 def test_a_fine_tuned_model_stands_at_the_compute_of_pre_training_and_fine_tuning():
     origin = made(kind="pretrain", name="origin")
     runs = archived([origin, tuned(origin, "pets", 0.9), tuned(made(name="gone"), "pets", 0.8)])

@@ -37,6 +37,7 @@ from vit_ray.launch.run_metadata import (
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
+from vit_ray.report.runs import INIT_RUN
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint
@@ -153,7 +154,7 @@ def run_prepared(
         resolved,
         cluster,
         run_id=position.tracking_run_id if position else None,
-        tags=tags,
+        tags={**(tags or {}), **_origin(prepared)},
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
         parent=parent.recorder if parent else None,
@@ -179,6 +180,16 @@ def run_prepared(
         except (ray.exceptions.RayError, RuntimeError) as error:  # the result stands without it
             logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
+
+
+def _origin(prepared: PreparedRun) -> dict[str, str]:
+    """Tag of the run whose weights a new one begins with; a folder alone may be another run's."""
+    if prepared.recipe.init_from is None or prepared.resume_from is not None:
+        return {}
+    from vit_ray.train.init_weights import outline_of  # with torch: seconds
+
+    run_id = outline_of(prepared.recipe.init_from).run_id
+    return {INIT_RUN: run_id} if run_id else {}
 
 
 def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:

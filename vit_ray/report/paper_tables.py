@@ -117,14 +117,18 @@ def of_largest_cells(found: Sequence[Transfer]) -> list[Transfer]:
     Tables without columns for data size and length have no rows for the others.
     """
 
+    def model(one: Transfer) -> tuple[str, str | None, str]:
+        data = one.origin.group.values.get(TRAINING_SET) if one.origin else None
+        return one.label, data, one.optimizer
+
     def size(one: Transfer) -> tuple[float, float]:
         if one.origin is None:
             return 0.0, 0.0
         return one.origin.metrics.get("study/train_images", 0.0), epochs_of(one.origin) or 0.0
 
     ordered = sorted(found, key=size)
-    largest = {(one.model, one.optimizer): size(one) for one in ordered}
-    return [one for one in found if size(one) == largest[one.model, one.optimizer]]
+    largest = {model(one): size(one) for one in ordered}
+    return [one for one in found if size(one) == largest[model(one)]]
 
 
 def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

@@ -78,6 +78,7 @@ _SETS: Final = {
     FEW_SHOT_SETS[1]: ("few-shot evaluation", "evaluate.few_shot_test"),
 }
 """Context of a data set that MLflow has, and the key of its place."""
+_VERSION: Final = re.compile(r"v?\d[\d._-]*")
 _SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
 """Names of folders that say which part of a data set they hold, and not which set it is."""
 
@@ -409,9 +410,11 @@ def paths_of(recorded: str) -> list[str]:
 
 
 def set_name(path: str) -> str:
-    """The last folder that is none of a split."""
-    parts = PurePosixPath(path).parts
-    return next((part for part in reversed(parts) if part not in _SPLITS), "unknown data")
+    """The last folder that is none of a split, with the one above it where it is a version."""
+    parts = [part for part in PurePosixPath(path).parts if part not in _SPLITS]
+    if not parts:
+        return "unknown data"
+    return "/".join(parts[-2:]) if _VERSION.fullmatch(parts[-1]) else parts[-1]
 
 
 def _json(text: str) -> Any:

@@ -58,6 +58,8 @@ class SavedWeights:
     sides: Grid | None = None
     """Height and width in pixels of the images that they were trained on, as a run records them;
     None for a file."""
+    run_id: str | None = None
+    """MLflow run that trained them, as its checkpoint has it."""
 
 
 def initialize_weights(
@@ -316,7 +318,8 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
         return fit_state_dict(model, weights, new_head, resize=resize, origin=origin, source=source)
 
     head, config = shapes.get("head.bias"), _config_of(position)
-    return SavedWeights(head[0] if head else None, load_into, config.sides if config else None)
+    sides = config.sides if config else None
+    return SavedWeights(head[0] if head else None, load_into, sides, position.tracking_run_id)
 
 
 def origin_of_checkpoint(position: Position) -> Origin:

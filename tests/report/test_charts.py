@@ -53,6 +53,36 @@ def hovers(chart: Chart, *names: str) -> list[dict[str, str]]:
     return [{k: v for k, v in zip(names, row, strict=True) if v} for row in rows]
 
 
+WORDS = {"dev split": "\u25c9", "failed": "\u2715", "killed": "\u2298", "running": "\u25b7"}
+
+
+def marks(drawing: str) -> list[str]:
+    """Shapes of the markers, whatever their places."""
+    paths = ET.fromstring(drawing).iter("{http://www.w3.org/2000/svg}path")
+    return [p.get("d") for p in paths if p.get("aria-roledescription") == "point"]
+
+
+def test_a_point_that_is_no_result_has_a_mark_and_a_word_of_its_own_in_every_drawing() -> None:
+    """In the file, in the page without scripts and on paper, where nobody can point at it."""
+    whole = [Point(x, 1.0) for x in range(3)]
+    assert len({*marks(svg(chart(Series("ViT", whole, has_line=False))))}) == 1
+    states = [Point(x + 3.0, 1.0, state=word) for x, word in enumerate(WORDS)]
+    one = chart(Series("ViT", [*whole, *states], has_line=False))
+    for drawing in (svg(one), still(one)):
+        assert len(marks(drawing)) == 7
+        assert len({*marks(drawing)}) == 5
+    for word, glyph in WORDS.items():
+        assert f"{glyph} {word}" in svg(one)
+    assert one.states == [(glyph, word) for word, glyph in WORDS.items()]
+    assert chart(Series("ViT", whole)).states == []
+
+
+def test_the_end_of_a_line_without_markers_shows_its_state() -> None:
+    curve = [Point(0, 1.0), Point(1, 0.5), Point(2, 0.4, state="failed")]
+    drawing = still(chart(Series("run", curve, has_markers=False)))
+    assert len(marks(drawing)) == 1
+
+
 def test_a_log_axis_gives_equal_room_to_equal_ratios() -> None:
     logs = Axis("steps", is_log=True)
     places = drawn(chart(one((1, 1), (10, 2), (100, 3), (1000, 4)), x=logs))

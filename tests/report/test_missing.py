@@ -166,6 +166,26 @@ def test_the_best_evaluation_is_the_result_beside_the_last(store, tmp_path):
     assert [y for _, y in drawn_points(text)] == [0.75]
 
 
+@pytest.mark.parametrize("status", ["FAILED", "KILLED", "RUNNING", "dev split"])
+def test_a_point_that_is_no_result_is_told_from_one_without_pointing_at_it(store, tmp_path, status):
+    is_dev = status == "dev split"
+    store.run("cell-a", metrics=WHOLE)
+    key = "dev/top1" if is_dev else "eval/top1"
+    run = store.run("cell-b", status="FINISHED" if is_dev else status,
+                    metrics={"study/exaflops": 3.0, key: 0.25})  # fmt: skip
+    for step in range(100):
+        store.client.log_metric(run, "train/loss", 1.0 / (1 + step), step=step)
+    page = build_report(store.uri, store.study, tmp_path / "page.html")
+    spec = json.loads(page.read_text().split(PLACE)[1].split("</script>")[0])
+    states = {row["y"]: row.get("state") for row in spec["data"]["values"] if "more" in row}
+    assert states == {0.5: None, 0.25: status.lower()}
+    words = re.findall('<p class="states">.*?</p>', page.read_text())
+    assert all(status.lower() in one for one in words)
+    assert len(words) == (1 if is_dev else 2)  # the curve too
+    drawing = tmp_path / "page-figures" / "top_1_accuracy_against_compute_proxy_data.svg"
+    assert status.lower() in drawing.read_text()
+
+
 def test_a_best_that_held_out_images_chose_is_no_best_of_the_test_set(store, tmp_path):
     store.run("cell-a", metrics={**WHOLE, **BEST, "dev/loss": 1.0, "dev/best_loss": 0.5})
     text, ((row),) = store.page(tmp_path)
@@ -224,10 +244,12 @@ def test_a_value_that_is_no_number_is_neither_drawn_nor_an_accuracy(store, tmp_p
     assert {run for run, _ in drawn_points(text)} == {"cell-a"}
 
 
+PLACE = 'id="chart-top_1_accuracy_against_compute_proxy_data">'
+
+
 def drawn_points(text):
     """Runs and accuracies of the figure over compute, without the paper's."""
-    place = 'id="chart-top_1_accuracy_against_compute_proxy_data">'
-    spec = json.loads(text.split(place)[1].split("</script>")[0])
+    spec = json.loads(text.split(PLACE)[1].split("</script>")[0])
     return [(row["more"]["run"], row["y"]) for row in spec["data"]["values"] if "more" in row]
 
 

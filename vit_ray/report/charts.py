@@ -45,6 +45,15 @@ COLOURS: Final = [f"var(--s{i})" for i in range(8)]
 SHAPES: Final = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 GLYPHS: Final = ("\u25cf", "\u25a0", "\u25b2", "\u25c6", "\u271a", "\u25bc")
 """The shapes as characters, for the legend beside the chart."""
+_RING: Final = "M-1,0A1,1,0,1,1,1,0A1,1,0,1,1,-1,0Z"
+STATES: Final = {
+    "dev split": ("\u25c9", f"{_RING}M-0.25,0A0.25,0.25,0,1,1,0.25,0A0.25,0.25,0,1,1,-0.25,0Z"),
+    "failed": ("\u2715", "M-0.9,-0.9L0.9,0.9M0.9,-0.9L-0.9,0.9"),
+    "killed": ("\u2298", f"{_RING}M-0.7,0.7L0.7,-0.7"),
+    "running": ("\u25b7", "M-0.8,-1L1,0L-0.8,1Z"),
+    "scheduled": ("\u25a1", "M-0.8,-0.8L0.8,-0.8L0.8,0.8L-0.8,0.8Z"),
+}
+"""Of points that are no result on a test set: a character, and the mark as a path of SVG."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class Point:
     high: float | None = None
     details: Mapping[str, str] = field(default_factory=dict)
     """What else is shown to who points at it, by name."""
+    state: str = ""
+    """One of `STATES`, whose mark it has; empty for a result."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,12 @@ class Chart:
         ]
 
     @property
+    def states(self) -> list[tuple[str, str]]:
+        """Character and word of each state that points are in."""
+        shown = {row.get("state") for row in self.rows}
+        return [(glyph, word) for word, (glyph, _) in STATES.items() if word in shown]
+
+    @property
     def sources(self) -> list[str]:
         """Where the points are from that are not of these runs."""
         return list(dict.fromkeys(one["source"] for one in self.lines if one["source"] != OURS))
@@ -267,7 +284,10 @@ class Chart:
 
     @property
     def _origin(self) -> str:
-        return f"hollow or dashed: {', '.join(self.sources)}" if self.sources else ""
+        told = [f"{glyph} {word}" for glyph, word in self.states]
+        if self.sources:
+            told.append(f"hollow or dashed: {', '.join(self.sources)}")
+        return "; ".join(told)
 
     def _intervals(self) -> Iterator[dict[str, Any]]:
         ends = {"y": {**self.y.encoding("low")}, "y2": {"field": "high"}, "tooltip": None}
@@ -303,10 +323,17 @@ class Chart:
         marked = [i for i, one in enumerate(self.series) if one.has_markers]
         seen = f"(indexof({marked}, datum.line) >= 0 || datum.line === picked)"
         tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}, "shape": shape}
+        for _, word in self.states:
+            mark = {"type": "point", "filled": False, "size": 90, "strokeWidth": 2, "opacity": 1}
+            yield {
+                "mark": {**mark, "shape": STATES[word][1], **_HOLLOW},
+                "transform": [{"filter": f"datum.state === '{word}'"}],
+                "encoding": {key: tip[key] for key in ("tooltip", "description")},
+            }
         for is_ours in (True, False):
             relation = "==" if is_ours else "!="
             if is_ours or self.sources:
-                wanted = f"{seen} && datum.source {relation} '{OURS}'"
+                wanted = f"{seen} && !datum.state && datum.source {relation} '{OURS}'"
                 mark = {"type": "point", "filled": is_ours, "size": 75, "strokeWidth": 2}
                 yield {
                     "mark": {
@@ -350,6 +377,8 @@ def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
         row["label"] = point.label
     if point.low is not None and point.high is not None:
         row |= {"low": _rounded(point.low), "high": _rounded(point.high)}
+    if point.state:
+        row["state"] = point.state
     return row | ({"more": dict(point.details)} if point.details else {})
 
 

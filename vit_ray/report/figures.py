@@ -195,6 +195,19 @@ def cost_of(run: RecordedRun, key: str, cost: str = "study/exaflops") -> float |
     return own + (statistics.fmean(known) if known else 0.0)
 
 
+def state_of(run: RecordedRun, key: str) -> str:
+    """Of a point that is no result on a test set: what it is of; empty for a result."""
+    if run.status != "FINISHED":
+        return run.status.lower()
+    is_accuracy = key.startswith(("eval/", "few_shot/"))
+    return DEV if is_accuracy and not is_tested(run, key) else ""
+
+
+def _point(run: RecordedRun, at: float, key: str) -> Point:
+    details = _details(run, key)
+    return Point(at, run.metrics[key], _point_name(run), details=details, state=state_of(run, key))
+
+
 def _details(run: RecordedRun, key: str) -> dict[str, str]:
     told = {"run": run.name, "status": run.status.lower(), "seed": run.params.get("seed", "")}
     told["measured on"] = "" if is_tested(run, key) else DEV
@@ -280,10 +293,10 @@ def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
     mean = mean_of([run.metrics[key] for run in runs])
     assert mean is not None
     if mean.deviation is None:
-        return Point(at, mean.value, _point_name(runs[0]), details=_details(runs[0], key))
+        return _point(runs[0], at, key)
     told = {"mean of": f"{mean.count} seeds", "drawn": "+- one standard deviation"}
     low, high = mean.value - mean.deviation, mean.value + mean.deviation
-    return Point(at, mean.value, _point_name(runs[0]), low, high, details=told)
+    return Point(at, mean.value, _point_name(runs[0]), low, high, told, state_of(runs[0], key))
 
 
 def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] | None:
@@ -334,7 +347,7 @@ def by_family(
 
     def points(family: str) -> list[Point]:
         found = [
-            Point(at, run.metrics[y[1]], _point_name(run), details=_details(run, y[1]))
+            _point(run, at, y[1])
             for run in runs
             if run.family == family and y[1] in run.metrics and (at := x[1](run)) is not None
         ]
@@ -355,7 +368,7 @@ def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart
         series = [
             Series(
                 names[run.run_id],
-                [Point(step, value) for step, value in curves[run.run_id]],
+                _curve(run, curves[run.run_id]),
                 groups[run.run_id],
                 has_markers=len(curves[run.run_id]) <= MARKED_POINTS,
             )
@@ -364,6 +377,14 @@ def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart
         if series:
             charts.append(Chart(axis.title.capitalize(), Axis("optimizer step"), axis, series))
     return charts
+
+
+def _curve(run: RecordedRun, curve: Sequence[tuple[float, float]]) -> list[Point]:
+    """Its end is marked where the run has not finished."""
+    points = [Point(step, value) for step, value in curve]
+    if run.status != "FINISHED":
+        points[-1] = replace(points[-1], state=run.status.lower())
+    return points
 
 
 def _colour_groups(runs: Sequence[RecordedRun]) -> dict[str, str]:

@@ -219,8 +219,8 @@ class Alone:
     def save_is_wanted(self, step: int) -> bool:
         return False
 
-    def stop_reason(self) -> None:
-        return None
+    def is_stopping(self) -> bool:
+        return False
 
 
 def whole_job(args: argparse.Namespace) -> Measured:

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "s3", "lock", "ray_internals", "optional_imports"}
+EVERYONE = {
+    "config", "storage", "retry", "s3", "lock", "outcomes", "ray_internals", "optional_imports",
+}  # fmt: skip
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "__main__": {"commands"},
@@ -33,6 +35,7 @@ ALLOWED = {
     "ray_internals": set(),
     "s3": set(),
     "optional_imports": set(),
+    "outcomes": set(),
     "lock": set(),
 }
 FOREIGN = {

@@ -11,10 +11,14 @@ from vit_ray.commands.tables import print_sweep
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.sweep_rows import SweepRow
+from vit_ray.outcomes import TrialState
 
 
 def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
-    rows = [SweepRow({RATE: 0.01}, 0.9, "a"), SweepRow({RATE: 0.1}, None, None, "a worker died")]
+    rows = [
+        SweepRow({RATE: 0.01}, 0.9, "a", TrialState.FINISHED),
+        SweepRow({RATE: 0.1}, None, None, TrialState.FAILED, "a worker died"),
+    ]
     assert print_sweep(SweepResult(rows, {RATE: 0.01}, accuracies, "parent", "a link")) == 0
     return capsys.readouterr().out
 

@@ -20,9 +20,9 @@ from vit_ray.experiments import retries, stage
 from vit_ray.experiments.asha import RememberedAsha, RungRecord, grace_steps, rung_steps
 from vit_ray.experiments.diverged_trials import trial_key
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.outcomes import TrialState
 from vit_ray.storage import Location, locate
-from vit_ray.train.job import NOT_FINITE
 
 
 def asha(**keys: Any) -> SweepConfig:
@@ -199,7 +199,7 @@ def test_steps_behind_a_rung_that_stops_a_trial_are_not_trained(
     assert trained is not None
     # Rungs at 1 and 4 steps: 0.3 passes all, 0.1 and 0.2 none, and 0.4 all as the best so far.
     assert [one.result and one.result.steps for one in trained] == [16, 1, 16, 1]
-    assert [one.is_stopped for one in trained] == [False, True, False, True]
+    assert [one.state is TrialState.STOPPED_EARLY for one in trained] == [False, True, False, True]
     assert training.steps_trained == 16 + 1 + 16 + 1
     assert tagged == {"vit_ray.stopped_early": "step 1 of 16"}
     assert events.events.count("trial stopped early") == 2
@@ -218,7 +218,7 @@ def test_a_trial_that_ended_by_itself_before_a_rung_is_finished(
     monkeypatch.setattr(retries, "train", train)
     trained = a_stage(tmp_path, FakeRecorder()).run()
     assert trained is not None
-    assert [(one.error, one.is_stopped) for one in trained][2] == ("", False)
+    assert [(one.error, one.state) for one in trained][2] == ("", TrialState.FINISHED)
     assert trained[2].result
     assert trained[2].result.steps == 3
 
@@ -248,7 +248,7 @@ def test_where_the_leader_diverges_the_best_stopped_trial_goes_on(
 
     def train(recipe: Recipe, *, until_step: int | None, **_: Any) -> RunResult:
         if recipe.optim.learning_rate in (0.4, 0.3) and until_step != 1:
-            raise RunFailedError(f"{NOT_FINITE} at step 3")
+            raise RunDivergedError("reason")
         return whole(recipe, until_step=until_step)
 
     monkeypatch.setattr(retries, "train", train)
@@ -257,7 +257,8 @@ def test_where_the_leader_diverges_the_best_stopped_trial_goes_on(
         trained = a_stage(tmp_path, events).run()
         assert trained is not None
         assert [one.result and one.result.steps for one in trained] == [None, 1, None, 16]
-        assert [one.is_stopped for one in trained] == [False, True, False, False]
+        failed, stopped = TrialState.DIVERGED, TrialState.STOPPED_EARLY
+        assert [one.state for one in trained] == [failed, stopped, failed, TrialState.FINISHED]
         assert events.events.count("trial goes on") == told
         assert whole.steps_trained == 4 + 15
 

@@ -20,8 +20,7 @@ from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import retries, study
 from vit_ray.experiments.side_by_side import Room
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.train.job import NOT_FINITE
+from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 
 
 class Calls:
@@ -172,7 +171,7 @@ def test_a_cell_that_failed_once_and_then_ended_is_no_failed_cell(
     assert [one.error for one in found] == ["", "", ""]
 
 
-@pytest.mark.parametrize("error", [RunFailedError(f"{NOT_FINITE} at step 3"), OSError("disk full")])
+@pytest.mark.parametrize("error", [RunDivergedError("reason"), OSError("disk full")])
 def test_what_would_fail_again_is_not_tried_again_and_ends_no_other_cell(
     monkeypatch: pytest.MonkeyPatch, cells: list[Cell], error: Exception
 ) -> None:

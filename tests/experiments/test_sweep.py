@@ -22,8 +22,8 @@ from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, swee
 from vit_ray.experiments.sweep_rows import sweep_files
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.train.job import NOT_FINITE
+from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.outcomes import TrialState
 
 
 def recipe(averaging: float) -> Recipe:
@@ -37,9 +37,9 @@ def result(**metrics: float) -> RunResult:
 
 # The last weights prefer the first rate, the averaged ones the second.
 TRIALS = [
-    ({RATE: 0.1}, Trained(result(top1=0.8, averaged_top1=0.5))),
-    ({RATE: 0.2}, Trained(result(top1=0.6, averaged_top1=0.7))),
-    ({RATE: 0.3}, Trained(None, "not finite")),
+    ({RATE: 0.1}, Trained(result(top1=0.8, averaged_top1=0.5), TrialState.FINISHED)),
+    ({RATE: 0.2}, Trained(result(top1=0.6, averaged_top1=0.7), TrialState.FINISHED)),
+    ({RATE: 0.3}, Trained(None, TrialState.FAILED, "not finite")),
 ]
 
 
@@ -143,9 +143,9 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
 
 def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
     rows = [sweep_row(recipe(0.0), *trial) for trial in TRIALS[:2]]
-    error = f"loss or gradient of step 3 {NOT_FINITE}. Samples 1, 2."
-    rows.append(sweep_row(recipe(0.0), {RATE: 10.0}, Trained(None, error)))
-    stopped = Trained(result(top1=0.9), is_stopped=True)
+    diverged = Trained(None, TrialState.DIVERGED, "it is not finite")
+    rows.append(sweep_row(recipe(0.0), {RATE: 10.0}, diverged))
+    stopped = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
     rows.append(sweep_row(recipe(0.0), {RATE: 0.5}, stopped))
     states = ["finished", "finished", "diverged", "stopped early"]
     assert [row.state for row in rows] == states
@@ -221,20 +221,19 @@ def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
     assert outcome_of(whole, trial, parent).error == ""
     assert events == ["trial retried"] * 2
     parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
-    assert outcome_of(whole, trial, parent) == Trained(None, "a worker died")
+    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.FAILED, "a worker died")
 
 
 def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    error = f"loss or gradient of step 3 {NOT_FINITE}."
-    parent, events = trained(monkeypatch, [RunFailedError(error)])
+    parent, events = trained(monkeypatch, [RunDivergedError("reason")])
     whole = swept(tmp_path)
     trial = trial_recipe(whole, {RATE: 0.1})
-    assert outcome_of(whole, trial, parent) == Trained(None, error)
+    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
     assert events == ["trial diverged"]
     parent, events = trained(monkeypatch, [])
-    assert outcome_of(whole, trial, parent) == Trained(None, error)
+    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
     # Another recipe of the same name is tried.
     parent, _ = trained(monkeypatch, [result(top1=0.5)])
     assert outcome_of(whole, trial.with_changes(seed=1), parent).error == ""
@@ -263,7 +262,8 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:
-    stopped = sweep_row(recipe(0.0), {RATE: 0.5}, Trained(result(top1=0.9), is_stopped=True))
+    found = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
+    stopped = sweep_row(recipe(0.0), {RATE: 0.5}, found)
     with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
         best_row([stopped, sweep_row(recipe(0.0), *TRIALS[2])])
     with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):

@@ -31,6 +31,7 @@ from vit_ray.experiments.vtab import (
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.models.weights import save_weights
+from vit_ray.outcomes import TrialState
 from vit_ray.report.paper import TABLE_9, VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.
@@ -264,7 +265,8 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
         # SVHN prefers the small rate.
         rate = recipe.optim.learning_rate
         top1 = 0.5 + (-rate if "svhn" in recipe.name else rate) + 0.01 * recipe.seed
-        return Trained(RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": top1}, "folder"))
+        trained = RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": top1}, "folder")
+        return Trained(trained, TrialState.FINISHED)
 
     trials: list[Recipe] = []
     tagged: list[tuple[str, str]] = []

@@ -46,6 +46,7 @@ from vit_ray.launch.ray_policies import (
     newest_step,
     remove_groups,
 )
+from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.checkpoint_format import DamagedCheckpointError
@@ -238,7 +239,7 @@ class Workers:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._step = locate(str(folder)), 0
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._events: list[str] = []
 
     def request_save(self) -> None:
@@ -250,10 +251,10 @@ class Workers:
     def event(self, kind: str, text: str, step: int) -> None:
         self._events.append(f"{kind}: {text}")
 
-    def fail(self, reason: str | None) -> None:
-        self._failure = reason
+    def fail(self, failure: Failure | None) -> None:
+        self._failure = failure
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         return self._failure
 
     def events(self) -> list[str]:
@@ -299,7 +300,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
     too_large = failed(SmallerMicroBatchError("8 images"), RuntimeError("Connection reset"))
     assert policy.make_decision(too_large) is FailureDecision.RETRY
     assert policy.make_decision(crash) is FailureDecision.RAISE
-    assert ray.get(workers.failure.remote()) == (
+    assert ray.get(workers.failure.remote()).reason == (
         "worker 1: bad card; worker 0: Connection closed by peer "
         "(failure 2 with no new checkpoint between; workers.max_failures=1)"
     )
@@ -313,7 +314,7 @@ def told_training(
     told: list[str] = []
 
     def note(*entry: Any) -> None:
-        told.append(" ".join(str(part) for part in entry if isinstance(part, str)))
+        told.append(" ".join(str(part) for part in entry))
 
     nothing = SimpleNamespace(remote=lambda: None)
     taken = SimpleNamespace(remote=note)
@@ -403,5 +404,5 @@ def test_what_a_worker_calls_unrecoverable_is_not_tried_again(workers: Any, tmp_
     policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     crash = failed(RuntimeError("bad card"))
     assert policy.make_decision(crash) is FailureDecision.RETRY
-    ray.get(workers.fail.remote("the data are bad"))
+    ray.get(workers.fail.remote(Failure("the data are bad")))
     assert policy.make_decision(crash) is FailureDecision.RAISE

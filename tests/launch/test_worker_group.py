@@ -21,6 +21,7 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.worker_group import MOST_LANES, RunFailedError, run_workers
+from vit_ray.outcomes import Failure
 
 CLUSTER = ClusterShape(1, 4, 0, 0.0)
 
@@ -42,7 +43,7 @@ class Lanes:
         if end is not None:
             raise end
 
-    def train(self, folder: Path, failure: str | None = None) -> None:
+    def train(self, folder: Path, failure: Failure | None = None) -> None:
         nothing = SimpleNamespace(remote=lambda: None)
         event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
         job = make_job(folder)
@@ -90,7 +91,7 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(
 ) -> None:
     lanes = Lanes(monkeypatch, StoppedWaitingError("SIGTERM"))
     with pytest.raises(RunFailedError, match="disk full"):
-        lanes.train(tmp_path, failure="disk full")
+        lanes.train(tmp_path, failure=Failure("disk full"))
     assert lanes.events == []
 
 

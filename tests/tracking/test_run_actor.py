@@ -12,6 +12,7 @@ import ray
 from mlflow import MlflowClient
 
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking import run_actor
 from vit_ray.tracking.run_actor import Recorder
 from vit_ray.tracking.run_status import RunOpening
@@ -59,9 +60,9 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     parent = started(tmp_path, name="parent")
     recorder = started(tmp_path, parent)
     recorder.metrics.remote(1, {"train/loss": 1.0, "eval/top1": 0.5})
-    recorder.event.remote("restart", "a worker has died", 1)
+    recorder.event.remote(EventKind.RESUMED, "a worker has died", 1)
     ray.get(recorder.request_save.remote())
-    ray.get(recorder.fail.remote("the disk is full"))
+    ray.get(recorder.fail.remote(Failure("the disk is full")))
     calls = []
     for step in range(2, 40):
         calls.append(recorder.metrics.remote(step, {"train/loss": float(step)}))
@@ -72,7 +73,7 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     assert (status.step, status.metrics["eval/top1"]) == (39, 0.5)
     assert [event.text for event in status.events] == ["a worker has died"]
     assert ray.get(recorder.poll.remote(1, 39)) == (None, 1)
-    assert ray.get(recorder.failure.remote()) == "the disk is full"
+    assert ray.get(recorder.failure.remote()) == Failure("the disk is full")
     ray.get(parent.request_stop.remote("SIGTERM"))
     _wait_until_told(recorder, 1)
     assert ray.get(recorder.finish.remote("FINISHED"))
@@ -88,7 +89,7 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
     assert ray.get(recorder.run_id.remote()) is None
 
 
-def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
+def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow_and_its_reason_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False)
@@ -96,6 +97,10 @@ def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
     first = Recorder(opening)
     assert first._tracker.flush(60)
     run_id = first.run_id()
+    first.fail(Failure("reason", has_diverged=True))
+    first.event(EventKind.STOPPED, "text", 3)
+    foreign = {"kind": "of another version", "text": "text", "step": 4, "time_s": 0.0}
+    first._tracker.note("event", event=foreign)
     first._tracker._points.end(5)
     first._tracker.record_end("FINISHED")
     first._writer_lock.close()
@@ -103,6 +108,9 @@ def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
     assert client.get_run(run_id).info.status == "RUNNING"
     second = Recorder(opening)
     assert second.was_finished
+    assert second.failure() == Failure("reason", has_diverged=True)
+    kinds = [event.kind for event in second.status().events]
+    assert kinds == [EventKind.STOPPED, EventKind.UNKNOWN]
     assert second.close()
     assert client.get_run(run_id).info.status == "FINISHED"
 

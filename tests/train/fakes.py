@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vit_ray.config.schema import recipe_from_dict
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.storage import locate
 from vit_ray.train.attempt import Attempt, WorkerHooks
 from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot
@@ -32,11 +33,11 @@ class FakeActor(RunActor):
     """The actor's part, in this process: what it was sent, and what it answers."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, str, int]] = []
+        self.events: list[tuple[EventKind, str, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.beats: list[tuple[int, int]] = []
         self.files: dict[str, bytes] = {}
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self.stop: str | None = None
         self.saves = 0
 
@@ -47,14 +48,14 @@ class FakeActor(RunActor):
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.logged.append((step, values))
 
-    def event(self, kind: str, text: str, step: int) -> None:
+    def event(self, kind: EventKind, text: str, step: int) -> None:
         self.events.append((kind, text, step))
 
     def content(self, name: str, content: bytes, folder: str) -> None:
         self.files[name] = content
 
-    def fail(self, reason: str) -> None:
-        self.failure = reason
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
 
     def run_id(self) -> str | None:
         return "run-id"
@@ -77,7 +78,7 @@ class DirectLink(RunLink):
         return self._actor.run_id() if self.rank == 0 else None
 
     def note_hang(self, text: str, step: int) -> None:
-        self._actor.event("hung", f"worker {self.rank}: {text}", step)
+        self._actor.event(EventKind.HUNG, f"worker {self.rank}: {text}", step)
 
 
 class OneRank:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.train.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
+from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.train.attempt import run_attempt
 from vit_ray.train.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
@@ -111,7 +112,7 @@ def test_an_unrecoverable_error_fails_the_run_and_is_raised_where_others_would_w
     else:
         with pytest.raises(UnrecoverableError):
             run(worker)
-    assert worker.actor.failure == "too many bad images"
+    assert worker.actor.failure == Failure("too many bad images")
     assert worker.engine.is_closed
 
 
@@ -132,7 +133,8 @@ def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
     run(worker)
     assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4, 5]
     assert worker.actor.failure is not None
-    assert "with 3 such steps in a row" in worker.actor.failure
+    assert worker.actor.failure.has_diverged
+    assert "with 3 such steps in a row" in worker.actor.failure.reason
 
 
 def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:

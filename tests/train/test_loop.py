@@ -14,7 +14,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, run_training
+from vit_ray.train.loop import Batch, Ending, EvaluationCutError, RankContext, run_training
 from vit_ray.train.progress import Progress
 
 BATCH, MICRO, TOTAL = 8, 4, 10
@@ -102,8 +102,8 @@ class FakeHooks:
         self.steps += 1
         return self.steps == self.save_at
 
-    def stop_reason(self) -> str | None:
-        return "asked to" if self.stop_at is not None and self.steps >= self.stop_at else None
+    def is_stopping(self) -> bool:
+        return self.stop_at is not None and self.steps >= self.stop_at
 
     def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
@@ -130,7 +130,7 @@ def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
 
 def run(
     engine: FakeEngine, hooks: FakeHooks, chosen: Recipe, progress: Progress | None = None
-) -> str:
+) -> Ending:
     progress = progress or Progress()
     context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
     stream = batches(progress.step)
@@ -139,7 +139,7 @@ def run(
 
 def test_each_micro_batch_is_passed_once_and_in_order() -> None:
     engine = FakeEngine()
-    assert run(engine, FakeHooks(), recipe()) == "finished"
+    assert run(engine, FakeHooks(), recipe()) is Ending.FINISHED
     assert [s for part in engine.seen for s in part] == list(range(TOTAL * BATCH))
     assert all(len(part) == MICRO for part in engine.seen)
     assert len(engine.rates) == TOTAL
@@ -171,7 +171,7 @@ def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each(
         ended = run_training(
             parts, batches(progress.step), chosen, context, hooks, progress, Compute(1_000_000)
         )
-        assert (ended, progress.step) == ("finished", until or TOTAL)
+        assert (ended, progress.step) == (Ending.FINISHED, until or TOTAL)
         assert not progress.evaluation_due
         assert progress.is_over(TOTAL) == (until is None)
     assert (parts.seen, parts.steps, parts.rates) == (whole.seen, whole.steps, whole.rates)
@@ -205,7 +205,7 @@ def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: f
     hooks.averaged_factor = factor
     ended = run(FakeEngine(), hooks, chosen, progress)
     assert progress.best_eval_loss == pytest.approx(best)
-    assert ("no better" in ended) == (factor > 0)
+    assert (ended is Ending.EARLY) == (factor > 0)
 
 
 def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
@@ -216,7 +216,7 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
         metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
     )
     chosen = recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
-    assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) == "finished"
+    assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) is Ending.FINISHED
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
     assert "train/loss" in progress.metrics
@@ -228,14 +228,14 @@ def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_la
     progress = Progress(best_eval_loss=0.6, evals_without_best=1)
     chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
-    assert "no better" not in ended
+    assert ended is Ending.FINISHED
     assert progress.best_eval_loss == pytest.approx(1.0)
 
 
 def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
     chosen = recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, parts = Progress(), Progress()
-    assert "no better" in run(FakeEngine(), LossesByStep(), chosen, whole)
+    assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
     assert (whole.step, whole.best_eval_loss) == (10, 1.5)
     for until in (3, 7, None):
         context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=until)
@@ -312,13 +312,13 @@ def test_it_saves_by_the_clock() -> None:
 
 def test_it_saves_at_once_when_a_rank_has_notice_and_goes_on() -> None:
     hooks = FakeHooks(save_at=3)
-    assert run(FakeEngine(), hooks, recipe()) == "finished"
+    assert run(FakeEngine(), hooks, recipe()) is Ending.FINISHED
     assert hooks.saved == [3, 10]
 
 
 def test_it_saves_and_ends_when_asked_to_stop() -> None:
     hooks = FakeHooks(stop_at=4)
-    assert run(FakeEngine(), hooks, recipe()) == "asked to"
+    assert run(FakeEngine(), hooks, recipe()) is Ending.STOPPED
     assert hooks.saved == [4]
 
 
@@ -357,8 +357,8 @@ def test_it_stops_early_when_validation_gets_no_better() -> None:
     hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
     chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     progress = Progress()
-    reason = run(FakeEngine(), hooks, chosen, progress)
-    assert "no better validation loss in 2 evaluations" in reason
+    assert run(FakeEngine(), hooks, chosen, progress) is Ending.EARLY
+    assert progress.ended == "no better validation loss in 2 evaluations"
     assert progress.step == 8
     assert progress.best_eval_loss == 2.0
     assert hooks.saved == [2, 4, 8]  # each best, and the end
@@ -462,20 +462,20 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
 def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
     hooks, progress = FakeHooks(cuts=[True]), Progress()
     chosen = recipe(evaluate={"every_steps": 4})
-    assert run(FakeEngine(), hooks, chosen, progress) == "another worker was asked to stop"
+    assert run(FakeEngine(), hooks, chosen, progress) is Ending.STOPPED
     assert hooks.order == ["evaluate 4", "save 4"]
     assert not progress.is_over(TOTAL)
 
 
 def test_a_notice_in_an_evaluation_saves_the_step_and_training_goes_on() -> None:
     hooks = FakeHooks(cuts=[False])
-    assert run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4})) == "finished"
+    assert run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4})) is Ending.FINISHED
     assert hooks.order[:3] == ["evaluate 4", "save 4", "evaluate 8"]
 
 
 def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
     hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) == "finished"
+    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
     last = f"evaluate {TOTAL}"
     assert hooks.order == [last, f"save {TOTAL}", last, last, "wait", f"note {TOTAL}"]
     assert progress.metrics["eval/loss"] == 0.5
@@ -484,11 +484,11 @@ def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
 
 def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_for_it() -> None:
     hooks, progress = FakeHooks(cuts=[True]), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) != "finished"
+    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.STOPPED
     assert hooks.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
     assert not progress.is_over(TOTAL)
     engine, again = FakeEngine(), FakeHooks(losses=[0.5])
-    assert run(engine, again, recipe(), progress) == "finished"
+    assert run(engine, again, recipe(), progress) is Ending.FINISHED
     assert again.order == [f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
     assert engine.seen == []
     assert progress.is_over(TOTAL)
@@ -496,7 +496,8 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_
 
 def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
     hooks = FakeHooks(losses=[0.5], is_whole=False)
-    assert run(FakeEngine(), hooks, recipe(), Progress(TOTAL, evaluation_due=True)) == "finished"
+    progress = Progress(TOTAL, evaluation_due=True)
+    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
     assert hooks.order[-2:] == [f"note {TOTAL}", f"save {TOTAL}"]
 
 
@@ -509,7 +510,7 @@ def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once(
 
 def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
     hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) == "finished"
+    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
     last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
     assert hooks.order == last
     assert hooks.due == [True]

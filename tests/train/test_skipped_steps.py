@@ -13,7 +13,7 @@ from tests.train.test_loop import FakeHooks, recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
-from vit_ray.train.loop import Batch, RankContext, run_training
+from vit_ray.train.loop import Batch, Ending, RankContext, run_training
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.train.progress import Progress
 
@@ -57,8 +57,8 @@ def train_on(
     )
     progress = Progress()
     context = RankContext(len(numbers), rank, RANKS, MICRO, ProcessGroup(CPU))
-    reason = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
-    assert reason == "finished"
+    ending = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
+    assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
     return weights, actor.events, progress
 

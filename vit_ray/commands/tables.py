@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_ray.launch.run import RunResult
+from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def print_sweep(result: SweepResult | None) -> int:
         shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
         note = "chosen" if row.point == result.best else ""
         note = f"{row.state}: {row.error}" if row.dev_top1 is None else note
-        note = f"stopped early, at step {row.steps}" if row.is_stopped else note
+        if row.state is TrialState.STOPPED_EARLY:
+            note = f"stopped early, at step {row.steps}"
         values = [row.point[key] for key in keys]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
         table.add_row(*texts, *shown, note)

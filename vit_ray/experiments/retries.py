@@ -5,8 +5,8 @@ from __future__ import annotations
 from vit_ray.config import Recipe
 from vit_ray.launch.preflight import Kind
 from vit_ray.launch.run import ParentRun, RunResult, train
-from vit_ray.launch.worker_group import RunFailedError
-from vit_ray.train.job import NOT_FINITE
+from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.outcomes import EventKind
 
 
 def train_with_retries(
@@ -15,25 +15,26 @@ def train_with_retries(
     parent: ParentRun,
     retries: int,
     tags: dict[str, str],
-    what: str,
+    retried: EventKind,
     until_step: int | None = None,
 ) -> RunResult:
     """Train; after a failure again from the newest checkpoint, unless the training has diverged.
 
     Args:
-        what: what the history calls it, such as `trial`.
+        retried: of the event that each further start is noted by.
         until_step: as in `train`.
 
     Raises:
-        RunFailedError: it has diverged, or failed once more than `retries`.
+        RunDivergedError: it has diverged, which it would do again.
+        RunFailedError: it has failed once more than `retries`.
         ValueError: as `train`.
     """
     for left in range(retries, -1, -1):
         try:
             return train(recipe, kind=kind, parent=parent, tags=tags, until_step=until_step)
         except RunFailedError as error:
-            if left == 0 or NOT_FINITE in str(error):
+            if left == 0 or isinstance(error, RunDivergedError):
                 raise
             text = f"{recipe.name}: {error}; it is started again from its newest checkpoint"
-            parent.recorder.event.remote(f"{what} retried", text, 0)
+            parent.recorder.event.remote(retried, text, 0)
     raise AssertionError

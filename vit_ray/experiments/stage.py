@@ -21,8 +21,9 @@ from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.open_record import tag_ended_run
 from vit_ray.launch.run import RunResult
+from vit_ray.launch.worker_group import RunDivergedError
+from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
-from vit_ray.train.job import NOT_FINITE
 
 Kind = Literal["sweep_trial", "finetune"]
 
@@ -35,9 +36,8 @@ class Trained:
 
     result: RunResult | None
     """None where it failed."""
+    state: TrialState
     error: str = ""
-    is_stopped: bool = False
-    """A rung stopped it before its end."""
 
 
 def deciding_metric(recipe: Recipe) -> str:
@@ -111,7 +111,7 @@ class Stage:
             if answer(recorder.stop_reason.remote(), "the run's record"):
                 return None
             text = f"{self._label(index)}: every trial that was not stopped early has failed"
-            recorder.event.remote("trial goes on", text, 0)
+            recorder.event.remote(EventKind.TRIAL_CONTINUED, text, 0)
             outcomes[index] = self.train(index, len(self._rungs[index]) - 1)
         if answer(recorder.stop_reason.remote(), "the run's record"):
             return None
@@ -119,10 +119,11 @@ class Stage:
 
     def _best_stopped(self, outcomes: list[Outcome | None]) -> int | None:
         """The trial that got furthest, where rungs stopped some and no other came to its end."""
-        measured = [(index, one) for index, one in enumerate(outcomes) if one and not one["error"]]
-        if not measured or any(one["is_over"] for _, one in measured):
+        ended = [(index, one) for index, one in enumerate(outcomes) if one is not None]
+        stopped = [pair for pair in ended if pair[1]["state"] == TrialState.STOPPED_EARLY]
+        if not stopped or any(one["state"] == TrialState.FINISHED for _, one in ended):
             return None
-        return max(measured, key=lambda pair: (pair[1]["step"], pair[1]["top1"]))[0]
+        return max(stopped, key=lambda pair: (pair[1]["step"], pair[1]["top1"]))[0]
 
     def _run_in_turn(self) -> list[Outcome | None]:
         """In the place of one training of a study, which has no room for several."""
@@ -141,31 +142,32 @@ class Stage:
         recipe, recorder = self._recipes[index], self._parent.recorder
         if reason := answer(recorder.stop_reason.remote(), "the run's record"):
             return _failed(reason)  # it was scheduled after the sweep was asked to stop
-        if error := self._diverged.reason(recipe):
+        if reason := self._diverged.reason(recipe):
             recorder.child_ended.remote(self._label(index), None)
-            return _failed(error)
+            return _failed(reason, TrialState.DIVERGED)
         until, is_last = self._rungs[index][rung], rung == len(self._rungs[index]) - 1
         if not is_last and until is not None and (known := self._passed(index, until)):
             return known
         try:
             result = self._train(index, None if is_last else until)
         except Exception as error:  # one trial that fails must not end the sweep
-            return self._note_failure(index, str(error) or repr(error))
+            return self._note_failure(index, error)
         is_cut = result.steps < (until or 0) and not result.ended
         if not is_last and (is_cut or result.evaluation_due):
             return _failed("stopped on request")
         # One that an earlier driver let go on behind its rung is at its end already.
         is_last = is_last or result.steps >= result.total_steps
         top1 = result.metrics.get(deciding_metric(recipe))
-        if is_last or result.ended:
+        is_over = is_last or bool(result.ended)
+        if is_over:
             recorder.child_ended.remote(self._label(index), top1)
         return {
             "index": index,
             "result": vars(result),
-            "error": "",
             "step": result.steps,
             "top1": top1,
-            "is_over": is_last or bool(result.ended),
+            "state": TrialState.FINISHED if is_over else TrialState.STOPPED_EARLY,
+            "is_over": is_over,
         }
 
     def _label(self, index: int) -> str:
@@ -177,7 +179,7 @@ class Stage:
         if known is None or not known.goes_on:
             return None
         outcome = {"index": index, "step": step, "top1": known.top1}
-        return {**outcome, "error": "", "is_over": False}
+        return {**outcome, "state": TrialState.STOPPED_EARLY, "is_over": False}
 
     def _train(self, index: int, until_step: int | None) -> RunResult:
         recipe = self._recipes[index]
@@ -188,35 +190,39 @@ class Stage:
             self._parent,
             self._config.retries,
             {"vit_ray.sweep_stage": self._kind, **self._tags},
-            "trial",
+            EventKind.TRIAL_RETRIED,
             until_step,
         )
 
-    def _note_failure(self, index: int, text: str) -> Outcome:
+    def _note_failure(self, index: int, error: Exception) -> Outcome:
         label, recorder = self._label(index), self._parent.recorder
+        text = str(error) or repr(error)
         recorder.child_ended.remote(label, None)
-        if self._kind == "sweep_trial" and NOT_FINITE in text:
-            recorder.event.remote("trial diverged", f"{label}: {text}", 0)
+        if not isinstance(error, RunDivergedError):
+            return _failed(text)
+        if self._kind == "sweep_trial":
+            recorder.event.remote(EventKind.TRIAL_DIVERGED, f"{label}: {text}", 0)
             self._diverged.note(self._recipes[index], text)
-        return _failed(text)
+        return _failed(text, TrialState.DIVERGED)
 
     def _trained(self, index: int, outcome: Outcome | None) -> Trained:
         if outcome is None:
-            return Trained(None, "the trial did not come to its end")
-        if outcome["error"]:
-            return Trained(None, outcome["error"])
+            return Trained(None, TrialState.FAILED, "the trial did not come to its end")
+        state = TrialState(outcome["state"])
+        if state in (TrialState.DIVERGED, TrialState.FAILED):
+            return Trained(None, state, outcome["error"])
         result = RunResult(**outcome["result"])
-        if not outcome["is_over"]:
+        if state is TrialState.STOPPED_EARLY:
             tags = {"vit_ray.stopped_early": f"step {result.steps} of {result.total_steps}"}
             tag_ended_run(self._recipes[index], result.run_id, tags, self._parent.recorder)
-        return Trained(result, is_stopped=not outcome["is_over"])
+        return Trained(result, state)
 
     def _note_stop(self, index: int, step: int, is_new: bool) -> None:
         self._parent.recorder.child_ended.remote(self._label(index), None)
         if is_new:
             text = f"{self._label(index)}: after {step} steps, by its accuracy on the dev split"
-            self._parent.recorder.event.remote("trial stopped early", text, 0)
+            self._parent.recorder.event.remote(EventKind.TRIAL_STOPPED, text, 0)
 
 
-def _failed(text: str) -> Outcome:
-    return {"error": text, "is_over": True}
+def _failed(text: str, state: TrialState = TrialState.FAILED) -> Outcome:
+    return {"state": state, "error": text, "is_over": True}

@@ -42,6 +42,7 @@ from vit_ray.launch.preflight import (
     resolve_run,
 )
 from vit_ray.launch.run_metadata import training_cost
+from vit_ray.outcomes import EventKind
 from vit_ray.tracking.past_runs import add_to_finished
 
 _LOG = logging.getLogger(__name__)
@@ -235,9 +236,8 @@ class _StudyRun:
                 origin := begin_branch(cell, trunk, step, self._tell_of_branch)
             ):
                 tags["vit_ray.branched_from"] = origin
-            result = train_with_retries(
-                recipe, "study_cell", self.parent.for_children, retries, tags, "cell"
-            )
+            parent, retried = self.parent.for_children, EventKind.CELL_RETRIED
+            result = train_with_retries(recipe, "study_cell", parent, retries, tags, retried)
         except Exception as error:
             return CellResult(cell, {}, None, error=_told(error))
         if not result.is_complete:
@@ -252,7 +252,7 @@ class _StudyRun:
         )
 
     def _tell_of_branch(self, text: str) -> None:
-        self.parent.record.recorder.event.remote("branch", text, 0)
+        self.parent.record.recorder.event.remote(EventKind.BRANCH, text, 0)
 
     def _transfer(self, result: CellResult) -> CellResult | None:
         """With accuracies on the tasks; None if it was stopped. One that fails ends no other."""
@@ -277,7 +277,7 @@ class _StudyRun:
         cell, recorder = result.cell, self.parent.record.recorder
         self.ended[cell.name] = result
         if result.error:
-            recorder.event.remote("failed cell", f"{cell.name}: {result.error}", 0)
+            recorder.event.remote(EventKind.CELL_FAILED, f"{cell.name}: {result.error}", 0)
         recorder.child_step.remote(cell.name, resolved.total_steps)
         recorder.child_ended.remote(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
 

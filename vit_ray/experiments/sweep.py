@@ -47,6 +47,7 @@ from vit_ray.launch.preflight import (
 )
 from vit_ray.launch.run import ParentRun, RunResult
 from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
 from vit_ray.train.run_checkpoints import newest_checkpoint
@@ -315,9 +316,10 @@ def run_planned(
     finished = Stage(recipe, config, finals, "finetune", parent).run()
     if finished is None:
         return None
-    errors = [found.error for found in finished if found.error]
-    if errors:
-        raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {errors[0]}")
+    failed = [found for found in finished if found.state is not TrialState.FINISHED]
+    if failed:
+        text = f"retraining with {point_text(chosen.point)} failed: {failed[0].error}"
+        raise RunFailedError(text)
     results = [found.result for found in finished if found.result]
     top1 = [result.metrics[deciding_metric(recipe)] for result in results]
     return Swept(rows, chosen, results, top1)
@@ -331,15 +333,16 @@ def sweep_row(recipe: Recipe, point: Point, found: Trained) -> SweepRow:
     """The outcome of a trial."""
     result = found.result
     if result is None:
-        return SweepRow(point, None, None, found.error)
+        return SweepRow(point, None, None, found.state, found.error)
+    dev_top1 = result.metrics.get(deciding_metric(recipe))
     return SweepRow(
         point,
-        result.metrics.get(deciding_metric(recipe)),
+        dev_top1,
         result.run_id,
+        TrialState.FAILED if dev_top1 is None else found.state,
         last_dev_top1=result.metrics.get("eval/top1") if recipe.train.averaging else None,
         checkpoint=result.checkpoint,
         steps=result.steps,
-        is_stopped=found.is_stopped,
     )
 
 
@@ -349,7 +352,7 @@ def best_row(rows: list[SweepRow]) -> SweepRow:
     Raises:
         RunFailedError: no trial was measured at its end.
     """
-    measured = [row for row in rows if row.state == "finished"]
+    measured = [row for row in rows if row.state is TrialState.FINISHED]
     if not measured:
         first = next((row for row in rows if row.error), rows[0])
         raise RunFailedError(f"every trial failed; the first: {first.error}")

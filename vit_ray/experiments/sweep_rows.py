@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vit_ray.experiments.search_space import RATE, Point, point_text
+from vit_ray.outcomes import TrialState
 from vit_ray.report import charts
 from vit_ray.report.charts import Axis, Chart, Series
 from vit_ray.report.tables import Column, Table, Value
-from vit_ray.train.job import NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class SweepRow:
     dev_top1: float | None
     """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
     run_id: str | None
+    state: TrialState
+    """Of one that was stopped early, `dev_top1` was measured at the rung."""
     error: str = ""
     last_dev_top1: float | None = None
     """Of the last weights, where `dev_top1` is of the averaged ones."""
@@ -26,23 +28,15 @@ class SweepRow:
     """Folder of its last checkpoint."""
     steps: int | None = None
     """Steps that it was trained for."""
-    is_stopped: bool = False
-    """A rung of ASHA stopped it, where `dev_top1` was measured."""
-
-    @property
-    def state(self) -> str:
-        """`finished`, `stopped early`, `diverged` or `failed`."""
-        if self.is_stopped:
-            return "stopped early"
-        if self.dev_top1 is not None:
-            return "finished"
-        return "diverged" if NOT_FINITE in self.error else "failed"
 
 
 def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:
     """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` where rates were varied."""
     files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
-    series = [_series(rows, "trials", False), _series(rows, "stopped early", True)]
+    series = [
+        _series(rows, "trials", TrialState.FINISHED),
+        _series(rows, "stopped early", TrialState.STOPPED_EARLY),
+    ]
     if series := [one for one in series if one.points]:
         chart = Chart(
             "Dev accuracy against the learning rate",
@@ -54,13 +48,13 @@ def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:
     return files
 
 
-def _series(rows: list[SweepRow], name: str, is_stopped: bool) -> Series:
+def _series(rows: list[SweepRow], name: str, state: TrialState) -> Series:
     points = [
         charts.Point(float(row.point[RATE]), row.dev_top1, _rest(row.point))
         for row in rows
-        if RATE in row.point and row.dev_top1 is not None and row.is_stopped == is_stopped
+        if RATE in row.point and row.dev_top1 is not None and row.state is state
     ]
-    has_line = len({point.label for point in points}) == 1 and not is_stopped
+    has_line = len({point.label for point in points}) == 1 and state is TrialState.FINISHED
     return Series(name, sorted(points, key=lambda point: point.x), has_line=has_line)
 
 

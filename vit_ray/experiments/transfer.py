@@ -21,6 +21,7 @@ from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.run_metadata import SIZES
 from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.outcomes import EventKind
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")
 """Sections and keys of a task's recipe that are as the cell has them."""
@@ -108,7 +109,8 @@ def run_transfer(
     if recipe.sweep is not None:
         swept = run_sweep(recipe, under=parent.for_children, tags=tags)
         return None if swept is None else {key: swept.mean, f"{key}_std": swept.deviation}
-    result = train_with_retries(recipe, "finetune", parent.for_children, retries, tags, "transfer")
+    children, retried = parent.for_children, EventKind.TRANSFER_RETRIED
+    result = train_with_retries(recipe, "finetune", children, retries, tags, retried)
     if not result.is_complete:
         return None
     if deciding_metric(recipe) not in result.metrics:

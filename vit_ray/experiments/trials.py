@@ -20,9 +20,10 @@ from ray import tune
 from ray.tune.schedulers import TrialScheduler
 
 from vit_ray.launch.actor_calls import PROCESS_DIED
+from vit_ray.outcomes import TrialState
 
 Outcome = dict[str, Any]
-"""What a trial reports to Ray Tune."""
+"""What a trial reports to Ray Tune: `state` as if it ended here, `is_over` if it does, and more."""
 
 ANSWER_S: Final = 5.0
 """Longest time that a call waits before it answers that nothing has changed."""
@@ -67,7 +68,7 @@ def run_trials(
     Args:
         train: trains the trial of an index up to its rung of a number, from 0 on, until its outcome
             says `is_over`. Called in threads of this process, `max_concurrent` at a time; an error
-            becomes the outcome `{"error": text, "is_over": True}`.
+            becomes an outcome that has failed, with its text as `error`.
         name, storage_path: where Ray Tune keeps its own state.
         scheduler: of Ray Tune, which may stop a trial at each outcome; None: none is stopped.
     """
@@ -144,4 +145,8 @@ def _outcome_of(train: Callable[[int, int], Outcome], index: int, rung: int) -> 
     try:
         return train(index, rung)
     except BaseException as error:  # without an answer the trial would wait for ever
-        return {"error": str(error) or repr(error), "is_over": True}
+        return {
+            "state": TrialState.FAILED,
+            "error": str(error) or repr(error),
+            "is_over": True,
+        }

@@ -24,6 +24,7 @@ from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import train
 from vit_ray.launch.worker_group import RunFailedError
+from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
 from vit_ray.storage import locate
@@ -172,7 +173,7 @@ def _run_task(
         return _train_task(task, recipe, plan, parent)
     except (RunFailedError, ValueError) as error:
         told = (str(error).strip() or repr(error)).splitlines()[0]
-        parent.record.recorder.event.remote("failed task", f"{task.name}: {told}", 0)
+        parent.record.recorder.event.remote(EventKind.TASK_FAILED, f"{task.name}: {told}", 0)
         resolved = plan.resolved if isinstance(plan, SweepPlan) else plan
         return TaskResult(task, num_images=resolved.num_images, error=f"failed: {told}")
 

@@ -12,6 +12,7 @@ from typing import Final
 import ray
 
 from vit_ray.launch.actor_calls import answer
+from vit_ray.outcomes import EventKind
 from vit_ray.train.job import TrainJob
 
 TELL_S: Final = 60.0
@@ -58,7 +59,7 @@ class PlacementWait:
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
         if now_s - self._since_s > 60 * limit_minutes:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
-        self._job.recorder.event.remote("waiting for a place", text, 0)
+        self._job.recorder.event.remote(EventKind.NO_PLACE, text, 0)
 
 
 def describe_missing(

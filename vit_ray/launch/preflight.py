@@ -44,6 +44,7 @@ from vit_ray.models.catalog import (
 )
 from vit_ray.models.parts import chosen_parts, parts_of
 from vit_ray.models.sizes import Grid
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.job import Extraction
@@ -99,7 +100,7 @@ class PreparedRun:
     resolved: ResolvedRun
     resume_from: Checkpoint | None = None
     """The newest good checkpoint of a run of this name."""
-    notes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[tuple[EventKind, str], ...] = ()
     """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
     """By which workers see that the run is still this driver's; None for an evaluation."""
@@ -172,8 +173,8 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
                 num_images=resolved.num_images,
                 total_steps=resolved.total_steps,
             )
-        notes = [("damaged checkpoint", text) for text in damage]
-        notes += [("recipe changed", text) for text in changes]
+        notes = [(EventKind.CHECKPOINT_DAMAGED, text) for text in damage]
+        notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
         yield PreparedRun(resolved.recipe, kind, resolved, resume_from, tuple(notes), lock_number)
 
 

@@ -38,6 +38,7 @@ from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.report.runs import INIT_RUN
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint
@@ -231,7 +232,7 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
     checkpoint = newest_checkpoint(folder) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
     ended = checkpoint.position.progress.ended if checkpoint else ""
-    was_stopped = any(event.kind == "stopped" for event in status.events)
+    was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
     if was_stopped and job.kind == "evaluate":
         raise RunStoppedError("the evaluation was stopped; there are no figures of it")
     if job.kind == "train" and not (steps >= job.last_step or ended or was_stopped):

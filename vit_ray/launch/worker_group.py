@@ -10,6 +10,7 @@ from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.ray_policies import cause
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.train.job import TrainJob
 
 MOST_LANES: Final = 4
@@ -18,6 +19,10 @@ MOST_LANES: Final = 4
 
 class RunFailedError(RuntimeError):
     """The run ended in an error; the message holds the cause."""
+
+
+class RunDivergedError(RunFailedError):
+    """Its loss or gradient is not finite: the same recipe would diverge again."""
 
 
 def run_workers(
@@ -32,6 +37,7 @@ def run_workers(
         streams: what the workers read, by name, as in `ResolvedRun`.
 
     Raises:
+        RunDivergedError: the loss or the gradient is not finite.
         RunFailedError: training failed more often than the recipe allows, or cannot work.
     """
     shape = LaneShape.of(job.recipe, cluster, use_gpu=use_gpu, trains=job.kind == "train")
@@ -41,16 +47,18 @@ def run_workers(
         if not isinstance(error, LaneLostError):
             break
         text = f"{error}; the training goes on with new workers"
-        job.recorder.event.remote("worker failed", text, 0)
+        job.recorder.event.remote(EventKind.WORKER_FAILED, text, 0)
     # A worker's own reason says more than the time-outs of those that waited for it.
-    failure = answer(job.recorder.failure.remote(), "the run's record")
-    if isinstance(error, StoppedWaitingError) and not failure:
+    failure: Failure | None = answer(job.recorder.failure.remote(), "the run's record")
+    if isinstance(error, StoppedWaitingError) and failure is None:
         text = f"{error}; no workers were running, so no checkpoint was written for it"
-        answer(job.recorder.event.remote("stopped", text, 0), "the run's record")
+        answer(job.recorder.event.remote(EventKind.STOPPED, text, 0), "the run's record")
         return
-    reason = failure or (cause(error.__cause__ or error) if error else None)
-    if reason:
-        raise RunFailedError(reason) from error
+    if failure is None and error is not None:
+        failure = Failure(cause(error.__cause__ or error))
+    if failure is not None:
+        kind = RunDivergedError if failure.has_diverged else RunFailedError
+        raise kind(failure.reason) from error
 
 
 def _run_in_lane(

@@ -14,16 +14,19 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.run_status import Event, RunOpening, RunStatus, Stage
 from vit_ray.tracking.system_metrics import SystemMetrics
 from vit_ray.tracking.tracker import Status, Tracker
 
+_WISH: Final = ("what", "reason", "has_diverged")
+"""Of a record in the log; what others have written may lack the last."""
 RELEASE_S = 20.0
 """How long the recorder of a driver that was killed may take to end."""
 
@@ -45,7 +48,7 @@ class Recorder:
         self._measured_on = f"{opening.measured_on}/"
         self._status = RunStatus()
         self._stop: str | None = None
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._saves_wanted = 0
         self.was_finished = False
         """Its end had been noted before the host died."""
@@ -77,9 +80,10 @@ class Recorder:
                 values = self._renamed(record["values"], self._measured_on, "eval/")
                 self._note_metrics(record["step"], values)
             elif record["kind"] == "event":
-                self._status.events.append(Event(**record["event"]))
+                event = record["event"]
+                self._status.events.append(Event(**{**event, "kind": EventKind(event["kind"])}))
             elif record["kind"] == "wish":
-                self._note_wish(record["what"], record["reason"])
+                self._note_wish(**{key: record[key] for key in record if key in _WISH})
             elif record["kind"] == "finish":
                 self.was_finished = True
 
@@ -94,17 +98,17 @@ class Recorder:
         self._status.metrics.update(values)
         self._status.step = max(self._status.step, step)
 
-    def _note_wish(self, what: str, reason: str) -> None:
+    def _note_wish(self, what: str, reason: str, has_diverged: bool = False) -> None:
         if what == "stop":
             self._stop = reason
         elif what == "fail":
-            self._failure = reason
+            self._failure = Failure(reason, has_diverged)
         else:
             self._saves_wanted += 1
 
-    def _wish(self, what: str, reason: str = "") -> None:
-        self._note_wish(what, reason)
-        self._tracker.note("wish", what=what, reason=reason)
+    def _wish(self, what: str, reason: str = "", **more: bool) -> None:
+        self._note_wish(what, reason, **more)
+        self._tracker.note("wish", what=what, reason=reason, **more)
 
     def run_id(self) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
@@ -127,7 +131,7 @@ class Recorder:
         values = self._renamed(values, "eval/", self._measured_on)
         self._tracker.metrics(step, values, is_again=True)
 
-    def event(self, kind: str, text: str, step: int) -> None:
+    def event(self, kind: EventKind, text: str, step: int) -> None:
         """Record an event in the run's history."""
         event = Event(kind, text, step, time.time())
         self._status.events.append(event)
@@ -161,12 +165,12 @@ class Recorder:
         if self._stop:
             child.request_stop.remote(self._stop)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """The workers end, and a restart would not help."""
-        self._wish("fail", reason)
+        self._wish("fail", failure.reason, has_diverged=failure.has_diverged)
 
-    def failure(self) -> str | None:
-        """The reason given to `fail`."""
+    def failure(self) -> Failure | None:
+        """What was given to `fail`."""
         return self._failure
 
     def request_stop(self, reason: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.outcomes import EventKind
 
 RUN_FOLDER = "vit_ray.run_folder"
 """Tag of the folder that has the run's checkpoints: two outputs may have runs of one name."""
@@ -17,7 +18,7 @@ RUN_FOLDER = "vit_ray.run_folder"
 class Event:
     """Something that happened to the run, for its history."""
 
-    kind: str
+    kind: EventKind
     text: str
     step: int
     time_s: float

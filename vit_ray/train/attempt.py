@@ -10,11 +10,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from vit_ray.measure.profile import profiled
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.evaluation import Evaluator
-from vit_ray.train.job import TrainJob, UnrecoverableError
-from vit_ray.train.loop import Batch, EvaluationCutError, LoopHooks, RankContext, run_training
+from vit_ray.train.job import DivergedError, TrainJob, UnrecoverableError
+from vit_ray.train.loop import (
+    Batch,
+    Ending,
+    EvaluationCutError,
+    LoopHooks,
+    RankContext,
+    run_training,
+)
 from vit_ray.train.nonfinite import NonfinitePolicy
 from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.train.progress import Progress
@@ -43,7 +51,7 @@ def run_attempt(link: RunLink, set_up: Callable[[], Startable | None]) -> None:
             with contextlib.closing(attempt):
                 attempt.run()
     except UnrecoverableError as error:
-        link.fail(str(error))
+        link.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
             raise  # the other workers may wait for this one: let Ray end them
 
@@ -84,15 +92,15 @@ class Attempt:
                 raise
             context = self.context
             smaller = lower_micro_batch(self.job, context.world_size, context.micro_batch_size)
-            self.link.note_own("out of memory", str(smaller), self.progress.step)
+            self.link.note_own(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
             raise smaller from error
 
     def _evaluate(self) -> None:
         try:
             figures = self.hooks.evaluator.evaluate(0, self.hooks.is_stopping)
         except EvaluationCutError:
-            reason = self.link.current_stop_reason(0) or "another worker was asked to stop"
-            self.link.note_last("stopped", f"{reason}; the evaluation has no figures", 0)
+            text = f"{self._stop_reason(0)}; the evaluation has no figures"
+            self.link.note_last(EventKind.STOPPED, text, 0)
         else:
             self.link.log(0, figures)
 
@@ -103,7 +111,7 @@ class Attempt:
 
     def _train(self) -> None:
         progress = self.progress
-        reason = run_training(
+        ending = run_training(
             self.engine,
             self._traced(),
             self.job.recipe,
@@ -114,10 +122,13 @@ class Attempt:
         )
         self.watchdog.pause()  # the steps are over, and waiting has limits of its own
         self.hooks.saver.wait_until_written()
-        if reason != "finished":
-            reason = self.link.current_stop_reason(progress.step) or reason
+        if ending is not Ending.FINISHED:
+            reason = progress.ended or self._stop_reason(progress.step)
             text = f"{reason}; {self._last_save(progress.step)}"
-            self.link.note_last("stopped", text, progress.step)
+            self.link.note_last(EventKind.STOPPED, text, progress.step)
+
+    def _stop_reason(self, step: int) -> str:
+        return self.link.current_stop_reason(step) or "another worker was asked to stop"
 
     def _last_save(self, step: int) -> str:
         """Report whether the save before the stop was committed, once all ranks have written."""
@@ -172,7 +183,7 @@ class WorkerHooks(LoopHooks):
             if compiled_s := self.compile_s():
                 metrics["startup/compile_s"] = compiled_s
                 text += f", {compiled_s:.1f} s of them torch.compile's"
-            self.link.note("first step", text, step)
+            self.link.note(EventKind.FIRST_STEP, text, step)
         self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -182,7 +193,8 @@ class WorkerHooks(LoopHooks):
             return self.evaluator.evaluate(step, self.is_stopping, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
-            self.link.note("evaluation cut", f"for {reason}; there are no figures of it", step)
+            text = f"for {reason}; there are no figures of it"
+            self.link.note(EventKind.EVALUATION_CUT, text, step)
             raise
 
     def save(self, progress: Progress) -> None:
@@ -209,22 +221,19 @@ class WorkerHooks(LoopHooks):
         """Once for each request of the driver, and each notice that a node of this run leaves."""
         if self.link.take_save_request():
             text = "the group is about to change its size: checkpoint at once"
-            self.link.note("resizing", text, step)
+            self.link.note(EventKind.RESIZING, text, step)
             return True
         notice = self.preemption_notice()
         if notice is None or repr(notice) == self._notice_seen:
             return False
         self._notice_seen = repr(notice)
-        self.link.note_own("preemption", "a node is about to leave: checkpoint at once", step)
+        text = "a node is about to leave: checkpoint at once"
+        self.link.note_own(EventKind.PREEMPTION, text, step)
         return True
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Whether this rank was asked to stop, by the last heartbeat (SIGTERM, Ctrl-C)."""
         return self.link.stop_reason is not None
-
-    def stop_reason(self) -> str | None:
-        """By the last heartbeat (SIGTERM, Ctrl-C)."""
-        return self.link.stop_reason
 
 
 def resume_from(checkpoint: Checkpoint, engine: DeepSpeedEngine, link: RunLink) -> Progress:
@@ -232,5 +241,5 @@ def resume_from(checkpoint: Checkpoint, engine: DeepSpeedEngine, link: RunLink) 
     engine.restore(checkpoint)
     position = checkpoint.position
     text = f"from step {position.step} ({position.samples_seen} samples seen)"
-    link.note("resumed", text, position.step)
+    link.note(EventKind.RESUMED, text, position.step)
     return position.progress

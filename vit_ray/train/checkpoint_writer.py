@@ -8,6 +8,7 @@ from collections.abc import Callable
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
 from vit_ray.measure.best_evaluation import STEP
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 from vit_ray.train.cadence import Cadence
 from vit_ray.train.checkpoint import Snapshot, open_checkpoint, write_evaluation, write_snapshot
@@ -29,7 +30,7 @@ class CheckpointWriter:
         self,
         run_folder: Location,
         keep: CheckpointConfig,
-        tell: Callable[[str, str, int], object],
+        tell: Callable[[EventKind, str, int], object],
         lock_number: int | None = None,
     ) -> None:
         """
@@ -61,7 +62,7 @@ class CheckpointWriter:
             self._check_lock()
             is_whole = write_snapshot(snapshot, folder, self._check_lock)
         except (OSError, DamagedCheckpointError) as error:
-            self._tell("checkpoint failed", f"{folder.path}: {error}", self._step)
+            self._tell(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", self._step)
             if is_first:
                 self._is_whole[self._number] = False
                 self._end_if_too_many(folder, str(error))
@@ -94,7 +95,7 @@ class CheckpointWriter:
                     set_aside(folder, "not whole", self._tell_set_aside)
                 return False
         except OSError as error:
-            self._tell("evaluation not recorded", f"{folder.path}: {error}", progress.step)
+            self._tell(EventKind.EVALUATION_NOT_RECORDED, f"{folder.path}: {error}", progress.step)
         return True
 
     def is_whole(self, name: str) -> bool:
@@ -120,7 +121,7 @@ class CheckpointWriter:
                 continue
             self._is_whole[number] = reason is None
             if reason is not None:
-                self._tell("checkpoint failed", f"{folder.path}: {reason}", self._step)
+                self._tell(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {reason}", self._step)
                 self._end_if_too_many(folder, reason)
 
     def _end_if_too_many(self, folder: Location, reason: str) -> None:
@@ -143,10 +144,10 @@ class CheckpointWriter:
             keep = self._permanent()
             prune(self._run_folder, keep_last, keep, self._read_back, self._tell_set_aside)
         except (OSError, ValueError) as error:  # the next one removes it, or a newer version
-            self._tell("old checkpoint left", f"{self._run_folder.path}: {error}", self._step)
+            self._tell(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", self._step)
 
     def _tell_set_aside(self, text: str) -> None:
-        self._tell("damaged checkpoint", text, self._step)
+        self._tell(EventKind.CHECKPOINT_DAMAGED, text, self._step)
 
     def _permanent(self) -> set[int]:
         """Steps whose checkpoints are never removed."""

@@ -19,6 +19,7 @@ from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import FewShot
+from vit_ray.outcomes import EventKind
 from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.extraction import begin_extraction, write_features
@@ -83,7 +84,7 @@ class Evaluator:
             # All ranks have the same figures and so the same error; training is not at fault.
             if self._job.kind == "evaluate":
                 raise UnrecoverableError(str(error)) from None
-            self._link.note("evaluation failed", str(error), step)
+            self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
             metrics = {}
         except RuntimeError as error:
             if not is_out_of_memory(error):

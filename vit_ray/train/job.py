@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,10 +65,6 @@ class TrainJob:
         return self.until_step or self.total_steps
 
 
-NOT_FINITE: Final = "is not finite; the step was not applied"
-"""In the reason of a run that has diverged."""
-
-
 class UnrecoverableError(RuntimeError):
     """A restart would meet the same error: the run must end."""
 
@@ -76,6 +72,10 @@ class UnrecoverableError(RuntimeError):
         """`is_agreed`: all workers raise it at the same place, so that all may simply return."""
         super().__init__(text)
         self.is_agreed = is_agreed
+
+
+class DivergedError(UnrecoverableError):
+    """The loss or the gradient is not finite, and the recipe says to end the run then."""
 
 
 class SmallerMicroBatchError(RuntimeError):

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +61,16 @@ class Collectives(Protocol):
         """Element-wise sum over ranks; numbers, or scalars on the device."""
 
 
+class Ending(Enum):
+    """Why `run_training` returns."""
+
+    FINISHED = auto()
+    EARLY = auto()
+    """The validation loss gets no better; `Progress.ended` has the text."""
+    STOPPED = auto()
+    """Some rank was asked to stop."""
+
+
 class EvaluationCutError(Exception):
     """An evaluation was stopped between two batches, on all ranks, so that the run can be saved."""
 
@@ -104,8 +115,8 @@ class LoopHooks(Protocol):
     def save_is_wanted(self, step: int) -> bool:
         """Whether this rank wants a checkpoint at once (notice that its node will leave)."""
 
-    def stop_reason(self) -> str | None:
-        """Why this rank was asked to stop, or None."""
+    def is_stopping(self) -> bool:
+        """Whether this rank was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +187,8 @@ def run_training(
     progress: Progress,
     compute: Compute,
     clock: Callable[[], float] = time.perf_counter,
-) -> str:
-    """Train from `progress.step` to `context.last_step`; returns "finished", or why it ended.
+) -> Ending:
+    """Train from `progress.step` to `context.last_step`.
 
     Every rank runs this with its share of the same global batches. `progress` is moved in place.
     """
@@ -198,7 +209,7 @@ def run_training(
         result = engine.step(rate)
         # One clock decides for all: ranks would disagree on what minute it is.
         is_time = context.rank == 0 and saving.is_due_after(saves.elapsed_s())
-        flags = [is_time, hooks.save_is_wanted(progress.step), hooks.stop_reason() is not None]
+        flags = [is_time, hooks.save_is_wanted(progress.step), hooks.is_stopping()]
         # Here the host waits for the device, once in every step: the refusal of a step and what the
         # ranks agree on are known before the next. What it hands out then finds the device idle.
         # Stage 3 bounds its gathers and sums under way by waits of its own, and an offloaded
@@ -235,13 +246,13 @@ def run_training(
             # the last one is tried: there may be nothing to evaluate.
             saves.save(progress)
             if is_stopping and not is_last:
-                return _reason_to_stop(hooks)
+                return Ending.STOPPED
         try:
             is_best = _evaluate_if_due(recipe, progress, hooks, context)
         except EvaluationCutError as cut:
             saves.save(progress)
             if cut.is_stopping:
-                return _reason_to_stop(hooks)
+                return Ending.STOPPED
             continue
         progress.evaluation_due = False
         if is_last or progress.ended or (is_best and keeps_best):
@@ -249,21 +260,17 @@ def run_training(
         elif is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step):
             saves.save(progress)
         if progress.ended:
-            return progress.ended
+            return Ending.EARLY
     while progress.evaluation_due:
         try:
             _evaluate_if_due(recipe, progress, hooks, context)
         except EvaluationCutError as cut:
             if cut.is_stopping:
-                return _reason_to_stop(hooks)
+                return Ending.STOPPED
         else:
             progress.evaluation_due = False
             saves.save_evaluated(progress)
-    return progress.ended or "finished"
-
-
-def _reason_to_stop(hooks: LoopHooks) -> str:
-    return hooks.stop_reason() or "another worker was asked to stop"
+    return Ending.EARLY if progress.ended else Ending.FINISHED
 
 
 def _next_batch(batches: Iterator[Batch], step: int) -> Batch:

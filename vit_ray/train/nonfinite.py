@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
 from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
-from vit_ray.train.job import NOT_FINITE, UnrecoverableError
+from vit_ray.train.job import DivergedError, UnrecoverableError
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.train.progress import Progress
@@ -70,13 +71,16 @@ class NonfinitePolicy:
         """Report the refused step before `progress.step`; then return, or roll back.
 
         Raises:
-            UnrecoverableError: the recipe says to stop, or there were too many in a row.
+            DivergedError: the recipe says to stop, or there were too many in a row.
         """
         train, step = self._train, progress.step
-        text = f"loss or gradient of step {step - 1} {NOT_FINITE}. {self._describe(batch)}"
-        self._link.note("not finite", text, step)
+        text = (
+            f"loss or gradient of step {step - 1} is not finite; the step was not applied. "
+            f"{self._describe(batch)}"
+        )
+        self._link.note(EventKind.NOT_FINITE, text, step)
         if train.nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
-            raise UnrecoverableError(
+            raise DivergedError(
                 f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "
                 "train.nonfinite to skip or rollback"
@@ -84,7 +88,7 @@ class NonfinitePolicy:
         if train.nonfinite == "rollback":
             restored = self._roll_back()
             text = f"weights of step {restored}, the data continue at step {step}"
-            self._link.note("rolled back", text, step)
+            self._link.note(EventKind.ROLLED_BACK, text, step)
 
 
 def describe_batch(engine: MeasuresLayers, batch: Batch, micro_batch_size: int) -> str:

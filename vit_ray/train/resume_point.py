@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from vit_ray.outcomes import EventKind
 from vit_ray.retry import RetryPolicy, retry_policy
 from vit_ray.storage import Location
 from vit_ray.train.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ class ResumePoint:
 def choose_resume_point(
     run_folder: Location,
     total_steps: int,
-    note: Callable[[str, str], None],
+    note: Callable[[EventKind, str], None],
 ) -> ResumePoint:
     """The point after the newest checkpoint whose every byte is as written.
 
@@ -67,11 +68,11 @@ def choose_resume_point(
 
     def tell_once(text: str) -> None:
         if next(calls) == 0:  # of several reading threads, too
-            note("storage away", f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
+            note(EventKind.STORAGE_AWAY, f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
 
     with retry_policy(replace(RETRIES, tell=tell_once)):
         newest = newest_verified_checkpoint(
-            run_folder, lambda text: note("damaged checkpoint", text)
+            run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
         )
     return ResumePoint.of(newest, total_steps)
 
@@ -89,7 +90,7 @@ class ResumePointChoice:
         ).start()
 
     def wait(
-        self, note: Callable[[str, str], None], timeout_s: float = ASK_S
+        self, note: Callable[[EventKind, str], None], timeout_s: float = ASK_S
     ) -> ResumePoint | str | None:
         """The point, or why there is none; None (and an event) while it is not known."""
         try:
@@ -99,7 +100,7 @@ class ResumePointChoice:
             if waited_s > CHOICE_LIMIT_S:
                 return f"no checkpoint could be chosen in {waited_s:.0f} s: storage does not answer"
             note(
-                "storage slow",
+                EventKind.STORAGE_SLOW,
                 f"has been choosing the checkpoint to resume from for {waited_s:.0f} s",
             )
             return None

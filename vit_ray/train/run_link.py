@@ -12,6 +12,8 @@ from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import ray
 
+from vit_ray.outcomes import EventKind, Failure
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,13 +33,13 @@ class RunActor(Protocol):
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Metrics of a step."""
 
-    def event(self, kind: str, text: str, step: int) -> None:
+    def event(self, kind: EventKind, text: str, step: int) -> None:
         """An entry of the run's history."""
 
     def content(self, name: str, content: bytes, folder: str) -> None:
         """A file to keep with the run."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """The run ends, and a restart would not help."""
 
     def run_id(self) -> str | None:
@@ -56,9 +58,9 @@ class RunLink:
         # Until the first answer it is not known how many were requested of earlier attempts.
         self._saves_seen: int | None = None
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """End the run; returns once the actor knows."""
-        self._call(RunActor.fail, reason)
+        self._call(RunActor.fail, failure)
 
     def beat(self, step: int) -> None:
         """Send a heartbeat and store the requests that the answer holds."""
@@ -86,16 +88,16 @@ class RunLink:
         if self.rank == 0 and metrics:
             self._send(RunActor.metrics, step, metrics)
 
-    def note(self, kind: str, text: str, step: int) -> None:
+    def note(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event that all ranks know of, from rank 0."""
         if self.rank == 0:
             self.note_own(kind, text, step)
 
-    def note_own(self, kind: str, text: str, step: int) -> None:
+    def note_own(self, kind: EventKind, text: str, step: int) -> None:
         """Send an event of this rank alone."""
         self._send(RunActor.event, kind, text, step)
 
-    def note_last(self, kind: str, text: str, step: int) -> None:
+    def note_last(self, kind: EventKind, text: str, step: int) -> None:
         """As `note`, and wait until it has arrived: this process ends right after."""
         if self.rank == 0:
             self._call(RunActor.event, kind, text, step)
@@ -103,7 +105,7 @@ class RunLink:
     def note_hang(self, text: str, step: int) -> None:
         """Report that this rank hangs; waits for some seconds at most."""
         with contextlib.suppress(ray.exceptions.RayError):
-            sent = self._send(RunActor.event, "hung", f"worker {self.rank}: {text}", step)
+            sent = self._send(RunActor.event, EventKind.HUNG, f"worker {self.rank}: {text}", step)
             ray.get(sent, timeout=HANG_REPORT_TIMEOUT_S)
 
     def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:

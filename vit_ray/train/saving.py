@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import torch
 
 from vit_ray.lock import LockLostError, sees_lock
+from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot, folder_name, open_checkpoint
 from vit_ray.train.checkpoint_writer import CheckpointWriter
@@ -93,7 +94,7 @@ class CheckpointSaver:
             text = (
                 f"{self._job.run_folder}: waiting for the checkpoint before since {waited_s:.0f} s"
             )
-            self._link.note_own("storage slow", text, 0)
+            self._link.note_own(EventKind.STORAGE_SLOW, text, 0)
             if waited_s > timeout_s:
                 raise TimeoutError(text)
         self.check()

@@ -21,6 +21,7 @@ import ray.util
 import torch
 import torch.distributed as dist
 
+from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
 from vit_ray.train.attempt import Attempt, WorkerHooks, resume_from, run_attempt
@@ -150,7 +151,7 @@ def _set_up(
         job, context.micro_batch_size, context.world_size, loads_weights=checkpoint is None
     )
     if report is not None:
-        link.note("weights", str(report), 0)
+        link.note(EventKind.WEIGHTS, str(report), 0)
     progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
     writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
     saver = CheckpointSaver(job, engine, writer, link, watchdog)

@@ -1,0 +1,71 @@
+"""How a run or a trial ends, and what happens to it before: values that cross processes.
+
+Decisions follow these values; the texts beside them are for people. MLflow's tags, the histories
+and logs on disk and `sweep/trials.csv` hold the values of the enums, which therefore stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EventKind(StrEnum):
+    """What an event of a run's history is about."""
+
+    BRANCH = "branch"
+    CELL_FAILED = "failed cell"
+    CELL_RETRIED = "cell retried"
+    CHECKPOINT_DAMAGED = "damaged checkpoint"
+    CHECKPOINT_FAILED = "checkpoint failed"
+    CHECKPOINT_LEFT = "old checkpoint left"
+    EVALUATION_CUT = "evaluation cut"
+    EVALUATION_FAILED = "evaluation failed"
+    EVALUATION_NOT_RECORDED = "evaluation not recorded"
+    FIRST_STEP = "first step"
+    HUNG = "hung"
+    NO_PLACE = "waiting for a place"
+    NOT_FINITE = "not finite"
+    OUT_OF_MEMORY = "out of memory"
+    PREEMPTION = "preemption"
+    RECIPE_CHANGED = "recipe changed"
+    RESIZING = "resizing"
+    RESUMED = "resumed"
+    ROLLED_BACK = "rolled back"
+    STOPPED = "stopped"
+    """On request, or early: such a run has not failed, although it lacks its last steps."""
+    STORAGE_AWAY = "storage away"
+    STORAGE_SLOW = "storage slow"
+    TASK_FAILED = "failed task"
+    TRANSFER_RETRIED = "transfer retried"
+    TRIAL_CONTINUED = "trial goes on"
+    TRIAL_DIVERGED = "trial diverged"
+    TRIAL_RETRIED = "trial retried"
+    TRIAL_STOPPED = "trial stopped early"
+    UNKNOWN = "unknown"
+    """Read from a file that another version has written."""
+    WEIGHTS = "weights"
+    WORKER_FAILED = "worker failed"
+
+    @classmethod
+    def _missing_(cls, value: object) -> EventKind:
+        return cls.UNKNOWN
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends where a restart would not help."""
+
+    reason: str
+    has_diverged: bool = False
+    """Its loss or gradient is not finite: the same recipe would diverge again."""
+
+
+class TrialState(StrEnum):
+    """How a trial of a sweep ended."""
+
+    FINISHED = "finished"
+    STOPPED_EARLY = "stopped early"
+    """A rung of ASHA stopped it."""
+    DIVERGED = "diverged"
+    FAILED = "failed"

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+)
 
 from tests.data.s3_server import FaultProxy, serve_conditional_s3, this_process_uses
 from vit_ray import retry, s3, storage
+from vit_ray.retry import DeniedError, TransientError
 from vit_ray.storage import Location, locate
 
 MIB = 1 << 20
@@ -153,3 +160,35 @@ def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given
     monkeypatch.setattr(storage.os, "replace", replace)
     locate(str(tmp_path / "note")).write(b"x")
     assert done == ["file", "name", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "BadDigest", TransientError),
+        (400, "InvalidArgument", OSError),
+        (403, "AccessDenied", DeniedError),
+        (404, "NoSuchKey", FileNotFoundError),
+        (409, "ConditionalRequestConflict", TransientError),
+        (412, "PreconditionFailed", FileExistsError),
+        (429, "TooManyRequests", TransientError),
+        (503, "", TransientError),
+    ],
+)
+def test_what_a_store_answers_is_told_by_the_type_of_the_error(
+    status: int, code: str, expected: type[OSError]
+) -> None:
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    with pytest.raises(expected) as caught, s3._as_os_errors("bucket/key"):
+        raise ClientError(answer, "PutObject")
+    assert type(caught.value) is expected
+
+
+def test_an_endpoint_that_does_not_answer_is_tried_again() -> None:
+    for error in (
+        EndpointConnectionError(endpoint_url="http://127.0.0.1:1"),
+        ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"),
+        ConnectionClosedError(endpoint_url="http://127.0.0.1:1"),
+    ):
+        with pytest.raises(TransientError), s3._as_os_errors("bucket/key"):
+            raise error

@@ -25,18 +25,26 @@ _LOG: Final = logging.getLogger(__name__)
 
 _TRANSIENT: Final = re.compile(
     r"SLOW_DOWN|SlowDown|INTERNAL_FAILURE|InternalError|SERVICE_UNAVAILABLE|NETWORK_CONNECTION"
-    r"|ConditionalRequestConflict|OperationAborted|BadDigest|IncompleteBody"
     r"|REQUEST_TIMEOUT|RequestTimeout|THROTTLING|Throttl|HTTP status (?:408|429|5\d\d)|curlCode"
     r"|timed? ?out|Connection (?:reset|was closed|refused|broken)|Could(?:n't| not) connect",
     re.IGNORECASE,
 )
+"""In the errors of pyarrow 25's S3FileSystem, for which it has no other type than OSError."""
 _TRANSIENT_ERRNO: Final = {
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
 }  # fmt: skip
 """What network file systems say while their server is away."""
 _PERHAPS_THROTTLED: Final = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP status 403")
-"""Some stores answer 403 when they throttle; a wrong key answers so too, and must fail soon."""
+"""In those of pyarrow 25, likewise."""
+
+
+class TransientError(OSError):
+    """The store asks to try again later, or its answer was cut short."""
+
+
+class DeniedError(OSError):
+    """The store refuses these credentials; some answer so when they throttle."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +141,14 @@ def is_transient(error: OSError) -> bool:
     """Whether the store, and not what is stored, is at fault."""
     if isinstance(error, FileNotFoundError):
         return False
-    is_kind = isinstance(error, ConnectionError | TimeoutError) or error.errno in _TRANSIENT_ERRNO
-    return is_kind or bool(_TRANSIENT.search(str(error)))
+    if isinstance(error, ConnectionError | TimeoutError | TransientError):
+        return True
+    return error.errno in _TRANSIENT_ERRNO or bool(_TRANSIENT.search(str(error)))
 
 
 def is_denied(error: Exception) -> bool:
     """Whether the store refuses these credentials."""
-    return bool(_PERHAPS_THROTTLED.search(str(error)))
+    return isinstance(error, DeniedError) or bool(_PERHAPS_THROTTLED.search(str(error)))
 
 
 def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:

@@ -21,7 +21,7 @@ from contextvars import copy_context
 from functools import lru_cache
 from typing import Any, Final
 
-from vit_ray.retry import with_retries
+from vit_ray.retry import DeniedError, TransientError, with_retries
 
 CONNECT_TIMEOUT_S: Final = 5.0
 _REQUEST_TIMEOUT_S: Final = 30.0
@@ -85,7 +85,8 @@ def _delete_keys(path: str, keys: list[str]) -> None:
         objects = [{"Key": key} for key in keys[first : first + _DELETES_AT_ONCE]]
         answer = _request("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
         if errors := answer.get("Errors"):
-            raise OSError(f"{path}: {errors[0]['Code']} for {errors[0]['Key']} and perhaps others")
+            code, key = errors[0]["Code"], errors[0]["Key"]
+            raise _type_of(None, code)(f"{path}: {code} for {key} and perhaps others")
 
 
 def move(path: str, target: str) -> None:
@@ -285,16 +286,40 @@ def _content_md5(body: bytes) -> str:
 
 @contextlib.contextmanager
 def _as_os_errors(path: str) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+    from botocore import exceptions
 
     try:
         yield
-    except ClientError as error:
+    except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        kinds: dict[Any, type[OSError]] = {404: FileNotFoundError, 412: FileExistsError}
-        told = f"{path}: {error} (HTTP status {status})"
-        raise kinds.get(status, OSError)(told) from error
-    except HTTPClientError as error:  # no answer, or half of one
-        raise ConnectionError(f"{path}: {error}") from error
-    except BotoCoreError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        raise _type_of(status, code)(f"{path}: {error} (HTTP status {status})") from error
+    except (
+        exceptions.HTTPClientError,  # no answer, or half of one
+        exceptions.ConnectTimeoutError,
+        exceptions.EndpointConnectionError,
+    ) as error:
+        raise TransientError(f"{path}: {error}") from error
+    except exceptions.BotoCoreError as error:
         raise OSError(f"{path}: {error}") from error
+
+
+_TYPES: Final[dict[int | None, type[OSError]]] = {
+    403: DeniedError,
+    404: FileNotFoundError,
+    408: TransientError,
+    412: FileExistsError,
+    429: TransientError,
+}
+_TRANSIENT_CODES: Final = {
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
+    "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
+    "Throttling", "ThrottlingException",
+}  # fmt: skip
+"""Of S3, with HTTP statuses 400, 409 and 5xx, or of one of the keys of a request."""
+
+
+def _type_of(status: int | None, code: str) -> type[OSError]:
+    if code in _TRANSIENT_CODES or (status or 0) >= 500:
+        return TransientError
+    return DeniedError if code == "AccessDenied" else _TYPES.get(status, OSError)

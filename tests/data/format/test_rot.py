@@ -3,15 +3,18 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from vit_ray import retry
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
-from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
+from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader, ShardReader
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.prepare.subset import subset
@@ -105,6 +108,41 @@ def test_a_manifest_with_a_flipped_bit_is_not_opened(small: Manifest) -> None:
     for flip in flips(Path(small.root) / MANIFEST_FILE, bits_per_byte=2):
         with pytest.raises(ValueError, match=r"damaged|upgrade"):
             pytest.fail(f"{flip}: opened, {open_dataset(small.root).fingerprint}")
+
+
+class CutOnce:
+    """A file whose first row group ends a byte early."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.reads = source, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_buffer(self, count: int) -> pa.Buffer:
+        self.reads += 1
+        content = self._source.read_buffer(count)
+        return content[:-1] if self.reads == 1 else content
+
+
+def test_a_row_group_that_ends_early_is_read_again(
+    small: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
+    whole, _ = used_rows(small)
+    sources: list[CutOnce] = []
+
+    def cut(reader: ShardReader) -> CutOnce:
+        if not sources:
+            file = reader._location
+            sources.append(CutOnce(file.filesystem.open_input_file(file.path)))
+        return sources[0]
+
+    monkeypatch.setattr(ShardReader, "_source", property(cut))
+    rows, is_refused = used_rows(small)
+    assert not is_refused
+    assert rows == whole
+    assert sources[0].reads == small.num_row_groups + 1
 
 
 def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:

@@ -27,7 +27,7 @@ from vit_ray.data.format.schema import (
     is_shard_schema,
 )
 from vit_ray.data.format.stored_image import RestartIndex, RestartIndices, StoredImage
-from vit_ray.retry import is_denied, is_transient, read_again, with_retries
+from vit_ray.retry import TransientError, is_denied, is_transient, read_again, with_retries
 from vit_ray.storage import Location
 
 Result = TypeVar("Result")
@@ -217,7 +217,7 @@ class ShardReader:
         self._source.seek(start)
         content = self._source.read_buffer(stop - start)
         if content.size < stop - start:
-            raise OSError(f"{self._location.path}: Connection reset within row group {row_group}")
+            raise TransientError(f"{self._location.path}: row group {row_group} is cut short")
         return content
 
     def columns(
@@ -279,7 +279,7 @@ class ShardReader:
         self._source.seek(self._bytes - length)
         tail = bytes(self._source.read(length))
         if len(tail) < length:
-            raise OSError(f"{self._location.path}: Connection reset in the middle of the footer")
+            raise TransientError(f"{self._location.path}: the footer is cut short")
         return tail
 
     @cached_property
@@ -492,7 +492,7 @@ def _explained(location: Location) -> Iterator[None]:
         ) from error
     except OSError as error:
         if is_transient(error):
-            raise OSError(
+            raise TransientError(
                 f"shard {location.path!r} cannot be read: its storage does not answer ({error}); "
                 f"the data need no repair, try again when it does."
             ) from error

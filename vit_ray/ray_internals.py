@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -267,6 +268,36 @@ def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
 
     print_the_others.hides_messages = True  # type: ignore[attr-defined]
     worker.print_to_stdstream = print_the_others
+
+
+# Texts of Ray 2.60 for which it has no type.
+STARTUP_TIMEOUT: Final = "The current node timed out during startup"
+_VERSION_MISMATCH: Final = "Version mismatch: "
+_MANY_ACTORS: Final = "worker processes have been started"
+_MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
+"""In a text of several lines, of which the last is of Ray's settings."""
+
+
+def is_startup_timeout(error: Exception) -> bool:
+    """Whether `ray.init` raised it because a node could not be started in time."""
+    return STARTUP_TIMEOUT in str(error)
+
+
+def version_mismatch(error: Exception) -> str | None:
+    """What differs, where `ray.init` raised it for another Ray or Python; None for other errors."""
+    told = " ".join(str(error).split())
+    return told.removeprefix(_VERSION_MISMATCH) if told.startswith(_VERSION_MISMATCH) else None
+
+
+def is_warning_of_many_actors(line: str) -> bool:
+    """Whether a printed line is the warning about many small actors."""
+    return _MANY_ACTORS in line
+
+
+def memory_kill(error: BaseException) -> tuple[str, str] | None:
+    """Host, and use of its memory, where Ray has ended a process for lack of it; else None."""
+    found = _MEMORY_KILL.search(str(error))
+    return (found[1], found[2]) if found else None
 
 
 def has_auth_token() -> bool:

@@ -14,6 +14,7 @@ from ray._private.utils import check_version_info
 from vit_ray.config import load_recipe
 from vit_ray.launch import cluster
 from vit_ray.launch.cluster import ClusterShape, check_reachable, connect
+from vit_ray.ray_internals import STARTUP_TIMEOUT
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
@@ -62,10 +63,10 @@ def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
 
 
 def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cluster.TIMED_OUT in inspect.getsource(node)
+    assert STARTUP_TIMEOUT in inspect.getsource(node)
 
     def init(**_: Any) -> None:
-        raise Exception(f"{cluster.TIMED_OUT}. This could happen because the GCS is overloaded.")
+        raise Exception(f"{STARTUP_TIMEOUT}. This could happen because the GCS is overloaded.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())

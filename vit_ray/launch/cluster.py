@@ -22,7 +22,10 @@ from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,
     hide_printed_messages,
+    is_startup_timeout,
+    is_warning_of_many_actors,
     reload_ray_config,
+    version_mismatch,
 )
 
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -37,9 +40,6 @@ _NUM_ACTORS: Final = 12
 
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
-
-TIMED_OUT: Final = "The current node timed out during startup"
-"""Said by Ray of a node that it could not start in time."""
 
 _STARTED: Final[list[str]] = []
 """Addresses of the clusters that this process has started."""
@@ -106,8 +106,8 @@ def _start(num_cpus: int) -> None:
             log_to_driver=_shows_logs(),
             logging_level=logging.ERROR,
         )
-    except Exception as error:  # for which Ray has no type
-        if TIMED_OUT not in str(error):
+    except Exception as error:
+        if not is_startup_timeout(error):
             raise
         raise RuntimeError(
             "Ray could not be started on this machine in its time limit of 30 s: the machine is "
@@ -125,11 +125,11 @@ def _join() -> None:
         # no limit: Ray's own two minutes; `check_reachable` has asked before
         ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
     except RuntimeError as error:
-        told = " ".join(str(error).split())
-        if not told.startswith("Version mismatch: "):
+        mismatch = version_mismatch(error)
+        if mismatch is None:
             raise
         raise ValueError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {told.removeprefix('Version mismatch: ')}. "
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {mismatch}. "
             f"Both need the same Python and Ray {VERSION}: start the driver with the cluster's, "
             "such as by `ray job submit`, which starts it there, or renew the cluster"
         ) from None
@@ -206,7 +206,7 @@ def _quiet() -> None:
     if _shows_logs():
         return
     # Ray's warning about many small actors, which a sweep has by design.
-    hide_printed_messages(lambda line: "worker processes have been started" in line)
+    hide_printed_messages(is_warning_of_many_actors)
     for name in ("ray.train", "ray.data", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")

@@ -40,6 +40,7 @@ from vit_ray.ray_internals import (
     WorkerGroupStartupTimeoutError,
     _is_preemption_failure,
     expire_resource_requests_after,
+    memory_kill,
     name_placement_groups,
     refresh_reserved_resources,
 )
@@ -53,8 +54,6 @@ KEEP_REQUEST_S: Final = 45
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0
 _MOST_CAUSES: Final = 3
-_OUT_OF_MEMORY: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
-"""In Ray's text of several lines, of which the last is of Ray's settings."""
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
 
@@ -300,17 +299,24 @@ def cause(error: BaseException) -> str:
     """
     failures = getattr(error, "worker_failures", None)
     if not failures:
-        if found := _OUT_OF_MEMORY.search(str(error)):
+        if found := memory_kill(error):
             return (
-                f"host {found[1]} ran out of memory ({found[2]}), so Ray ended the process; use "
+                f"host {found[0]} ran out of memory ({found[1]}), so Ray ended the process; use "
                 "nodes with more memory, or fewer workers on each (a larger "
                 "workers.cpus_per_worker)"
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[-1].strip() if lines else repr(error)
-    ranks: dict[str, int] = {}
+    places: dict[str, tuple[bool, int]] = {}
     for rank, failure in sorted(failures.items()):
-        ranks.setdefault(cause(failure), rank)
-    first_to_last = sorted(ranks, key=lambda text: (bool(_COLLATERAL.search(text)), ranks[text]))
-    shown = [f"worker {ranks[text]}: {text}" for text in first_to_last[:_MOST_CAUSES]]
+        text = cause(failure)
+        places.setdefault(text, (_is_collateral(failure, text), rank))
+    first_to_last = sorted(places, key=places.__getitem__)
+    shown = [f"worker {places[text][1]}: {text}" for text in first_to_last[:_MOST_CAUSES]]
     return "; ".join(shown)
+
+
+def _is_collateral(failure: BaseException, text: str) -> bool:
+    """Whether a worker has only lost the others, by what torch 2's NCCL and Gloo say of that."""
+    is_ours = type(failure).__module__.startswith("vit_ray")
+    return not is_ours and bool(_COLLATERAL.search(text))

@@ -10,7 +10,7 @@ import torch
 
 T = TypeVar("T")
 
-# Of torch's allocators, and of the CUDA libraries that take memory past them.
+# Of torch 2's allocators, and of the CUDA libraries that take memory past them: `RuntimeError`s.
 _EXHAUSTED = (
     "out of memory",
     "can't allocate memory",

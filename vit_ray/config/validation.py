@@ -38,11 +38,18 @@ _ALIASES = {
 }
 
 
+class InvalidValueError(ValueError):
+    """Some values are not as the schema has them."""
+
+    types: frozenset[str] = frozenset()
+    """Pydantic's names of what is wrong, such as `int_type`."""
+
+
 def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
     """A checked instance of a schema from plain data.
 
     Raises:
-        ValueError: as `load_recipe`; every problem is listed.
+        InvalidValueError: as `load_recipe`; every problem is listed.
     """
     try:
         # JSON mode is strict about types but lets a list stand for a tuple, as YAML needs.
@@ -52,7 +59,9 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         # A tuple whose items failed counts as too short as well; only the items' own faults help.
         causes = [p for p in found if p["type"] != "too_short"] or found
         problems = [_describe(schema, problem) for problem in causes]
-        raise ValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems)))) from None
+        refusal = InvalidValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems))))
+        refusal.types = frozenset(problem["type"] for problem in found)
+        raise refusal from None
 
 
 def require(value: Value | None, key: str, hint: str) -> Value:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.validation import InvalidValueError
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.launch.preflight import check_model
 
@@ -58,8 +59,9 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
 def _check(recipe: Recipe, point: Point, space: Mapping[str, Any]) -> None:
     try:
         changed = with_point(recipe, point)
-    except ValueError as error:
-        if "valid integer" in str(error) and any(isinstance(v, dict) for v in space.values()):
+    except InvalidValueError as error:
+        is_fraction = "int_type" in error.types
+        if is_fraction and any(isinstance(values, dict) for values in space.values()):
             told = "a range is of numbers with a fraction: list the values of a whole number"
             raise ValueError(f"{error}; {told}") from None
         raise

@@ -410,8 +410,7 @@ def errors_of_weights() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("init_from") else f"init_from: {text}") from None
+        raise ValueError(f"init_from: {error}") from None
 
 
 def _trained_sides(sides: Grid, grids: tuple[Grid, Grid] | None) -> Grid | None:

@@ -92,14 +92,14 @@ def read_by_first(read: Callable[[], Any], device: torch.device) -> Any:
     Raises:
         ValueError: on every rank, where `read` raises one, or storage does not answer.
     """
-    found: list[Any] = [None, ""]
+    found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             found[0] = read()
         except (ValueError, OSError) as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0, device=device)
-    if found[1]:
+    if found[1] is not None:
         raise ValueError(found[1])
     return found[0]
 

@@ -42,17 +42,17 @@ def download(address: str) -> str:
         return snapshot_download(name, revision=revision or None, allow_patterns=_WANTED)
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ValueError(
-            f"init_from={address!r}: the Hugging Face hub shows no such repository or revision; "
-            "check the name, and set HF_TOKEN if it is private or gated"
+            f"{address!r}: the Hugging Face hub shows no such repository or revision; "
+            "check init_from, and set HF_TOKEN if it is private or gated"
         ) from None
     except HFValidationError as error:
         raise ValueError(
-            f"init_from={address!r}: expected hf://OWNER/NAME, such as "
+            f"{address!r}: expected hf://OWNER/NAME in init_from, such as "
             f"hf://google/vit-base-patch16-224 ({error})"
         ) from None
     except Exception as error:  # of an HTTP library that changes with the hub's versions
         raise ValueError(
-            f"init_from={address!r}: the Hugging Face hub cannot be reached, and the weights are "
+            f"{address!r}: the Hugging Face hub cannot be reached, and the weights are "
             f"not in its cache {constants.HF_HUB_CACHE}. Run `hf download {name}` where there is a "
             f"network and copy the cache, or give a local folder ({type(error).__name__}: {error})"
         ) from error

@@ -194,7 +194,7 @@ def find_weight_file(path: str) -> Location | None:
     found = next((file for file in inside if file.exists()), None)
     if found is None and path.startswith(SCHEME):
         raise ValueError(
-            f"init_from={path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
+            f"{path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
             "code and are not read"
         )
     return found

@@ -1,0 +1,172 @@
+"""How runs end, from the worker to the sweep, by values alone: no text is looked at.
+
+`tests/test_reworded.py` runs these with every message of the package in other words.
+"""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.exceptions import WorkerGroupError
+
+from tests.experiments.test_sweep import outcome_of, swept, trained
+from tests.launch.test_worker_group import Lanes
+from tests.train.fakes import TOTAL, FakeEngine, Worker, make_job
+from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.sweep import trial_recipe
+from vit_ray.launch import ray_policies, run
+from vit_ray.launch.lane import LaneLostError
+from vit_ray.launch.placement_wait import StoppedWaitingError
+from vit_ray.launch.ray_policies import ConsecutiveFailurePolicy
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.outcomes import EventKind, Failure, TrialState
+from vit_ray.tracking.run_status import Event, RunStatus
+from vit_ray.train.attempt import run_attempt
+from vit_ray.train.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
+from vit_ray.train.watchdog import Watchdog
+
+
+def driver_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> RunFailedError:
+    """What the driver raises after the worker's attempt, whose failure went through processes."""
+    sent = pickle.loads(pickle.dumps(worker.actor.failure))
+    with pytest.raises(RunFailedError) as caught:
+        Lanes(monkeypatch, None).train(Path(worker.job.recipe.output), sent)
+    return caught.value
+
+
+def test_a_trial_that_is_not_finite_has_diverged_and_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
+    run_attempt(worker.link, worker.attempt)
+    assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
+    error = driver_error(worker, monkeypatch)
+    assert type(error) is RunDivergedError
+    parent, events = trained(monkeypatch, [error])  # a second training would find no outcome
+    whole = swept(tmp_path)
+    found = outcome_of(whole, trial_recipe(whole, {RATE: 0.1}), parent)
+    assert found.state is TrialState.DIVERGED
+    assert events == [EventKind.TRIAL_DIVERGED]
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_what_a_worker_refuses_ends_the_run_and_may_be_tried_again_by_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_agreed: bool
+) -> None:
+    def refuse(step: int) -> None:
+        raise UnrecoverableError("bad data", is_agreed=is_agreed)
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
+    if is_agreed:
+        run_attempt(worker.link, worker.attempt)
+    else:
+        with pytest.raises(UnrecoverableError):
+            run_attempt(worker.link, worker.attempt)
+    error = driver_error(worker, monkeypatch)
+    assert type(error) is RunFailedError
+    parent, events = trained(monkeypatch, [error] * 3)
+    whole = swept(tmp_path)
+    found = outcome_of(whole, trial_recipe(whole, {RATE: 0.1}), parent)
+    assert found.state is TrialState.FAILED
+    assert events == [EventKind.TRIAL_RETRIED] * 2
+
+
+def result_of(worker: Worker) -> Any:
+    """What the driver makes of the worker's events."""
+    events = [Event(kind, text, step, 0.0) for kind, text, step in worker.actor.events]
+    asked = {"status": RunStatus(events=events), "run_id": None, "hint": ""}
+    return run._result(worker.job, SimpleNamespace(ask=asked.get))  # type: ignore[arg-type]
+
+
+def test_a_training_that_was_stopped_has_not_failed(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def stop(step: int) -> None:
+        worker.actor.stop = "request"
+        worker.link.beat(step)
+
+    worker.engine.on_backward = stop
+    run_attempt(worker.link, worker.attempt)
+    assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.STOPPED]
+    assert not result_of(worker).is_complete
+    worker.actor.events.pop()
+    with pytest.raises(RunFailedError):
+        result_of(worker)
+
+
+def test_an_evaluation_that_was_stopped_has_no_result(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path, kind="evaluate"))
+    worker.actor.events.append((EventKind.STOPPED, "request", 0))
+    with pytest.raises(RunStoppedError):
+        result_of(worker)
+
+
+def decision(monkeypatch: pytest.MonkeyPatch, folder: Path, error: Exception, count: int) -> Any:
+    """The last of so many decisions on a worker's error, as Ray delivers it; one is allowed."""
+    fail = SimpleNamespace(remote=lambda *_: None)
+    recorder = SimpleNamespace(event=fail, fail=fail, failure=fail)
+    job = make_job(folder, workers={"max_failures": 1})
+    object.__setattr__(job, "recorder", recorder)
+    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
+    policy = ConsecutiveFailurePolicy(lambda: job)
+    sent = pickle.loads(pickle.dumps(error))
+    return [policy.make_decision(WorkerGroupError("failed", {0: sent})) for _ in range(count)][-1]
+
+
+def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(step: int) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
+    with pytest.raises(SmallerMicroBatchError) as caught:
+        run_attempt(worker.link, worker.attempt)
+    assert worker.kinds() == [EventKind.OUT_OF_MEMORY]
+    smaller = caught.value
+    assert decision(monkeypatch, tmp_path, smaller, 9) is FailureDecision.RETRY
+    assert decision(monkeypatch, tmp_path, OSError("x"), 2) is FailureDecision.RAISE
+
+
+def test_a_lost_node_costs_no_failure_and_a_lost_lane_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = ray.exceptions.RayActorError(preempted=True)
+    assert decision(monkeypatch, tmp_path, taken, 9) is FailureDecision.RETRY
+    lanes = Lanes(monkeypatch, LaneLostError("x"), StoppedWaitingError("request"))
+    lanes.train(tmp_path)
+    assert [kind for kind, *_ in lanes.events] == [EventKind.WORKER_FAILED, EventKind.STOPPED]
+
+
+def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None:
+    worker, ends, now_s = Worker(make_job(tmp_path)), [], [0.0]
+    dog = Watchdog(
+        TOTAL, 60.0, worker.link.beat, worker.link.note_hang,
+        end=lambda: ends.append(1), clock=lambda: now_s[0],
+    )  # fmt: skip
+    dog.begin_steps(0)
+    dog.note_step(1)
+    now_s[0] = 61.0
+    dog.check()
+    assert (worker.kinds(), ends) == ([EventKind.HUNG], [1])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnrecoverableError("x", is_agreed=False), DivergedError("x"), SmallerMicroBatchError("x")],
+)
+def test_errors_of_workers_arrive_at_the_driver_as_they_are(error: Exception) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+    assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
+
+
+def test_a_kind_of_another_version_is_unknown() -> None:
+    assert EventKind("stopped") is EventKind.STOPPED
+    assert EventKind("of another version") is EventKind.UNKNOWN
+    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged

@@ -1,0 +1,119 @@
+"""A net under refactoring: what the code does, recorded before a change and compared after it.
+
+    python -m tests.net record FOLDER [PART ...]    one JSON file for each part, by default all
+    python -m tests.net compare A B [PART ...]      prints what differs; exits 1 if anything does
+    python -m tests.net mutations [NAME ...]        each mutation must fail its test; exits 1 if not
+    python -m tests.net keep                        renews kept/ where a format has changed
+
+Two recordings of one commit on one machine are equal. `losses` and `mlflow` hold bit-exact floats,
+which depend on the processor; `order` and `formats` do not, and are kept in `kept/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+KEPT = Path(__file__).with_name("kept")
+# Those with True need a Ray cluster: pytest starts it, and runs the function of that name.
+PARTS = {
+    "order": False, "formats": False, "dry_run": False, "losses": False, "mlflow": True,
+    "faults": True,
+}  # fmt: skip
+KEPT_PARTS = ("order", "formats")
+
+
+def record(folder: Path, parts: list[str]) -> None:
+    """Write `PART.json` for each part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        start_s = time.monotonic()
+        if PARTS[part]:
+            _run_on_ray(part, folder)
+        else:
+            write_part(folder, part, importlib.import_module(f"tests.net.{part}").record())
+        print(f"{part}: {time.monotonic() - start_s:.0f} s", flush=True)
+
+
+def write_part(folder: Path, part: str, found: Any) -> None:
+    """One leaf a line, so that `diff` reads it too."""
+    text = json.dumps(found, indent=1, sort_keys=True, default=str)
+    (folder / f"{part}.json").write_text(text + "\n")
+
+
+def _run_on_ray(name: str, folder: Path) -> None:
+    test = f"{Path(__file__).with_name('on_ray.py')}::test_{name}"
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", test]
+    environment = {**os.environ, "VIT_RAY_NET_FOLDER": str(folder.absolute())}
+    if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
+        sys.exit(f"{name} could not be recorded; pytest says why above")
+
+
+def read_parts(folder: Path) -> dict[str, Any]:
+    """The recorded parts, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
+    """A line for each leaf that is not in both or not the same."""
+    if isinstance(one, list) and isinstance(other, list):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            path = f"{name} > {key}" if name else str(key)
+            if key in one and key in other:
+                yield from differences(one[key], other[key], path)
+            else:
+                yield f"{path}: only in {'the first' if key in one else 'the second'}"
+    elif one != other:
+        yield f"{name}: {one!r} != {other!r}"
+
+
+def compare(first: Path, second: Path, parts: list[str]) -> int:
+    """Print the differences; 1 if there are any."""
+    one, other = (
+        {part: found for part, found in read_parts(folder).items() if part in parts}
+        for folder in (first, second)
+    )
+    found = list(differences(one, other))
+    print("\n".join(found) or f"equal: {', '.join(one)}")
+    return 1 if found or not one else 0
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.net", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, folders in {"record": 1, "compare": 2}.items():
+        command = commands.add_parser(name)
+        command.add_argument("folders", nargs=folders, type=Path, metavar="FOLDER")
+        command.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    commands.add_parser("mutations").add_argument("names", nargs="*", metavar="NAME")
+    commands.add_parser("keep")
+    given = parser.parse_args()
+    if unknown := set(getattr(given, "parts", ())) - set(PARTS):
+        parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+    if given.command == "record":
+        record(given.folders[0], given.parts or list(PARTS))
+    elif given.command == "compare":
+        return compare(*given.folders, given.parts or list(PARTS))
+    elif given.command == "mutations":
+        return int(importlib.import_module("tests.net.mutations").run(given.names))
+    else:
+        _run_on_ray("keep", KEPT)
+        record(KEPT, list(KEPT_PARTS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

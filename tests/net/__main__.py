@@ -12,6 +12,7 @@ which depend on the processor; `order` and `formats` do not, and are kept in `ke
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import os
@@ -66,8 +67,11 @@ def read_parts(folder: Path) -> dict[str, Any]:
 def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
     """A line for each leaf that is not in both or not the same."""
     if isinstance(one, list) and isinstance(other, list):
-        one, other = dict(enumerate(one)), dict(enumerate(other))
-    if isinstance(one, dict) and isinstance(other, dict):
+        before, after = ([json.dumps(item) for item in items] for items in (one, other))
+        for line in difflib.unified_diff(before, after, n=0, lineterm=""):
+            if not line.startswith(("---", "+++", "@@")):
+                yield f"{name} > {line}"
+    elif isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             path = f"{name} > {key}" if name else str(key)
             if key in one and key in other:

@@ -34,7 +34,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"averaging": 0.9},
     },
     "hybrid, sigmoid, bf16": {
-        "model": {"name": "R+ViT", "patch_size": 1, "stages": [1, 1], "width_factor": 1},
+        "model": {"name": "R+ViT", "patch_size": None, "stages": [1, 1], "width_factor": 1},
         "train": {"loss": "sigmoid", "precision": "bf16"},
     },
 }

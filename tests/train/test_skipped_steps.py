@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 def train_on(
     rank: int, train: TrainConfig, numbers: list[int], bad: int | None
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str, int]], Progress]:
-    """Weights, history and position after a step of each batch; rank 1's loss of `bad` is NaN."""
+    """Weights and averages, history and position after a step of each batch; rank 1's loss of `bad`
+    is NaN."""
     engine = build_engine(train, RANKS, MICRO)
     plain, actor = engine._loss_function, FakeActor()
 
@@ -60,13 +61,16 @@ def train_on(
     ending = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
+    assert engine.average is not None
+    for name, parts in engine.average.by_name().items():
+        weights |= {f"average of {name} from {start}": values for start, values in parts}
     return weights, actor.events, progress
 
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(stage: int) -> None:
-    train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.0, nonfinite="skip")
+    train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5, nonfinite="skip")
     skipped = run_ranks(RANKS, train_on, train, [0, 1, BAD, 3, 4], BAD)
     without = run_ranks(RANKS, train_on, train, [0, 1, 3, 4], None)
     for (weights, _, progress), (wanted, _, _) in zip(skipped, without, strict=True):

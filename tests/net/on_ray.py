@@ -87,23 +87,25 @@ def test_faults(ray_cluster: Head, digits: Digits, tmp_path: Path) -> None:
     def note(fault: str, recipe: Recipe, driver: Driver) -> None:
         code, output = driver.wait(600)
         newest = newest_checkpoint(locate(recipe.run_folder))
-        said = re.findall(rf"^(?:{recipe.name}|error): .*", output, re.MULTILINE)
-        # Which step it was at is a matter of time.
-        lines = [
-            re.sub(r"\d+", "#", plain(line.replace(recipe.name, "RUN"), _places(digits, tmp_path)))
-            for line in said
-            if "ETA" not in line
-        ]
+        lines = re.findall(rf"^(?:{recipe.name}|error): .*", output, re.MULTILINE)
+        said = [plain(line, _places(digits, tmp_path)) for line in lines if "ETA" not in line]
+        for pattern, name in {
+            recipe.name: "RUN",
+            # Which step it was at, and which worker notices first that one died, is chance.
+            r"\d+(, \d+)*": "#",
+            r"(worker failed): .*": r"\1",
+        }.items():
+            said = [re.sub(pattern, name, line) for line in said]
         told[fault] = {
             "exit code": code,
             "is at its end": newest is not None and newest.position.step == recipe.optim.steps,
-            "said": lines,
+            "said": said,
         }
 
     def command(recipe: Recipe) -> Driver:
         return Driver(ray_cluster, "pretrain", str(write_recipe(recipe, tmp_path)))
 
-    stopped = _long_recipe("stopped", digits, tmp_path)
+    stopped = _long_recipe("told-to-end", digits, tmp_path)
     driver = start(stopped, ray_cluster, tmp_path)
     driver.process.send_signal(signal.SIGTERM)
     note("SIGTERM", stopped, driver)
@@ -147,7 +149,7 @@ def test_faults(ray_cluster: Head, digits: Digits, tmp_path: Path) -> None:
         away = {"uri": f"http://127.0.0.1:{held.getsockname()[1]}"}
         untracked = small_recipe("untracked", digits, tmp_path, tracking=away)
         note("MLflow is away", untracked, command(untracked))
-    absent = small_recipe("absent", digits, tmp_path, data={"train": f"{tmp_path}/absent"})
+    absent = small_recipe("without-data", digits, tmp_path, data={"train": f"{tmp_path}/absent"})
     note("there is no data set", absent, command(absent))
     write_part(FOLDER, "faults", told)
 

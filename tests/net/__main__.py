@@ -5,13 +5,13 @@
     python -m tests.net mutations [NAME ...]        each mutation must fail its test; exits 1 if not
     python -m tests.net keep                        renews kept/ where a format has changed
 
-Two recordings of one commit on one machine are equal. `losses` and `mlflow` hold bit-exact floats,
-which depend on the processor; `order` and `formats` do not, and are kept in `kept/`.
+PART is order, formats, dry_run, losses, mlflow or faults. Two recordings of one commit on one
+machine are equal. `losses` and `mlflow` hold bit-exact floats, which depend on the processor;
+`order` and `formats` do not, and are kept in `kept/`.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import json
@@ -25,12 +25,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("kept")
-# Those with True need a Ray cluster: pytest starts it, and runs the function of that name.
-PARTS = {
-    "order": False, "formats": False, "dry_run": False, "losses": False, "mlflow": True,
-    "faults": True,
-}  # fmt: skip
-KEPT_PARTS = ("order", "formats")
+KEPT_PARTS = ["order", "formats"]
+ON_RAY = ["mlflow", "faults"]
+"""What needs a cluster: pytest starts it, and runs `test_PART` of `on_ray.py`."""
+PARTS = [*KEPT_PARTS, "dry_run", "losses", *ON_RAY]
 
 
 def record(folder: Path, parts: list[str]) -> None:
@@ -38,7 +36,7 @@ def record(folder: Path, parts: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         start_s = time.monotonic()
-        if PARTS[part]:
+        if part in ON_RAY:
             _run_on_ray(part, folder)
         else:
             write_part(folder, part, importlib.import_module(f"tests.net.{part}").record())
@@ -57,11 +55,6 @@ def _run_on_ray(name: str, folder: Path) -> None:
     environment = {**os.environ, "VIT_RAY_NET_FOLDER": str(folder.absolute())}
     if subprocess.run(command, cwd=ROOT, env=environment).returncode != 0:
         sys.exit(f"{name} could not be recorded; pytest says why above")
-
-
-def read_parts(folder: Path) -> dict[str, Any]:
-    """The recorded parts, by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
@@ -85,39 +78,32 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[str]:
 def compare(first: Path, second: Path, parts: list[str]) -> int:
     """Print the differences; 1 if there are any."""
     one, other = (
-        {part: found for part, found in read_parts(folder).items() if part in parts}
+        {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
         for folder in (first, second)
     )
+    one, other = ({part: each[part] for part in parts if part in each} for each in (one, other))
     found = list(differences(one, other))
     print("\n".join(found) or f"equal: {', '.join(one)}")
     return 1 if found or not one else 0
 
 
-def main() -> int:
+def main(*words: str) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.net", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, folders in {"record": 1, "compare": 2}.items():
-        command = commands.add_parser(name)
-        command.add_argument("folders", nargs=folders, type=Path, metavar="FOLDER")
-        command.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    commands.add_parser("mutations").add_argument("names", nargs="*", metavar="NAME")
-    commands.add_parser("keep")
-    given = parser.parse_args()
-    if unknown := set(getattr(given, "parts", ())) - set(PARTS):
-        parser.error(f"no such part: {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
-    if given.command == "record":
-        record(given.folders[0], given.parts or list(PARTS))
-    elif given.command == "compare":
-        return compare(*given.folders, given.parts or list(PARTS))
-    elif given.command == "mutations":
-        return int(importlib.import_module("tests.net.mutations").run(given.names))
-    else:
-        _run_on_ray("keep", KEPT)
-        record(KEPT, list(KEPT_PARTS))
+    match words:
+        case ["record", folder, *parts] if set(parts) <= set(PARTS):
+            record(Path(folder), parts or PARTS)
+        case ["compare", first, second, *parts] if set(parts) <= set(PARTS):
+            return compare(Path(first), Path(second), parts or PARTS)
+        case ["mutations", *names]:
+            return int(importlib.import_module("tests.net.mutations").run(names))
+        case ["keep"]:
+            _run_on_ray("keep", KEPT)
+            record(KEPT, KEPT_PARTS)
+        case _:
+            print(__doc__)
+            return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -71,17 +71,17 @@ def _run(client: MlflowClient, run: Run, places: dict[str, str]) -> dict[str, An
         "models": len(run.outputs.model_outputs) if run.outputs else 0,
         "files": sorted({plain(path, places) for path in files}),
         "events": [
-            [event["kind"], event["step"], _said(event["kind"], plain(event["text"], places))]
+            [
+                event["kind"],
+                event["step"],
+                # Which worker notices first that another one died is chance.
+                "-" if event["kind"] == "worker failed" else plain(event["text"], places),
+            ]
             for path in sorted(files)
             if path.startswith("history/")
             for event in json.loads(_content(client, run.info.run_id, path))
         ],
     }
-
-
-def _said(kind: str, text: str) -> str:
-    """The text of an event; which worker notices first that another one died is chance."""
-    return "-" if kind == "worker failed" else text
 
 
 def _points(client: MlflowClient, run_id: str, key: str) -> Any:

@@ -1,0 +1,109 @@
+"""Hosts reach each other, are cut off, slowed, lost and start again, and leave nothing behind."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.hosts import Host, Network
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Network, Host, Host]]:
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    with hosts.network() as net:
+        yield net, net.join("one"), net.join("two", private=["/var/tmp"])
+
+
+def answers(host: Host, address: str, port: int) -> bool:
+    script = f"import socket; socket.create_connection(('{address}', {port}), timeout=2)"
+    return host.run(sys.executable, "-c", script)[0] == 0
+
+
+def serve(host: Host, port: int) -> None:
+    host.serve("http.log", sys.executable, "-m", "http.server", str(port))
+    deadline = time.monotonic() + 20
+    while not answers(host, host.address, port):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
+    pair: tuple[Network, Host, Host],
+) -> None:
+    _, one, two = pair
+    assert one.run("hostname") == (0, "one\n")
+    assert two.address in one.run("getent", "hosts", "two")[1]
+    sleeper = one.serve("sleep.log", "sleep", "77")
+    assert "sleep 77" in one.processes()
+    assert "sleep 77" not in two.processes()
+    for place, shared in (
+        ("/dev/shm/mark", False),
+        ("/var/tmp/mark", False),
+        ("/tmp/ray/m", False),
+    ):
+        one.run("touch", place)
+        assert (two.run("ls", place)[0] == 0) is shared, place
+        one.run("rm", place)
+    sleeper.kill()
+
+
+def test_a_host_is_cut_off_and_comes_back(pair: tuple[Network, Host, Host]) -> None:
+    _, one, two = pair
+    serve(one, 8101)
+    assert answers(two, one.address, 8101)
+    one.cut()
+    assert not answers(two, one.address, 8101)
+    assert answers(one, one.address, 8101)  # its own interface is up
+    one.heal()
+    assert answers(two, one.address, 8101)
+
+
+def test_a_slow_host_sends_no_faster_than_its_rate(pair: tuple[Network, Host, Host]) -> None:
+    _, one, two = pair
+    (one.folder / "blob").write_bytes(bytes(2_000_000))
+    one.serve("http.log", sys.executable, "-m", "http.server", "8102", "-d", str(one.folder))
+    fetch = "import urllib.request as u; print(len(u.urlopen('http://one:8102/blob').read()))"
+    deadline = time.monotonic() + 20
+    while not answers(two, one.address, 8102):
+        assert time.monotonic() < deadline
+    one.slow(8)
+    start_s = time.monotonic()
+    assert two.run(sys.executable, "-c", fetch) == (0, "2000000\n")
+    # 16 megabits at 8 a second; a limit that is not there would take some milliseconds.
+    assert time.monotonic() - start_s > 1.5
+
+
+def test_a_lost_host_has_no_process_and_starts_again_at_its_address(
+    pair: tuple[Network, Host, Host],
+) -> None:
+    net, one, two = pair
+    two.serve("sleep.log", "sleep", "78")
+    two.lose()
+    assert two.processes() == []
+    ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert "sleep 78" not in ps
+    again = net.join("two")
+    assert again.address == two.address
+    serve(again, 8103)
+    assert answers(one, again.address, 8103)
+
+
+def test_nothing_is_left_of_a_network() -> None:
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    with hosts.network() as net:
+        net.join("one").serve("sleep.log", "sleep", "79")
+        folder = net._folder
+    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"{net._token}" not in listed
+    assert (
+        "sleep 79"
+        not in subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    )
+    assert not Path(folder).exists()

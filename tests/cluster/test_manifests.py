@@ -320,6 +320,27 @@ def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
     assert int(names["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
 
 
+def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in_35_s(rayjob):
+    head, *_ = _pods(rayjob)
+    checks = {
+        item["name"]: item["value"]
+        for item in _container(head)["env"]
+        if item["name"].startswith("RAY_health_check")
+    }
+    period, timeout, count = (
+        int(checks[f"RAY_health_check_{name}"])
+        for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    assert (count - 1) * (period + timeout) > 20_000  # a cut of 20 s is no failure
+    assert count * (period + timeout) + period <= 35_000
+    launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
+    (start,) = [c for c in launcher["head_start_ray_commands"] if "ray start" in c]
+    by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
+    for name, value in checks.items():
+        assert f"{name}={value}" in start
+        assert f"{name}={value}" in by_hand
+
+
 def test_a_lost_cluster_is_replaced_and_nothing_is_submitted_twice(rayjob):
     spec = rayjob["spec"]
     assert spec["backoffLimit"] == 3

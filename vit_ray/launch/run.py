@@ -37,8 +37,8 @@ from vit_ray.launch.run_metadata import (
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.report.runs import INIT_RUN
 from vit_ray.outcomes import EventKind
+from vit_ray.report.runs import INIT_RUN
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint

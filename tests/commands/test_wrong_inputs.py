@@ -77,7 +77,7 @@ MISTAKES = [
     ("export .", "recipe '.' is a folder"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
     ("export digits optim.learning_rate=.nan", "optim.learning_rate=nan: .*finite number"),
-    (f"export digits seed={2**64}", f"seed={2**64}: expected less than {2**63}"),
+    (f"export digits seed={2**64}", f"seed={2**64}: Input should be less than {2**63}"),
     ("export digits data.train=2026-01-01 optim.steps=-5", "optim.steps=-5: .*greater than 0"),
     ("pretrain digits --optim.steps=5", "without dashes: optim.steps=VALUE"),
     ("pretrain digits --batch-size 64", "without dashes: batch_size=VALUE"),

@@ -189,13 +189,6 @@ def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
     assert accepted(recipe(**changes), position(7)) == []
 
 
-def test_a_run_begun_with_an_infinite_number_goes_on_with_a_finite_one() -> None:
-    """Such numbers were accepted once; a recipe has none any more."""
-    begun = position(7)
-    begun.recipe["workers"]["place_timeout_minutes"] = float("inf")
-    assert accepted(recipe(workers={"place_timeout_minutes": 1e6}), begun) == []
-
-
 def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
     begun = position(7)
     begun.recipe["data"]["select_by"] = "row"

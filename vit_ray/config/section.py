@@ -46,8 +46,12 @@ class UsedIf:
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict types, unknown keys refused."""
+    """Base of every section: frozen, strict types, unknown keys and infinite numbers refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )

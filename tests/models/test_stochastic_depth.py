@@ -9,7 +9,7 @@ from scipy import stats
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.small import TINY_VIT, some_images
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.dropout import StochasticDepth
@@ -96,7 +96,7 @@ def test_blocks_of_unlike_rates_compile_once() -> None:
 @pytest.mark.parametrize("rate", [1.0, -0.1])
 def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match=r"model\.stochastic_depth"):
-        recipe_from_dict({"name": "run", "model": {"stochastic_depth": rate}}, "test")
+        recipe_with(model={"stochastic_depth": rate})
     with pytest.raises(ValueError, match=r"stochastic_depth=.*at least 0 and below 1"):
         build_model("ViT-Ti/16", 5, stochastic_depth=rate)
 

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 from tests.models.small import TINY_VIT, small_model, some_images
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.evaluate.inspection import attention_figures, position_vectors
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
@@ -261,4 +261,4 @@ def test_axial_models_have_neither(options: dict[str, Any]) -> None:
 )
 def test_recipes_are_refused_by_the_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"model\.{key}"):
-        recipe_from_dict({"name": "run", "model": {key: value}}, "test")
+        recipe_with(model={key: value})

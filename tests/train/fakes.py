@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
+from vit_ray.config import Recipe
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.storage import locate
 from vit_ray.train.attempt import Attempt, WorkerHooks
@@ -19,14 +20,14 @@ from vit_ray.train.checkpoint import Checkpoint, Position, Snapshot
 from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.evaluation import Evaluator
 from vit_ray.train.job import TrainJob
-from vit_ray.train.loop import RankContext
+from vit_ray.train.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_link import RunActor, RunLink
 from vit_ray.train.saving import CheckpointSaver
 from vit_ray.train.watchdog import Watchdog
 
-BATCH, MICRO, TOTAL = 8, 4, 6
+BATCH, MICRO, TOTAL = 8, 4, 10
 
 
 class FakeActor(RunActor):
@@ -98,7 +99,7 @@ class Stepped:
 
 @dataclass
 class FakeEngine:
-    """Its one weight is the number of steps applied."""
+    """Its one weight is the number of steps applied, its loss the mean of the sample numbers."""
 
     refused: tuple[int, ...] = ()
     on_backward: Callable[[int], None] = lambda step: None
@@ -109,19 +110,27 @@ class FakeEngine:
     is_closed: bool = False
     restored: list[int] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
-    step_index: int = 0
+    seen: list[list[int]] = field(default_factory=list)
+    """Samples of each pass, and below its step."""
+    steps: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
     @property
     def applied_steps(self) -> int:
         return int(self.weight)
 
-    def backward(self, *batch: Any) -> torch.Tensor:
-        self.step_index = batch[-1]
-        self.on_backward(self.step_index)
-        return torch.tensor(1.0)
+    def backward(
+        self, images: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        assert images.dtype == torch.uint8
+        self.seen.append(samples.tolist())
+        self.steps.append(step)
+        self.on_backward(step)
+        return samples.float().mean()
 
     def step(self, learning_rate: float) -> Stepped:
-        if self.step_index in self.refused:
+        self.rates.append(learning_rate)
+        if self.steps[-1] in self.refused:
             return Stepped(refused=1.0)
         self.weight += 1
         return Stepped()
@@ -150,16 +159,74 @@ class FakeEngine:
         self.is_closed = True
 
 
+@dataclass
+class FakeHooks:
+    """What the loop asks of a worker, in its order."""
+
+    losses: list[float] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    refused: list[tuple[int, list[int]]] = field(default_factory=list)
+    noted: list[int] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    save_at: int | None = None
+    stop_at: int | None = None
+    steps: int = 0
+    cuts: list[bool] = field(default_factory=list)
+    """Evaluations that are cut short, and whether to stop."""
+    due: list[bool] = field(default_factory=list)
+    """At each save, whether an evaluation is due."""
+    is_whole: bool = True
+    """What was saved before."""
+
+    def note_step(self, step: int) -> None:
+        self.noted.append(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.order.append(f"evaluate {step}")
+        if self.cuts:
+            raise EvaluationCutError(is_stopping=self.cuts.pop(0))
+        return {"eval/loss": self.losses.pop(0)} if self.losses else {}
+
+    def save(self, progress: Progress) -> None:
+        self.order.append(f"save {progress.step}")
+        self.saved.append(progress.step)
+        self.due.append(progress.evaluation_due)
+
+    def wait_until_saved(self) -> None:
+        self.order.append("wait")
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        assert not progress.evaluation_due
+        self.order.append(f"note {progress.step}")
+        return self.is_whole
+
+    def save_is_wanted(self, step: int) -> bool:
+        self.steps += 1
+        return self.steps == self.save_at
+
+    def is_stopping(self) -> bool:
+        return self.stop_at is not None and self.steps >= self.stop_at
+
+    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+        self.refused.append((progress.step, batch["sample"].tolist()))
+
+
+def short_recipe(**sections: Any) -> Recipe:
+    """Of `TOTAL` steps without a clock."""
+    return recipe_with(
+        optim={"steps": TOTAL},
+        train={"global_batch_size": BATCH, "log_every_steps": 100},
+        checkpoint={"every_minutes": None},
+    ).with_changes(**sections)
+
+
 def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     """A run of a few steps below `folder`."""
-    tree = {
-        "name": "run",
-        "output": str(folder),
-        "optim": {"steps": TOTAL},
-        "train": {"global_batch_size": BATCH, "log_every_steps": 100},
-        "checkpoint": {"every_minutes": None},
-    }
-    recipe = recipe_from_dict(tree, "test").with_changes(**sections)
+    recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
         recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, None,
         None, lambda bad: None,

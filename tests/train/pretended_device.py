@@ -6,13 +6,18 @@ between the GPU and memory of the host that are not left to its stream.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from vit_ray.train.loop import Batch
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 # What needs a value of a tensor, or the number of those that are not 0, on the host.
@@ -120,3 +125,69 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
+
+
+class PretendedGpu:
+    """A stream that computes and one beside it, in the order in which they are used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.on_side = False
+        self.pinned: list[torch.Tensor] = []
+        self.there: list[torch.Tensor] = []
+        self.copies: list[str] = []
+        """To it, each as its thread, its stream, and what it is a copy of."""
+        gpu = self
+
+        class Stream:
+            def __init__(self, *_: Any) -> None: ...
+
+            def record_event(self) -> str:
+                gpu.order.append("event")
+                return "event"
+
+            def wait_event(self, event: str) -> None:
+                gpu.order.append(f"computing waits for {event}")
+
+        @contextlib.contextmanager
+        def stream(_: Any) -> Iterator[None]:
+            self.on_side = True
+            yield
+            self.on_side = False
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda *_: self.order.append("memory is kept")
+        )
+        plain = torch.Tensor.to
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            self.pinned.append(tensor)
+            return tensor
+
+        def to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False) -> torch.Tensor:
+            if args[0] != torch.device("cuda"):
+                return plain(tensor, *args, non_blocking=non_blocking)
+            if _has(self.there, tensor):
+                return tensor
+            how = "left to the stream" if non_blocking else "waited for"
+            source = "pinned" if _has(self.pinned, tensor) else "pageable"
+            place = "beside" if self.on_side else "in the way"
+            thread = threading.current_thread().name
+            self.copies.append(f"{thread}: {source}, {how}, {place}")
+            self.there.append(tensor.clone())
+            return self.there[-1]
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "to", to)
+
+    def copy(self) -> Batch:
+        self.order.append("copy beside" if self.on_side else "copy in the way")
+        return {"image": torch.zeros(1)}
+
+
+def _has(tensors: list[torch.Tensor], tensor: torch.Tensor) -> bool:
+    return any(one is tensor for one in tensors)

@@ -138,7 +138,7 @@ def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
-    notices = iter([None, None, "node 1", "node 1", "node 1", "node 1"])
+    notices = iter([None] * 2 + ["node 1"] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
     worker.actor.saves = 3  # of an earlier attempt
     worker.link.beat(0)

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.recipes import recipe_with
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
+from tests.train.fakes import FakeHooks, short_recipe
 from tests.train.pretended_device import DEVICE, HOST, HostWaits
 from tests.train.ranks import run_ranks
-from tests.train.test_loop import FakeHooks, recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
@@ -97,7 +97,7 @@ def _waits_of(rank: int, stage: int, precision: str) -> list[int]:
             counts.append(len(waits.names))
 
     with mock.patch.object(type(get_accelerator()), "synchronize", synchronize), waits:
-        chosen = recipe(
+        chosen = short_recipe(
             optim={"steps": STEPS, "schedule": "constant", "warmup_steps": 0},
             train={"global_batch_size": GLOBAL_BATCH, "log_every_steps": 3},
         )
@@ -161,13 +161,9 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
     model, train = LOSSES[name]
-    chosen = recipe_from_dict(
-        {
-            "name": "run",
-            "model": {"name": "ViT", "image_size": 8, **ENCODER, **model},
-            "train": {"global_batch_size": GLOBAL_BATCH, "precision": "bf16", **train},
-        },
-        "test",
+    chosen = recipe_with(
+        model={"name": "ViT", "image_size": 8, **ENCODER, **model},
+        train={"global_batch_size": GLOBAL_BATCH, "precision": "bf16", **train},
     )
     module, loss = prepared_model(chosen, 5, torch.device("cpu")), make_loss(chosen)
     images, labels = batch(0)

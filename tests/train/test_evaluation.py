@@ -10,8 +10,8 @@ import torch
 
 from tests.train.engine_runs import build_engine
 from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
+from tests.train.pretended_device import PretendedGpu
 from tests.train.ranks import run_ranks
-from tests.train.test_prefetch import PretendedGpu
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy

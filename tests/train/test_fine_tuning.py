@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recipes import recipe_with
 from tests.train.engine_runs import (
     PLAIN_LINEAR,
     Run,
@@ -17,7 +18,6 @@ from tests.train.engine_runs import (
     straight_and_saved,
 )
 from tests.train.ranks import run_ranks
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.launch import preflight
 from vit_ray.launch.preflight import check_head_is_trained, check_model
@@ -139,22 +139,23 @@ def resumed_from_other_weights(rank: int, configs: list[Any], folder: str) -> di
     return resumed(rank, configs, folder)
 
 
-def recipe(optim: dict[str, Any], **model: Any) -> Any:
-    tree = {"name": "run", "model": model or {"name": "ViT-Ti/16"}, "optim": {"steps": 3, **optim}}
-    return recipe_from_dict(tree, "test")
+def tuning_recipe(optim: dict[str, Any], **model: Any) -> Any:
+    return recipe_with(model=model or {"name": "ViT-Ti/16"}, optim={"steps": 3, **optim})
 
 
 def test_the_plan_counts_what_is_trained_and_what_is_computed() -> None:
-    probe = recipe({"frozen": [part for part in parts_of("ViT-Ti/16", {}) if part != "head"]})
+    probe = tuning_recipe(
+        {"frozen": [part for part in parts_of("ViT-Ti/16", {}) if part != "head"]}
+    )
     assert count_parameters(probe, 1000) == 193_000
     shape = state_shape(probe, 1000, 2)
     assert (shape.num_parameters, shape.num_frozen) == (193_000, 5_717_416 - 193_000)
-    whole, macs = step_macs(recipe({}), 1000), step_macs(probe, 1000)
+    whole, macs = step_macs(tuning_recipe({}), 1000), step_macs(probe, 1000)
     # Of a linear probe the backward pass is the head's own gradient.
     assert (macs.forward, macs.backward) == (whole.forward, 192_000)
     # Frozen to the middle: six blocks and the head have two products for each of the forward pass.
     half = step_macs(
-        recipe({"frozen": ["embedding", "class_token", "positions", "blocks.0-5"]}), 1000
+        tuning_recipe({"frozen": ["embedding", "class_token", "positions", "blocks.0-5"]}), 1000
     )
     tokens, width = 197, 192
     block = tokens * 12 * width**2 + 2 * tokens**2 * width
@@ -163,9 +164,9 @@ def test_the_plan_counts_what_is_trained_and_what_is_computed() -> None:
 
 
 def test_recomputation_of_frozen_models_is_counted() -> None:
-    tree = recipe({"frozen": ["norm"]})
+    tree = tuning_recipe({"frozen": ["norm"]})
     again = tree.with_changes(train={"activation_checkpointing": 1})
-    whole = recipe({}).with_changes(train={"activation_checkpointing": 1})
+    whole = tuning_recipe({}).with_changes(train={"activation_checkpointing": 1})
     assert step_macs(again, 10) == step_macs(whole, 10)
 
 
@@ -193,7 +194,7 @@ def test_wrong_parts_are_refused_before_anything_is_opened(
     optim: dict[str, Any], model: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(recipe(optim, **model))
+        check_model(tuning_recipe(optim, **model))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_wrong_parts_are_refused_before_anything_is_opened(
 def test_a_new_head_that_is_frozen_is_refused(
     kind: Any, init_from: str | None, is_refused: bool
 ) -> None:
-    chosen = recipe({"frozen": ["norm", "head"]}).with_changes(init_from=init_from)
+    chosen = tuning_recipe({"frozen": ["norm", "head"]}).with_changes(init_from=init_from)
     with pytest.raises(ValueError, match="leave head out") if is_refused else nullcontext():
         check_head_is_trained(chosen, kind)
     check_head_is_trained(chosen.with_changes(optim={"frozen": ("norm",)}), kind)
@@ -220,7 +221,7 @@ def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preflight, "resolve_run", lambda recipe: None)
-    refused = preflight.prepared_training(recipe({"frozen": ["head"]}), "pretrain")
+    refused = preflight.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
     with pytest.raises(ValueError, match="leave head out"), refused:
         pass
 
@@ -239,19 +240,19 @@ def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
 @pytest.mark.parametrize("factor", [0.0, 1.1, -0.5])
 def test_a_factor_that_is_no_share_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"optim\.layer_decay"):
-        recipe({"layer_decay": factor})
+        tuning_recipe({"layer_decay": factor})
 
 
 def test_layers_are_those_of_a_transformer() -> None:
     with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
-        check_model(recipe({"layer_decay": 0.7}, name="R50x1"))
+        check_model(tuning_recipe({"layer_decay": 0.7}, name="R50x1"))
     with pytest.raises(ValueError, match="goes by the blocks of a Transformer"):
-        check_model(recipe({"layer_decay": 0.7}, name="ResNet", **STAGES))
+        check_model(tuning_recipe({"layer_decay": 0.7}, name="ResNet", **STAGES))
 
 
 def test_layer_decay_of_a_model_that_is_not_known_says_that() -> None:
     with pytest.raises(ValueError, match="model name 'vit-b/16' is unknown; near names: ViT-b/16"):
-        check_model(recipe({"layer_decay": 0.7}, name="vit-b/16"))
+        check_model(tuning_recipe({"layer_decay": 0.7}, name="vit-b/16"))
 
 
 def test_no_layer_decay_leaves_two_groups_of_the_whole_rate() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recipes import recipe_with
 from tests.train.engine_runs import GLOBAL_BATCH, PLAIN_LINEAR, batch
 from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.models import build_model
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.objective import make_loss
@@ -43,16 +43,14 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def recipe(model: dict[str, Any], train: dict[str, Any]) -> Recipe:
+def dropout_recipe(model: dict[str, Any], train: dict[str, Any]) -> Recipe:
     train = dict(train)
-    tree = {
-        "name": "run",
-        "seed": train.pop("seed", 1),
-        "model": {"name": "ViT", "image_size": 8, **ENCODER, "dropout": 0.3, **model},
-        "optim": {"steps": STEPS, "learning_rate": 1e-2},
-        "train": {"global_batch_size": GLOBAL_BATCH, "precision": "fp32", **train},
-    }
-    return recipe_from_dict(tree, "test")
+    return recipe_with(
+        seed=train.pop("seed", 1),
+        model={"name": "ViT", "image_size": 8, **ENCODER, "dropout": 0.3, **model},
+        optim={"steps": STEPS, "learning_rate": 1e-2},
+        train={"global_batch_size": GLOBAL_BATCH, "precision": "fp32", **train},
+    )
 
 
 def losses(rank: int, micro: int, chosen: Recipe) -> list[float]:
@@ -91,7 +89,9 @@ def losses(rank: int, micro: int, chosen: Recipe) -> list[float]:
 
 def all_losses(rank: int) -> dict[str, list[float]]:
     cases = CASES[torch.distributed.get_world_size()]
-    return {name: losses(rank, micro, recipe(*rest)) for name, (micro, *rest) in cases.items()}
+    return {
+        name: losses(rank, micro, dropout_recipe(*rest)) for name, (micro, *rest) in cases.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,122 +8,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.fakes import (
+    BATCH,
+    MICRO,
+    TOTAL,
+    FakeEngine,
+    FakeHooks,
+    OneRank,
+    Stepped,
+    batches,
+    short_recipe,
+)
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Batch, Ending, EvaluationCutError, RankContext, run_training
+from vit_ray.train.loop import Ending, RankContext, run_training
 from vit_ray.train.progress import Progress
-
-BATCH, MICRO, TOTAL = 8, 4, 10
-
-
-@dataclass
-class FakeResult:
-    refused: float = 0.0
-    grad_norm: float = 1.0
-
-
-@dataclass
-class FakeEngine:
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    seen: list[list[int]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    refused: tuple[int, ...] = ()
-
-    def backward(
-        self, images: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, step: int
-    ) -> torch.Tensor:
-        assert images.dtype == torch.uint8
-        self.seen.append(samples.tolist())
-        self.steps.append(step)
-        return samples.float().mean()
-
-    def step(self, learning_rate: float) -> FakeResult:
-        self.rates.append(learning_rate)
-        return FakeResult(refused=float(len(self.rates) - 1 in self.refused))
-
-    def take_forward_s(self) -> float:
-        return 0.001
-
-
-class OneRank:
-    def sum(self, values: Any) -> list[float]:
-        return [float(v) for v in values]
-
-
-@dataclass
-class FakeHooks:
-    losses: list[float] = field(default_factory=list)
-    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    refused: list[tuple[int, list[int]]] = field(default_factory=list)
-    noted: list[int] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    save_at: int | None = None
-    stop_at: int | None = None
-    steps: int = 0
-    cuts: list[bool] = field(default_factory=list)
-    """Evaluations that are cut short, and whether to stop."""
-    due: list[bool] = field(default_factory=list)
-    """At each save, whether an evaluation is due."""
-    is_whole: bool = True
-    """What was saved before."""
-
-    def note_step(self, step: int) -> None:
-        self.noted.append(step)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.logged.append((step, metrics))
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        self.order.append(f"evaluate {step}")
-        if self.cuts:
-            raise EvaluationCutError(is_stopping=self.cuts.pop(0))
-        return {"eval/loss": self.losses.pop(0)} if self.losses else {}
-
-    def save(self, progress: Progress) -> None:
-        self.order.append(f"save {progress.step}")
-        self.saved.append(progress.step)
-        self.due.append(progress.evaluation_due)
-
-    def wait_until_saved(self) -> None:
-        self.order.append("wait")
-
-    def note_evaluation(self, progress: Progress) -> bool:
-        assert not progress.evaluation_due
-        self.order.append(f"note {progress.step}")
-        return self.is_whole
-
-    def save_is_wanted(self, step: int) -> bool:
-        self.steps += 1
-        return self.steps == self.save_at
-
-    def is_stopping(self) -> bool:
-        return self.stop_at is not None and self.steps >= self.stop_at
-
-    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
-        self.refused.append((progress.step, batch["sample"].tolist()))
-
-
-def recipe(**sections: dict[str, object]) -> Recipe:
-    tree: dict[str, object] = {
-        "name": "run",
-        "optim": {"steps": TOTAL},
-        "train": {"global_batch_size": BATCH, "log_every_steps": 5},
-        "checkpoint": {"every_minutes": None},
-    }
-    return recipe_from_dict(tree, "test").with_changes(**sections)
-
-
-def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    for step in range(first, TOTAL):
-        yield {
-            "image": np.zeros((BATCH, 2, 2, 3), np.uint8),
-            "labels": np.zeros((BATCH, 1), np.int32),
-            "sample": np.arange(step * BATCH, (step + 1) * BATCH),
-        }
 
 
 def run(
@@ -139,7 +37,7 @@ def run(
 
 def test_each_micro_batch_is_passed_once_and_in_order() -> None:
     engine = FakeEngine()
-    assert run(engine, FakeHooks(), recipe()) is Ending.FINISHED
+    assert run(engine, FakeHooks(), short_recipe()) is Ending.FINISHED
     assert [s for part in engine.seen for s in part] == list(range(TOTAL * BATCH))
     assert all(len(part) == MICRO for part in engine.seen)
     assert len(engine.rates) == TOTAL
@@ -147,7 +45,7 @@ def test_each_micro_batch_is_passed_once_and_in_order() -> None:
 
 def test_passes_and_hooks_are_given_the_step() -> None:
     engine, hooks = FakeEngine(), FakeHooks()
-    run(engine, hooks, recipe(), Progress(step=7))
+    run(engine, hooks, short_recipe(), Progress(step=7))
     assert engine.steps == [7, 7, 8, 8, 9, 9]
     assert hooks.noted == [8, 9, 10]
 
@@ -158,12 +56,14 @@ def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
     context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
     stream = ({k: np.resize(v, (count, *v.shape[1:])) for k, v in b.items()} for b in batches())
     with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
-        run_training(engine, stream, recipe(), context, FakeHooks(), Progress(), Compute(1_000_000))
+        run_training(
+            engine, stream, short_recipe(), context, FakeHooks(), Progress(), Compute(1_000_000)
+        )
     assert engine.seen == engine.rates == []
 
 
 def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each() -> None:
-    whole, chosen = FakeEngine(), recipe(checkpoint={"every_steps": None})
+    whole, chosen = FakeEngine(), short_recipe(checkpoint={"every_steps": None})
     run(whole, FakeHooks(), chosen)
     parts, hooks, progress = FakeEngine(), FakeHooks(), Progress()
     for until in (3, 7, None):
@@ -200,7 +100,7 @@ class LossesOfBoth(FakeHooks):
 
 @pytest.mark.parametrize(("factor", "best"), [(-0.1, 1.0), (0.1, 2.2)])
 def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: float) -> None:
-    chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     hooks, progress = LossesOfBoth(), Progress()
     hooks.averaged_factor = factor
     ended = run(FakeEngine(), hooks, chosen, progress)
@@ -215,7 +115,7 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
         evals_without_best=1,
         metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
     )
-    chosen = recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
+    chosen = short_recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
     assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) is Ending.FINISHED
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
@@ -226,14 +126,14 @@ def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_la
     None
 ):
     progress = Progress(best_eval_loss=0.6, evals_without_best=1)
-    chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
     assert ended is Ending.FINISHED
     assert progress.best_eval_loss == pytest.approx(1.0)
 
 
 def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> None:
-    chosen = recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
+    chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, parts = Progress(), Progress()
     assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
     assert (whole.step, whole.best_eval_loss) == (10, 1.5)
@@ -250,7 +150,7 @@ def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> N
 
 def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> None:
     hooks, progress = FakeHooks(), Progress(step=TOTAL, evaluation_due=True)
-    chosen = recipe(evaluate={"every_steps": 4})
+    chosen = short_recipe(evaluate={"every_steps": 4})
     context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=3)
     run_training(FakeEngine(), batches(TOTAL), chosen, context, hooks, progress, Compute(1_000_000))
     assert f"evaluate {TOTAL}" in hooks.order
@@ -259,7 +159,7 @@ def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> Non
 
 def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
     hooks = FakeHooks()
-    run(FakeEngine(), hooks, recipe())
+    run(FakeEngine(), hooks, short_recipe())
     step, metrics = hooks.logged[0]
     assert step == 1
     assert metrics["train/loss"] == pytest.approx(np.arange(BATCH).mean())
@@ -277,7 +177,9 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
     hooks, mine = FakeHooks(), BATCH // 4
     stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
     context = RankContext(TOTAL, 0, 4, mine, FourRanks())
-    run_training(FakeEngine(), stream, recipe(), context, hooks, Progress(), Compute(1_000_000))
+    run_training(
+        FakeEngine(), stream, short_recipe(), context, hooks, Progress(), Compute(1_000_000)
+    )
     metrics = hooks.logged[0][1]
     assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
     assert metrics["train/grad_norm"] == 1.0 + 1.5
@@ -285,7 +187,7 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
 
 def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
     hooks = FakeHooks()
-    run(FakeEngine(), hooks, recipe(train={"log_every_steps": 4}))
+    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": 4}))
     assert [step for step, _ in hooks.logged] == [1, 4, 8, 10]
     assert {"train/images_per_s", "data/wait_fraction", "perf/own_ms_max"} <= set(
         hooks.logged[-1][1]
@@ -294,14 +196,14 @@ def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
 
 def test_it_saves_by_steps_and_once_at_the_end() -> None:
     hooks = FakeHooks()
-    run(FakeEngine(), hooks, recipe(checkpoint={"every_steps": 5}))
+    run(FakeEngine(), hooks, short_recipe(checkpoint={"every_steps": 5}))
     assert hooks.saved == [5, 10]
 
 
 def test_it_saves_by_the_clock() -> None:
     hooks, now = FakeHooks(), iter(range(0, 100_000, 7))
     context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
-    chosen = recipe(checkpoint={"every_minutes": 1.0})
+    chosen = short_recipe(checkpoint={"every_minutes": 1.0})
     run_training(
         FakeEngine(), batches(), chosen, context, hooks, Progress(), Compute(1),
         clock=lambda: float(next(now)),
@@ -312,32 +214,32 @@ def test_it_saves_by_the_clock() -> None:
 
 def test_it_saves_at_once_when_a_rank_has_notice_and_goes_on() -> None:
     hooks = FakeHooks(save_at=3)
-    assert run(FakeEngine(), hooks, recipe()) is Ending.FINISHED
+    assert run(FakeEngine(), hooks, short_recipe()) is Ending.FINISHED
     assert hooks.saved == [3, 10]
 
 
 def test_it_saves_and_ends_when_asked_to_stop() -> None:
     hooks = FakeHooks(stop_at=4)
-    assert run(FakeEngine(), hooks, recipe()) is Ending.STOPPED
+    assert run(FakeEngine(), hooks, short_recipe()) is Ending.STOPPED
     assert hooks.saved == [4]
 
 
 def test_notice_is_answered_before_an_evaluation() -> None:
     hooks = FakeHooks(save_at=4)
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}))
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
     wanted = ["save 4", "evaluate 4", "evaluate 8", "evaluate 10", "save 10"]
     assert hooks.order == wanted
 
 
 def test_a_stop_does_not_wait_for_an_evaluation() -> None:
     hooks = FakeHooks(stop_at=4)
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}))
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
     assert hooks.order == ["save 4"]
 
 
 def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> None:
     hooks, progress = FakeHooks(), Progress()
-    run(FakeEngine(refused=(2, 3)), hooks, recipe(), progress)
+    run(FakeEngine(refused=(2, 3)), hooks, short_recipe(), progress)
     assert [step for step, _ in hooks.refused] == [3, 4]
     assert hooks.refused[0][1] == list(range(2 * BATCH, 3 * BATCH))
     assert progress.nonfinite_steps == 0
@@ -345,17 +247,17 @@ def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> N
 
 def test_a_loss_that_is_not_finite_is_reported_too() -> None:
     class Poisoned(FakeEngine):
-        def backward(self, *arguments: object) -> torch.Tensor:
-            return torch.tensor(math.nan)
+        def backward(self, *arguments: Any) -> torch.Tensor:
+            return super().backward(*arguments) * math.nan
 
     hooks = FakeHooks()
-    run(Poisoned(), hooks, recipe())
+    run(Poisoned(), hooks, short_recipe())
     assert len(hooks.refused) == TOTAL
 
 
 def test_it_stops_early_when_validation_gets_no_better() -> None:
     hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
-    chosen = recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
+    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     progress = Progress()
     assert run(FakeEngine(), hooks, chosen, progress) is Ending.EARLY
     assert progress.ended == "no better validation loss in 2 evaluations"
@@ -372,7 +274,7 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
     kept: dict[str, Any],
 ) -> None:
     hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}, **kept), progress)
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}, **kept), progress)
     assert progress.metrics[STEP] == 8
     assert progress.metrics[EVALUATIONS] == 3
     found = with_best(progress.metrics)
@@ -385,7 +287,7 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
 
 def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None:
     hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}), progress)
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}), progress)
     assert with_best(progress.metrics) == progress.metrics
     assert progress.metrics["eval/loss"] == 2.5
     assert STEP not in progress.metrics
@@ -393,7 +295,12 @@ def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None
 
 def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
     progress = Progress(metrics={"eval/best_loss": 0.1, STEP: 1.0, EVALUATIONS: 2.0, "a/b": 1.0})
-    run(FakeEngine(), FakeHooks(losses=[3.0]), recipe(evaluate={"every_steps": TOTAL}), progress)
+    run(
+        FakeEngine(),
+        FakeHooks(losses=[3.0]),
+        short_recipe(evaluate={"every_steps": TOTAL}),
+        progress,
+    )
     assert not {"eval/best_loss", STEP, EVALUATIONS} & progress.metrics.keys()
     assert progress.metrics["a/b"] == 1.0
 
@@ -401,7 +308,7 @@ def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
 def test_of_evaluations_by_earlier_code_none_is_called_the_best() -> None:
     """Its accuracy was not recorded: until a better one comes, the last counts."""
     progress = Progress(best_eval_loss=0.1, evals_without_best=1)
-    chosen = recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
+    chosen = short_recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
     run(FakeEngine(), FakeHooks(losses=[3.0, 2.0]), chosen, progress)
     assert not {STEP, EVALUATIONS} & progress.metrics.keys()
     assert with_best(progress.metrics)["eval/loss"] == 2.0
@@ -417,7 +324,7 @@ class OnDev(FakeHooks):
 
 def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set() -> None:
     hooks, progress = OnDev(), Progress()
-    chosen = recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
     run(FakeEngine(), hooks, chosen, progress)
     found = with_best(progress.metrics)
     assert (progress.metrics[STEP], progress.best_loss_key) == (8, "dev/loss")
@@ -429,7 +336,7 @@ def test_a_stream_that_ends_too_soon_is_an_error() -> None:
     context = RankContext(TOTAL + 1, 0, 1, MICRO, OneRank())
     with pytest.raises(RuntimeError, match="ended before step 10"):
         run_training(
-            FakeEngine(), batches(), recipe(), context, FakeHooks(), Progress(), Compute(1)
+            FakeEngine(), batches(), short_recipe(), context, FakeHooks(), Progress(), Compute(1)
         )
 
 
@@ -450,18 +357,18 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
     waits = CountingWaits()
 
     class Noted(FakeEngine):
-        def step(self, learning_rate: float) -> FakeResult:
+        def step(self, learning_rate: float) -> Stepped:
             waits.order.append("step")
             return super().step(learning_rate)
 
     with waits:
-        run(Noted(), FakeHooks(), recipe())
+        run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))
     assert waits.order == ["step", "wait"] * TOTAL
 
 
 def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
     hooks, progress = FakeHooks(cuts=[True]), Progress()
-    chosen = recipe(evaluate={"every_steps": 4})
+    chosen = short_recipe(evaluate={"every_steps": 4})
     assert run(FakeEngine(), hooks, chosen, progress) is Ending.STOPPED
     assert hooks.order == ["evaluate 4", "save 4"]
     assert not progress.is_over(TOTAL)
@@ -469,13 +376,13 @@ def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
 
 def test_a_notice_in_an_evaluation_saves_the_step_and_training_goes_on() -> None:
     hooks = FakeHooks(cuts=[False])
-    assert run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4})) is Ending.FINISHED
+    assert run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4})) is Ending.FINISHED
     assert hooks.order[:3] == ["evaluate 4", "save 4", "evaluate 8"]
 
 
 def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
     hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
     last = f"evaluate {TOTAL}"
     assert hooks.order == [last, f"save {TOTAL}", last, last, "wait", f"note {TOTAL}"]
     assert progress.metrics["eval/loss"] == 0.5
@@ -484,11 +391,11 @@ def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
 
 def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_for_it() -> None:
     hooks, progress = FakeHooks(cuts=[True]), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.STOPPED
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.STOPPED
     assert hooks.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
     assert not progress.is_over(TOTAL)
     engine, again = FakeEngine(), FakeHooks(losses=[0.5])
-    assert run(engine, again, recipe(), progress) is Ending.FINISHED
+    assert run(engine, again, short_recipe(), progress) is Ending.FINISHED
     assert again.order == [f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
     assert engine.seen == []
     assert progress.is_over(TOTAL)
@@ -497,20 +404,20 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_
 def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
     hooks = FakeHooks(losses=[0.5], is_whole=False)
     progress = Progress(TOTAL, evaluation_due=True)
-    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
     assert hooks.order[-2:] == [f"note {TOTAL}", f"save {TOTAL}"]
 
 
 def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once() -> None:
     hooks = FakeHooks(losses=[0.5])
-    run(FakeEngine(), hooks, recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
+    run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
     assert hooks.order == [f"evaluate {TOTAL}", f"save {TOTAL}"]
     assert hooks.due == [False]
 
 
 def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
     hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
-    assert run(FakeEngine(), hooks, recipe(), progress) is Ending.FINISHED
+    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
     last = [f"save {TOTAL}", f"evaluate {TOTAL}", "wait", f"note {TOTAL}"]
     assert hooks.order == last
     assert hooks.due == [True]
@@ -519,12 +426,16 @@ def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
 
 def test_two_notices_at_one_step_save_it_once() -> None:
     hooks = FakeHooks(save_at=4, cuts=[False])
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}))
+    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
     assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
 
 
 def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
     hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
-    run(FakeEngine(), hooks, recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}))
+    run(
+        FakeEngine(),
+        hooks,
+        short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}),
+    )
     assert hooks.order[:4] == ["save 4", "evaluate 4", "wait", "note 4"]
     assert hooks.saved == [4, TOTAL]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recipes import recipe_with
 from tests.train.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.measure import zero_settings
 from vit_ray.measure.activation_memory import kept_bytes
@@ -35,8 +35,7 @@ SIZES = {"width": 128, "mlp_dim": 512, "num_heads": 4, "patch_size": 4}
 
 
 def recipe_of(model: dict[str, Any], **train: Any) -> Recipe:
-    tree = {"name": "small", "model": model, "train": {"global_batch_size": 64, **train}}
-    return recipe_from_dict(tree, "test")
+    return recipe_with("small", model=model, train={"global_batch_size": 64, **train})
 
 
 def vit(depth: int, image_size: int = 32, dropout: float = 0.0, **train: Any) -> Recipe:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
 from vit_ray.train.micro_batch import (
     LIMIT_FILE,
@@ -19,14 +19,12 @@ from vit_ray.train.micro_batch import (
 )
 
 
-def recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
+def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
     train = {"global_batch_size": 96, "micro_batch_size": micro}
-    return recipe_from_dict(
-        {"name": "a", "train": train, "workers": {"num_workers": workers}}, "test"
-    )
+    return recipe_with("a", train=train, workers={"num_workers": workers})
 
 
-KEY = limit_key(recipe("auto"), 4, "GPU, 80 MiB")
+KEY = limit_key(batch_recipe("auto"), 4, "GPU, 80 MiB")
 
 
 @pytest.mark.parametrize(
@@ -42,16 +40,16 @@ KEY = limit_key(recipe("auto"), 4, "GPU, 80 MiB")
 def test_it_is_the_largest_divisor_of_the_share_within_the_limit(
     micro: int | str, world: int, limit: int | None, images: int
 ) -> None:
-    assert micro_batch_size(recipe(micro), world, limit) == images
+    assert micro_batch_size(batch_recipe(micro), world, limit) == images
 
 
 def test_a_number_that_does_not_divide_is_an_error_for_a_fixed_group() -> None:
     with pytest.raises(ValueError, match="nearest valid"):
-        micro_batch_size(recipe(5), 4)
+        micro_batch_size(batch_recipe(5), 4)
 
 
 def test_a_number_is_the_most_for_an_elastic_group() -> None:
-    assert [micro_batch_size(recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)] == [
+    assert [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)] == [
         16,
         16,
         16,
@@ -80,11 +78,13 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
     tmp_path: Path, world: int, tried: list[int]
 ) -> None:
     folder = locate(str(tmp_path / "run"))
-    images = [micro_batch_size(recipe("auto", world), world)]
+    images = [micro_batch_size(batch_recipe("auto", world), world)]
     while images[-1] > 1:
         limit = lower_limit(folder, KEY, images[-1])
-        assert micro_batch_size(recipe("auto", world), world, read_limit(folder, KEY)) <= limit
-        images.append(micro_batch_size(recipe("auto", world), world, limit))
+        assert (
+            micro_batch_size(batch_recipe("auto", world), world, read_limit(folder, KEY)) <= limit
+        )
+        images.append(micro_batch_size(batch_recipe("auto", world), world, limit))
     assert images == tried
 
 
@@ -106,14 +106,14 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
 def test_a_limit_is_of_what_decides_memory(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = locate(str(tmp_path / "run"))
     lower_limit(folder, KEY, 24)
-    other = limit_key(recipe("auto").with_changes(**changes), 4, "GPU, 80 MiB")
+    other = limit_key(batch_recipe("auto").with_changes(**changes), 4, "GPU, 80 MiB")
     assert read_limit(folder, other) is None
     lower_limit(folder, other, 8)
     assert (read_limit(folder, KEY), read_limit(folder, other)) == (18, 6)
 
 
 def test_a_limit_is_of_a_world_size_and_a_device_and_of_no_learning_rate() -> None:
-    rate = recipe("auto").with_changes(optim={"learning_rate": 0.1, "steps": 9})
+    rate = batch_recipe("auto").with_changes(optim={"learning_rate": 0.1, "steps": 9})
     assert limit_key(rate, 4, "GPU, 80 MiB") == KEY
     assert limit_key(rate, 2, "GPU, 80 MiB") != KEY
     assert limit_key(rate, 4, "GPU, 40 MiB") != KEY

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.train import micro_batch_trial
 from vit_ray.train.micro_batch_trial import GIB, pass_bytes, try_micro_batches
 from vit_ray.train.out_of_memory import largest_that_fits
@@ -34,21 +34,18 @@ def test_a_good_estimate_costs_two_trials() -> None:
     assert tried == [8, 12]
 
 
-RECIPE = recipe_from_dict(
-    {
-        "name": "small",
-        "model": {
-            "name": "ViT",
-            "image_size": 64,
-            "patch_size": 4,
-            "depth": 2,
-            "width": 64,
-            "mlp_dim": 256,
-            "num_heads": 2,
-        },
-        "train": {"precision": "fp32"},
+RECIPE = recipe_with(
+    "small",
+    model={
+        "name": "ViT",
+        "image_size": 64,
+        "patch_size": 4,
+        "depth": 2,
+        "width": 64,
+        "mlp_dim": 256,
+        "num_heads": 2,
     },
-    "test",
+    train={"precision": "fp32"},
 )
 
 

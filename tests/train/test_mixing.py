@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch.preflight import check_batch
 from vit_ray.storage import locate
@@ -106,7 +106,7 @@ def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: 
     """Against cross-entropy with the mixed probabilities themselves."""
     torch.manual_seed(0)
     train = {"loss": loss, "label_smoothing": smoothing, "mixup": 0.8, "precision": "fp32"}
-    recipe = recipe_from_dict({"name": "run", "seed": 4, "train": train}, "test")
+    recipe = recipe_with(seed=4, train=train)
     images = torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8)
     classes, samples = torch.randint(0, 5, (6, labels)), torch.tensor([5, 3, 8, 1, 0, 9])
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
@@ -134,37 +134,37 @@ def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed() -> N
         assert not torch.isclose(other.own_share, whole.own_share).any()
 
 
-def recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
-    tree = {
-        "name": "run",
-        "train": {"mixup": 0.8, "global_batch_size": batch, **train},
-        "workers": {"num_workers": workers},
-    }
-    return recipe_from_dict(tree, "test")
+def mixed_recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
+    return recipe_with(
+        train={"mixup": 0.8, "global_batch_size": batch, **train}, workers={"num_workers": workers}
+    )
 
 
 def test_passes_have_whole_pairs() -> None:
-    assert micro_batch_size(recipe(24), 1, limit=9) == 8
-    assert micro_batch_size(recipe(30), 1, limit=9) == 6  # and not 5
-    assert micro_batch_size(recipe(28), 2, limit=13) == 2
-    assert micro_batch_size(recipe(28), 2, limit=1) == 2
-    assert recipe(24, (1, 8)).group_sizes == [1, 2, 3, 4, 6]
-    assert largest_micro_batch(recipe(30).with_changes(model={"name": "ViT-Ti/16"}), 5, 1, 80) == 30
+    assert micro_batch_size(mixed_recipe(24), 1, limit=9) == 8
+    assert micro_batch_size(mixed_recipe(30), 1, limit=9) == 6  # and not 5
+    assert micro_batch_size(mixed_recipe(28), 2, limit=13) == 2
+    assert micro_batch_size(mixed_recipe(28), 2, limit=1) == 2
+    assert mixed_recipe(24, (1, 8)).group_sizes == [1, 2, 3, 4, 6]
+    assert (
+        largest_micro_batch(mixed_recipe(30).with_changes(model={"name": "ViT-Ti/16"}), 5, 1, 80)
+        == 30
+    )
 
 
 def test_an_odd_share_or_pass_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"6 images|3 of train\.global_batch_size=6.*multiple of 4"
     ):
-        check_batch(recipe(6, 2), 100)
+        check_batch(mixed_recipe(6, 2), 100)
     with pytest.raises(ValueError, match=r"train: global_batch_size=7: .* such as 8"):
-        recipe(7)
+        mixed_recipe(7)
     with pytest.raises(ValueError, match=r"micro_batch_size=3: .* such as 4"):
-        recipe(12, micro_batch_size=3)
+        mixed_recipe(12, micro_batch_size=3)
     with pytest.raises(ValueError, match="masked_patch has none"):
-        recipe(8, loss="masked_patch")
+        mixed_recipe(8, loss="masked_patch")
     with pytest.raises(ValueError, match=r"train\.mixup=-0\.1"):
-        recipe(8, mixup=-0.1)
+        mixed_recipe(8, mixup=-0.1)
 
 
 def test_a_pair_that_does_not_fit_ends_the_search(tmp_path: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.train import model_speed
 from vit_ray.train.memory_estimate import estimate_memory, inference_bytes
 from vit_ray.train.model_speed import NUM_CLASSES, BatchSpeed, ModelSpeed, measure_model
@@ -20,13 +20,12 @@ MODEL = {
 
 def small(**changes: Any) -> tuple[Recipe, BenchmarkModelsConfig]:
     section = {"models": [{"label": "small", "model": MODEL}], "timed_s": 1e-3}
-    tree = {
-        "name": "speed",
-        "model": {**MODEL, "image_size": 8},
-        "train": {"precision": "fp32", "zero_stage": 0},
-        "benchmark_models": {**section, "image_sizes": [8], "max_batch_size": 8, **changes},
-    }
-    recipe = recipe_from_dict(tree, "test")
+    recipe = recipe_with(
+        "speed",
+        model={**MODEL, "image_size": 8},
+        train={"precision": "fp32", "zero_stage": 0},
+        benchmark_models={**section, "image_sizes": [8], "max_batch_size": 8, **changes},
+    )
     assert recipe.benchmark_models is not None
     return recipe, recipe.benchmark_models
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import masked
 from vit_ray.models.masked import MaskedPatchObjective
@@ -67,13 +67,8 @@ def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, 
             given.extend(its_keys)
             return torch.zeros(len(images), 5)
 
-        tree = {
-            "name": "x",
-            "seed": seed,
-            "model": {"name": "ViT-Ti/16", **rates},
-            "train": {"precision": "fp32"},
-        }
-        loss = make_loss(recipe_from_dict(tree, "test"))
+        model = {"name": "ViT-Ti/16", **rates}
+        loss = make_loss(recipe_with(seed=seed, model=model, train={"precision": "fp32"}))
         images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
         labels = torch.zeros(len(samples), 1, dtype=torch.int64)
         loss(module, images, labels, torch.tensor(samples), step)  # type: ignore[arg-type]
@@ -99,12 +94,11 @@ def test_what_is_predicted_of_masked_patches_is_not_rounded(
         return predictions.float().mean()
 
     monkeypatch.setitem(masked._LOSSES, target, keep)
-    tree = {
-        "name": "x",
-        "model": {"name": "ViT-Ti/16", "image_size": 32},
-        "train": {"loss": "masked_patch", "masked_target": target, "precision": precision},
-    }
-    recipe = recipe_from_dict(tree, "test")
+    recipe = recipe_with(
+        "x",
+        model={"name": "ViT-Ti/16", "image_size": 32},
+        train={"loss": "masked_patch", "masked_target": target, "precision": precision},
+    )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     module = build_objective(recipe, 10).to(dtype)
     images = torch.full((2, 32, 32, 3), 223, dtype=torch.uint8)
@@ -123,7 +117,7 @@ def test_masked_patches_differ_from_step_to_step() -> None:
         return torch.zeros(())
 
     train = {"loss": "masked_patch", "global_batch_size": 8, "precision": "fp32"}
-    loss = make_loss(recipe_from_dict({"name": "x", "train": train}, "test"))
+    loss = make_loss(recipe_with("x", train=train))
     images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
     for step in (0, 12, 13):
         loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]
@@ -141,8 +135,7 @@ def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing: dict[str, f
     images = torch.arange(256, dtype=torch.uint8).view(2, 16, 8, 1).repeat(1, 1, 1, 3)
     labels = torch.zeros(2, 1, dtype=torch.int64)
     for precision in ("fp32", "bf16"):
-        tree = {"name": "x", "train": {"precision": precision, **mixing}}
-        loss = make_loss(recipe_from_dict(tree, "test"))
+        loss = make_loss(recipe_with("x", train={"precision": precision, **mixing}))
         loss(module, images, labels, torch.arange(2), 3)  # type: ignore[arg-type]
     whole, rounded = given
     assert rounded.dtype == torch.bfloat16
@@ -153,5 +146,5 @@ def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing: dict[str, f
     ("loss", "kind"), [("softmax", VisionTransformer), ("masked_patch", MaskedPatchObjective)]
 )
 def test_the_model_is_built_with_its_objective(loss: str, kind: type) -> None:
-    tree = {"name": "x", "train": {"loss": loss}, "model": {"name": "ViT-Ti/16", "image_size": 32}}
-    assert type(build_objective(recipe_from_dict(tree, "test"), 10)) is kind
+    recipe = recipe_with("x", train={"loss": loss}, model={"name": "ViT-Ti/16", "image_size": 32})
+    assert type(build_objective(recipe, 10)) is kind

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
-from tests.train.fakes import DirectLink, FakeActor
+from tests.train.fakes import DirectLink, FakeActor, FakeHooks, short_recipe
 from tests.train.ranks import run_ranks
-from tests.train.test_loop import FakeHooks, recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
@@ -52,7 +51,7 @@ def train_on(
             yield {"image": images, "labels": labels, "sample": samples}
 
     engine._loss_function = loss  # type: ignore[assignment]
-    chosen = recipe(
+    chosen = short_recipe(
         optim={"steps": len(numbers), "schedule": "constant", "warmup_steps": 0},
         train={"global_batch_size": GLOBAL_BATCH},
     )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
+from tests.train.fakes import FakeHooks, short_recipe
 from tests.train.ranks import run_ranks
-from tests.train.test_loop import FakeHooks, recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
 from vit_ray.train.collectives import ProcessGroup
@@ -64,7 +64,7 @@ def figures_of(rank: int, slow_part: str, stage: int) -> dict[str, float]:
     engine._loss_function = loss  # type: ignore[assignment]
     engine.forward_times = DeviceTimes(CPU, clock)
     hooks, context = FakeHooks(), RankContext(STEPS, rank, RANKS, MICRO, ProcessGroup(CPU))
-    chosen = recipe(optim={"steps": STEPS}, train={"global_batch_size": GLOBAL_BATCH})
+    chosen = short_recipe(optim={"steps": STEPS}, train={"global_batch_size": GLOBAL_BATCH})
     run_training(engine, batches(), chosen, context, hooks, Progress(), Compute(1), clock)
     return hooks.logged[-1][1]
 

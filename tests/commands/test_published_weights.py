@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.commands.test_trained_model import write_run
 from tests.data.small_sets import write_set
 from tests.models.small import FAMILIES, small_model, some_images
 from tests.models.weights.test_load_save import jax_vit_logits, relative_difference
@@ -25,9 +24,10 @@ from tests.models.weights.test_published_layouts import (
     jax_shapes,
     timm_tensors,
 )
+from tests.recipes import recipe_with
+from tests.trained_runs import write_run
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.launch import extraction
 from vit_ray.launch.preflight import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.models.weights import save_weights
@@ -66,14 +66,17 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
 def recipe_of(folder: Path, path: str, **model: Any) -> Recipe:
     rows = [(str(k), [k % 3]) for k in range(6)]
     data = write_set(folder / "set", rows, CLASSES).path
-    tree = {
-        "name": "published", "output": str(folder / "runs"), "init_from": path, "model": model,
-        "data": {"train": data, "eval": data}, "optim": {"steps": 1},
-        "train": {"global_batch_size": 2, "micro_batch_size": 2},
-        "workers": {"num_workers": 1},
-        "extract": {"data": data, "path": str(folder / "features")},
-    }  # fmt: skip
-    return recipe_from_dict(tree, "test")
+    return recipe_with(
+        "published",
+        output=str(folder / "runs"),
+        init_from=path,
+        model=model,
+        data={"train": data, "eval": data},
+        optim={"steps": 1},
+        train={"global_batch_size": 2, "micro_batch_size": 2},
+        workers={"num_workers": 1},
+        extract={"data": data, "path": str(folder / "features")},
+    )
 
 
 def prepared_by(recipe: Recipe) -> dict[str, PreparedRun]:

@@ -16,7 +16,7 @@ from vit_ray.measure.devices import find_device
 from vit_ray.models.flops import training_exaflops
 
 
-def recipe(plan: dict[str, Any] | None = None, **axes: Any) -> Recipe:
+def paper_study(plan: dict[str, Any] | None = None, **axes: Any) -> Recipe:
     rows = [
         {"label": "H", "model": {"name": "ViT-H/14"}, "changes": {"workers.num_workers": 4}},
         {"label": "B", "model": {"name": "ViT-B/16"}, "changes": {"workers.num_workers": 2}},
@@ -36,7 +36,7 @@ def hours(name: str) -> float:
 
 
 def test_every_cell_has_its_compute_steps_hours_and_cost() -> None:
-    text = describe_study(recipe({"price_per_gpu_hour": 2.5}))
+    text = describe_study(paper_study({"price_per_gpu_hour": 2.5}))
     (line,) = [line for line in text.splitlines() if line.startswith("grid-H-data1-epochs7")]
     _, images, steps, exaflops, gpus, gpu_hours, transfer, wall, cost = line.split()
     assert (images, steps, gpus, transfer) == ("303,000,000", "517,822", "4", "0")
@@ -47,39 +47,39 @@ def test_every_cell_has_its_compute_steps_hours_and_cost() -> None:
 
 
 def test_the_sum_and_the_critical_path_are_told() -> None:
-    plan = plan_study(recipe())
+    plan = plan_study(paper_study())
     whole = [hours(name) for name in ("ViT-H/14", "ViT-B/16", "ViT-B/32")]
     assert plan.gpu_hours == pytest.approx(sum(whole), rel=1e-3)
     # On 4 GPUs H/14 takes all of them; then B/16 on two, and B/32 on one of the other two.
     assert plan.num_gpus == 4
     assert plan.hours == pytest.approx(whole[0] / 4 + whole[1] / 2, rel=1e-3)
-    wide = plan_study(recipe({"num_gpus": 7}))
+    wide = plan_study(paper_study({"num_gpus": 7}))
     assert wide.hours == pytest.approx(whole[0] / 4, rel=1e-3)
-    text = describe_study(recipe({"num_gpus": 7}))
+    text = describe_study(paper_study({"num_gpus": 7}))
     assert re.search(r"side by side +\S+ hours on 7 x H200", text)
     assert re.search(r"critical path +\S+ hours: grid-H-data1-epochs7", text)
     assert "cost  " not in text
 
 
 def test_one_cell_at_a_time_takes_the_sum_of_their_hours() -> None:
-    plan = plan_study(recipe({"num_gpus": 64}, max_concurrent=1))
+    plan = plan_study(paper_study({"num_gpus": 64}, max_concurrent=1))
     assert plan.hours == pytest.approx(sum(one.hours for one in plan.cells))
 
 
 def test_the_studys_gpus_bound_the_plans() -> None:
-    assert plan_study(recipe({"num_gpus": 64}, max_gpus=4)).num_gpus == 4
+    assert plan_study(paper_study({"num_gpus": 64}, max_gpus=4)).num_gpus == 4
 
 
 def test_a_cell_wider_than_the_cluster_is_refused() -> None:
     told = r"plan.num_gpus=2: cell 'grid-H-data1-epochs7' has 4 workers"
     with pytest.raises(ValueError, match=told):
-        plan_study(recipe({"num_gpus": 2}))
+        plan_study(paper_study({"num_gpus": 2}))
 
 
 def test_a_study_over_its_budget_is_refused_before_anything_is_opened() -> None:
     total = sum(map(hours, ("ViT-H/14", "ViT-B/16", "ViT-B/32")))
-    plan_study(recipe(budget_gpu_hours=total * 1.01)).check_budget()
-    small = recipe(budget_gpu_hours=total * 0.99)
+    plan_study(paper_study(budget_gpu_hours=total * 1.01)).check_budget()
+    small = paper_study(budget_gpu_hours=total * 0.99)
     told = r"study.budget_gpu_hours=\S+: the 3 cells need .* hours of H200 at 40 % MFU, "
     with pytest.raises(ValueError, match=told + r"'grid-H-data1-epochs7' alone .*raise the budget"):
         study(small)

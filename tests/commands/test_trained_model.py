@@ -12,76 +12,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
+from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.commands.export import export
 from vit_ray.commands.inspect import inspect, read_images
 from vit_ray.commands.trained_model import load_trained_model
-from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import load_weights, save_weights
-from vit_ray.storage import locate
 from vit_ray.train import init_weights
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.init_weights import initialize_weights, planned_load
-from vit_ray.train.progress import Progress
 
 ROOT = Path(__file__).parents[2]
-
-
-def recipe(folder: Path, **sections: Any) -> Recipe:
-    """A recipe for the small ViT that keeps everything inside the folder."""
-    tree = {
-        "name": "small",
-        "output": str(folder / "runs"),
-        "model": {"name": "ViT", "image_size": 32, **TINY_VIT},
-        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},
-        **sections,
-    }
-    return recipe_from_dict(tree, "test")
-
-
-def write_run(
-    folder: Path,
-    model: nn.Module,
-    average: nn.Module | None = None,
-    **told: Any,
-) -> str:
-    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
-
-    Its recipe has a model only where its keys are `told`.
-    """
-    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    position = Position(
-        Progress(step=7),
-        applied_steps=7,
-        samples_seen=14,
-        global_batch_size=2,
-        shapes={name: list(tensor.shape) for name, tensor in trained.items()},
-        recipe={"model": told} if told else {},
-        data_fingerprint="",
-    )
-    kinds = {"weight": trained}
-    if average is not None:
-        kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
-    for rank in (0, 1):
-        shards: dict[str, Tensor] = {}
-        for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
-                cut = tensor.numel() // 2
-                flat = tensor.flatten()
-                start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
-                shards[f"{kind}|{name}|{start}"] = part.clone()
-        target = locate(str(folder)).child(folder_name(7))
-        write_snapshot(Snapshot(rank, 2, shards, position), target)
-    return str(folder)
 
 
 def pictures(folder: Path) -> Path:
@@ -98,7 +46,7 @@ def pictures(folder: Path) -> Path:
 def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) -> None:
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "run", model)
-    (tmp_path / "recipe.yaml").write_text(recipe(tmp_path).model_dump_json())
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path).model_dump_json())
     command = [
         sys.executable,
         "jobs/export.py",
@@ -126,7 +74,7 @@ def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
     with torch.no_grad():
         models["average"].head.bias.add_(1)
     run = write_run(tmp_path / "run", models["weight"], models["average"])
-    model, _ = load_trained_model(recipe(tmp_path, init_from=run), averaged)
+    model, _ = load_trained_model(tiny_recipe(tmp_path, init_from=run), averaged)
     assert torch.equal(model.head.bias, models[expected].head.bias)
 
 
@@ -134,8 +82,8 @@ def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path
     source = small_model("ViT", num_classes=9)
     save_weights(source, tmp_path / "model.npz", "jax")
     exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
-    assert export(recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
-    again = recipe(tmp_path, init_from=exports["path"])
+    assert export(tiny_recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
+    again = tiny_recipe(tmp_path, init_from=exports["path"])
     model, report = load_trained_model(again, None)
     assert len(report.loaded) == len(source.state_dict())
     for name, tensor in source.state_dict().items():
@@ -145,7 +93,7 @@ def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path
 def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> None:
     objective = MaskedPatchObjective(small_model("ViT"))
     run = write_run(tmp_path / "run", objective)
-    model, report = load_trained_model(recipe(tmp_path, init_from=run), None)
+    model, report = load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
     assert report.new == ["head.bias", "head.weight"]
     assert report.ignored == ["mask.token", "prediction.bias", "prediction.weight"]
     expected = objective.model.encode(objective.model.embed(some_images()))
@@ -163,7 +111,7 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     size = {"name": family, **FAMILIES[family]}
     run = write_run(tmp_path / "run", trained, image_size=[16, 64], **size)
     expected = resize_table(source.positions[0].table.detach(), (2, 8), (4, 4))
-    here = recipe(tmp_path, init_from=run, model={"image_size": 32, **size})
+    here = tiny_recipe(tmp_path, init_from=run, model={"image_size": 32, **size})
     model, _ = load_trained_model(here, None)
     assert torch.equal(model.positions[0].table, expected)
     tuned = small_model(family, num_classes=9)
@@ -195,7 +143,7 @@ def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_
         path = write_run(tmp_path / "run", source)
     size = {"name": "ViT", "image_size": 48, **TINY_VIT}
     model, _ = load_trained_model(
-        recipe(tmp_path, init_from=path, init_resize=mode, model=size), None
+        tiny_recipe(tmp_path, init_from=path, init_resize=mode, model=size), None
     )
     table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
     expected = F.interpolate(table, (6, 6), mode=mode, align_corners=mode == "bilinear")
@@ -231,7 +179,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     # Files larger than a piece are put together again.
     monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
-    exported, report = load_trained_model(recipe(bucket, init_from=path), None)
+    exported, report = load_trained_model(tiny_recipe(bucket, init_from=path), None)
     planned = planned_load(size_of_model(), 9, path, False, "bilinear")
     assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     trained = small_model("ViT", num_classes=9).apply(_clear)
@@ -263,7 +211,7 @@ def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -
         ("nothing", "'s3://models/nothing' holds no whole checkpoint"),
     ]:
         with pytest.raises(ValueError, match=message):
-            load_trained_model(recipe(bucket, init_from=f"s3://models/{name}"), None)
+            load_trained_model(tiny_recipe(bucket, init_from=f"s3://models/{name}"), None)
         with pytest.raises(ValueError, match=message):
             planned_load(size_of_model(), 9, f"s3://models/{name}", False, "bilinear")
 
@@ -276,10 +224,10 @@ def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path:
     other = {**size, "representation": not has_layer}
     wanted = f"set model.representation={str(has_layer).lower()} to export the trained head"
     with pytest.raises(ValueError, match=wanted):
-        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+        export(tiny_recipe(tmp_path, init_from=run, export=exports, model=other))
     assert not (tmp_path / "model.npz").exists()
     same = {**size, "representation": has_layer}
-    assert export(recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
+    assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
 
 
 def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path) -> None:
@@ -287,7 +235,7 @@ def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path)
     exports = {"path": str(tmp_path / "model.npz")}
     other = {"name": "ViT", "image_size": 32, **TINY_VIT, "pool": "gap"}
     with pytest.raises(ValueError, match=r"on the class token.* set model.pool=cls"):
-        export(recipe(tmp_path, init_from=run, export=exports, model=other))
+        export(tiny_recipe(tmp_path, init_from=run, export=exports, model=other))
 
 
 @pytest.mark.parametrize(
@@ -303,13 +251,13 @@ def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(
         **{"name": "ViT", "image_size": 32, **TINY_VIT, **trained},
     )
     with pytest.raises(ValueError, match=f"step-00000007.*; build it with {told}"):
-        load_trained_model(recipe(tmp_path, init_from=run), None)
+        load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
 
 
 def test_averaged_weights_that_are_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", small_model("ViT"))
     with pytest.raises(ValueError, match="step-00000007 has no averaged weights; set averaged to"):
-        load_trained_model(recipe(tmp_path, init_from=run), True)
+        load_trained_model(tiny_recipe(tmp_path, init_from=run), True)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("x/model.npz", "jax"), ("hub", "huggingface")])
@@ -317,7 +265,7 @@ def test_weights_are_exported_into_a_bucket(name: str, layout: str, bucket: Path
     source = small_model("ViT")
     run = write_run(bucket / "run", source)
     exports = {"path": f"s3://models/{name}", "layout": layout}
-    assert export(recipe(bucket, init_from=run, export=exports)) == 0
+    assert export(tiny_recipe(bucket, init_from=run, export=exports)) == 0
     loaded = small_model("ViT").apply(_clear)
     load_weights(loaded, bucket / name)
     for key, tensor in source.state_dict().items():
@@ -327,7 +275,7 @@ def test_weights_are_exported_into_a_bucket(name: str, layout: str, bucket: Path
 def test_an_export_of_the_wrong_suffix_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     exports = {"path": str(tmp_path / "model.bin")}
     with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
-        export(recipe(tmp_path, init_from="/not/there", export=exports))
+        export(tiny_recipe(tmp_path, init_from="/not/there", export=exports))
 
 
 def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
@@ -337,7 +285,7 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
         "path": str(tmp_path / "figures"),
         "num_images": 5,
     }
-    assert inspect(recipe(tmp_path, init_from=run, inspect=inspection)) == 0
+    assert inspect(tiny_recipe(tmp_path, init_from=run, inspect=inspection)) == 0
     names = {"filters", "position_similarity", "attention_distance", "attention_rollout"}
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == names
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -354,12 +302,12 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
 def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pictures")
     inspection = {"images": str(folder), "num_images": 3}
-    config = recipe(tmp_path, inspect=inspection)
+    config = tiny_recipe(tmp_path, inspect=inspection)
     assert config.inspect is not None
     # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
     images = read_images(config, config.inspect)
     assert images.shape == (3, 32, 32, 3)
-    alone = recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
+    alone = tiny_recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
     assert alone.inspect is not None
     np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
 
@@ -368,7 +316,7 @@ def test_images_are_read_from_a_bucket(bucket: Path) -> None:
     pictures(bucket / "pictures")
     stacks = []
     for place in (str(bucket / "pictures"), "s3://models/pictures"):
-        config = recipe(bucket, inspect={"images": place, "num_images": 7})
+        config = tiny_recipe(bucket, inspect={"images": place, "num_images": 7})
         assert config.inspect is not None
         stacks.append(read_images(config, config.inspect))
     assert stacks[0].shape == (6, 32, 32, 3)
@@ -384,17 +332,17 @@ def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
     ]:
         inspection = {"images": str(tmp_path), "path": path}
         with pytest.raises(ValueError, match=message):
-            inspect(recipe(tmp_path, inspect=inspection))
+            inspect(tiny_recipe(tmp_path, inspect=inspection))
 
 
 def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"export is not set; give export.path"):
-        export(recipe(tmp_path))
+        export(tiny_recipe(tmp_path))
     with pytest.raises(ValueError, match=r"inspect is not set; give inspect.images"):
-        inspect(recipe(tmp_path))
+        inspect(tiny_recipe(tmp_path))
     exports = {"path": str(tmp_path / "model.npz")}
     with pytest.raises(ValueError, match="init_from is not set; give the run"):
-        export(recipe(tmp_path, export=exports))
+        export(tiny_recipe(tmp_path, export=exports))
     inspection = {"images": str(tmp_path), "path": str(tmp_path / "figures")}
     with pytest.raises(ValueError, match="holds no readable image"):
-        inspect(recipe(tmp_path, inspect=inspection))
+        inspect(tiny_recipe(tmp_path, inspect=inspection))

@@ -13,45 +13,11 @@ from typing import Any
 import torch
 from mlflow import MlflowClient
 
-from tests.conftest import ROOT, Digits, Head
+from tests.conftest import ROOT, Head
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import folder_name, open_checkpoint
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
-
-STEPS = 24
-
-
-def small_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
-    """Two workers, ZeRO 2, a tiny ViT, 24 steps with a checkpoint after each 8."""
-    tree: dict[str, Any] = {
-        "name": name,
-        "output": str(folder / "runs"),
-        "model": {
-            "name": "ViT", "image_size": 16, "depth": 1, "width": 32, "mlp_dim": 64,
-            "num_heads": 2, "patch_size": 4, "representation": True, "dropout": 0.05,
-        },
-        "data": {
-            "train": digits.train, "eval": digits.test, "cpus_per_task": 0.5,
-            "shuffle_window": 0,  # in this order so few steps learn something
-            "augment": {"flip": False, "min_area": 0.5},
-            "eval_augment": {"kind": "resize"},
-        },
-        "optim": {"steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2},
-        "train": {
-            "global_batch_size": 64, "micro_batch_size": 16, "zero_stage": 2,
-            "precision": "fp32", "averaging": 0.9, "log_every_steps": 4,
-        },
-        "checkpoint": {"every_steps": 8, "keep_last": 10},
-        "evaluate": {"batch_size": 50},
-        "workers": {"num_workers": 2, "cpus_per_worker": 0.5},
-        "tracking": {
-            "uri": f"sqlite:///{folder / 'mlflow.db'}", "experiment": "tests",
-            "system_metrics": False,
-        },
-    }  # fmt: skip
-    return recipe_from_dict(tree, name).with_changes(**sections)
 
 
 def weights_of(recipe: Recipe, step: int | None = None) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.conftest import ROOT, Digits, Head
-from tests.end_to_end.runs import curve, runs_of, small_recipe, write_recipe
+from tests.end_to_end.runs import curve, runs_of, write_recipe
+from tests.recipes import small_recipe
 
 
 def submit(head: Head, working_dir: Path, *entrypoint: str) -> subprocess.CompletedProcess[str]:

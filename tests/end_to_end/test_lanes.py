@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import same_weights, small_recipe, weights_of
+from tests.end_to_end.runs import same_weights, weights_of
+from tests.recipes import small_recipe
 from vit_ray.launch import lane
 from vit_ray.launch.lane import Lane, kept_lanes
 from vit_ray.launch.run import train

@@ -11,7 +11,8 @@ import pytest
 
 from tests.conftest import ROOT, Digits, Head
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
-from tests.end_to_end.runs import curve, runs_of, small_recipe, write_recipe
+from tests.end_to_end.runs import curve, runs_of, write_recipe
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 
 

@@ -8,7 +8,8 @@ import ray
 from mlflow import MlflowClient
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import runs_of, small_recipe
+from tests.end_to_end.runs import runs_of
+from tests.recipes import small_recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
 from vit_ray.launch.run import train

@@ -12,16 +12,15 @@ from mlflow import MlflowClient
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
-    STEPS,
     Driver,
     checkpoint_steps,
     curve,
     runs_of,
     same_weights,
-    small_recipe,
     weights_of,
     write_recipe,
 )
+from tests.recipes import STEPS, small_recipe
 from vit_ray import lock
 from vit_ray.config import Recipe
 from vit_ray.launch.lane import kept_lanes

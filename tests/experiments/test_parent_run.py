@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_run_metadata import _plan as described
+from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.experiments.parent_run import earlier_run
 from vit_ray.launch.cluster import ClusterShape
@@ -21,7 +21,7 @@ def sweep_in(folder: Path, output: str) -> Recipe:
 
 def record(recipe: Recipe, run_id: str | None = None) -> str:
     """As a sweep records itself."""
-    tags = run_facts(recipe, "sweep", described(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "sweep", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     log = metrics_log_path(recipe)
     tracker = Tracker.start(recipe.tracking, recipe.name, log, run_id=run_id, tags=tags)
     tracker.finish("KILLED")

@@ -4,13 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Digits, Head
-from tests.end_to_end.runs import (
-    Driver,
-    checkpoint_steps,
-    small_recipe,
-    wait_until,
-    write_recipe,
-)
+from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 
 # Long enough that there is time to interfere after the first checkpoint.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.conftest import Digits, Head
-from tests.end_to_end.runs import same_weights, small_recipe, weights_of
+from tests.end_to_end.runs import same_weights, weights_of
+from tests.recipes import small_recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.launch.run import train
 

@@ -12,15 +12,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from tests.conftest import Digits, Head
-from tests.end_to_end.runs import (
-    Driver,
-    checkpoint_steps,
-    curve,
-    runs_of,
-    small_recipe,
-    wait_until,
-    write_recipe,
-)
+from tests.end_to_end.runs import Driver, checkpoint_steps, curve, runs_of, wait_until, write_recipe
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run import train

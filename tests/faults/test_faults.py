@@ -16,12 +16,12 @@ from tests.end_to_end.runs import (
     curve,
     runs_of,
     same_weights,
-    small_recipe,
     wait_until,
     weights_of,
     write_recipe,
 )
 from tests.faults.runs import EVERY, STEPS, long_recipe, start
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study_cells import study_cells

@@ -17,12 +17,12 @@ from tests.end_to_end.runs import (
     Driver,
     checkpoint_steps,
     same_weights,
-    small_recipe,
     wait_until,
     weights_of,
     write_recipe,
 )
 from tests.faults.runs import STEPS, long_recipe, start
+from tests.recipes import small_recipe
 from tests.train.fakes import make_job
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 PIXELS = np.random.default_rng(0).integers(0, 256, (IMAGES, 12, 12, 3)).astype(np.uint8)
 
 
-def small_recipe(name: str, folder: str) -> Recipe:
+def shrunk_recipe(name: str, folder: str) -> Recipe:
     path = Path(__file__).parent / "recipes" / f"{name}.yaml"
     return load_recipe(path, [f"output={folder}"])
 
@@ -123,7 +123,7 @@ class Outcome(NamedTuple):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_small_recipe_is_planned(name: str, tmp_path: Path) -> None:
-    recipe = small_recipe(name, str(tmp_path))
+    recipe = shrunk_recipe(name, str(tmp_path))
     text = describe_training(recipe)
     for count in recipe.group_sizes:
         assert f"with {count} worker" in text
@@ -235,7 +235,7 @@ def run_all(rank: int, names: list[str], folder: str) -> dict[str, Outcome]:
     torch.compile = without_inductor  # type: ignore[assignment]
     found = {}
     for name in names:
-        recipe = small_recipe(name, f"{folder}/{name}")
+        recipe = shrunk_recipe(name, f"{folder}/{name}")
         steps = 3 if name == "elastic" else STEPS
         found[name] = run(rank, recipe, steps, poison=3 if name == "rollback" else None)
     return found
@@ -250,7 +250,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 def run_grown(rank: int, folder: str) -> Outcome:
-    return run(rank, small_recipe("elastic", folder), STEPS)
+    return run(rank, shrunk_recipe("elastic", folder), STEPS)
 
 
 ENDED_EARLY = ("early_stopping", "elastic", "rollback")

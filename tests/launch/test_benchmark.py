@@ -9,8 +9,8 @@ import pytest
 
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.format.labels import keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare.subset import subset
@@ -31,8 +31,8 @@ def validation(tmp_path: Path) -> Manifest:
     return write_set(tmp_path / "validation", rows, CLASSES)
 
 
-def recipe_with(**benchmark: Any) -> Recipe:
-    return recipe_from_dict({"name": "evaluated", "benchmark": benchmark}, "here")
+def benchmark_recipe(**benchmark: Any) -> Recipe:
+    return recipe_with("evaluated", benchmark=benchmark)
 
 
 def right(answers: Answers, labels: list[int]) -> list[list[int]]:
@@ -45,7 +45,7 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(
 ) -> None:
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
-    recipe = recipe_with(kind="imagenet_real", label_file=str(file))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
     answers = answers_of(recipe, validation, validation)
     found = right(answers, [5, 0, 4, 1, 3, 2])
     assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
@@ -56,7 +56,7 @@ def test_real_labels_are_those_of_a_model_with_classes_in_another_order(
 ) -> None:
     (tmp_path / "classes.txt").write_text("\n".join(reversed(CLASSES)))
     (tmp_path / "real.json").write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
-    recipe = recipe_with(
+    recipe = benchmark_recipe(
         kind="imagenet_real",
         label_file=str(tmp_path / "real.json"),
         model_classes=str(tmp_path / "classes.txt"),
@@ -71,7 +71,7 @@ def test_a_model_of_other_classes_cannot_be_measured_on_real(
     validation: Manifest, tmp_path: Path
 ) -> None:
     (tmp_path / "real.json").write_text(json.dumps([[0], [1], [2], [3], [4], [5]]))
-    recipe = recipe_with(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
     other = write_set(tmp_path / "other", [("a", [0])], [f"c{k}" for k in range(30)])
     with pytest.raises(ValueError, match=r"6 classes of data\.eval are none of the model's 30"):
         answers_of(recipe, validation, other)
@@ -86,7 +86,7 @@ def test_labels_of_another_number_of_images_are_refused_before_the_set_is_read(
     monkeypatch.setattr(benchmark, "keys", read)
     monkeypatch.setattr(benchmark, "all_first_labels", read)
     (tmp_path / "real.json").write_text(json.dumps([[0], [1]]))
-    recipe = recipe_with(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
     with pytest.raises(ValueError, match=r"has labels of 2 images and data\.eval has 6 images"):
         answers_of(recipe, validation, validation)
 
@@ -118,13 +118,13 @@ def test_a_file_that_is_missing_is_named_with_the_place_that_publishes_it(
     validation: Manifest, benchmark: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        answers_of(recipe_with(**benchmark), validation, validation)
+        answers_of(benchmark_recipe(**benchmark), validation, validation)
 
 
 def test_a_file_that_is_no_json_is_refused(validation: Manifest, tmp_path: Path) -> None:
     file = tmp_path / "real.json"
     file.write_bytes(b"\xff\xfe")
-    recipe = recipe_with(kind="imagenet_real", label_file=str(file))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
     with pytest.raises(ValueError, match="is no text"):
         answers_of(recipe, validation, validation)
     file.write_text("<html>not found</html>")
@@ -136,17 +136,17 @@ def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(
     validation: Manifest, tmp_path: Path
 ) -> None:
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
-    answers = answers_of(recipe_with(kind="class_names"), part, validation)
+    answers = answers_of(benchmark_recipe(kind="class_names"), part, validation)
     assert answers.classes == (CLASSES[1], CLASSES[4])
     assert answers.num_outputs == 6
     with pytest.raises(ValueError, match=r"has 2 classes and the model has 6.*kind=class_names"):
-        answers_of(recipe_with(), part, validation)
+        answers_of(benchmark_recipe(), part, validation)
 
 
 def test_the_models_class_order_is_known_from_a_file(validation: Manifest, tmp_path: Path) -> None:
     file = tmp_path / "classes.txt"
     file.write_text("\n".join(reversed(CLASSES)))
-    answers = answers_of(recipe_with(model_classes=str(file)), validation, validation)
+    answers = answers_of(benchmark_recipe(model_classes=str(file)), validation, validation)
     assert right(answers, [0, 5, 2]) == [[5], [0], [3]]
 
 
@@ -156,7 +156,7 @@ def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
     weights = tmp_path / "weights.npz"
     save_weights(small_model("ViT", num_classes=6), weights)
-    recipe = recipe_with(kind="class_names", model_classes=validation.path).with_changes(
+    recipe = benchmark_recipe(kind="class_names", model_classes=validation.path).with_changes(
         data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs"),
         model={"name": "ViT", "image_size": 32, **TINY_VIT},
     )  # fmt: skip
@@ -172,7 +172,7 @@ def test_the_models_class_order_is_known_from_the_folder_of_its_weights(
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
     config = tmp_path / "hub" / "config.json"
-    recipe = recipe_with().with_changes(init_from=str(tmp_path / "hub"))
+    recipe = benchmark_recipe().with_changes(init_from=str(tmp_path / "hub"))
 
     def found(names: list[str]) -> list[list[int]]:
         told = {str(index): name for index, name in enumerate(names)}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.data.small_sets import write_set
+from tests.recipes import recipe_with
 from vit_ray import lock
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.evaluate.features import read_facts, write_facts
 from vit_ray.launch import extraction
 from vit_ray.launch.extraction import extract_features
@@ -28,14 +28,13 @@ def recipe(tmp_path: Path) -> Recipe:
     path = write_set(tmp_path / "set", [("a", [0]), ("b", [1])], ["ant", "bee"]).path
     weights = tmp_path / "weights.safetensors"
     save_weights(build_model("ViT", 5, 8, **SIZES), weights, layout="vit_ray")
-    tree = {
-        "name": "extracted",
-        "output": str(tmp_path / "runs"),
-        "init_from": str(weights),
-        "model": {"name": "ViT", "image_size": 8, **SIZES},
-        "extract": {"data": path, "path": str(tmp_path / "features")},
-    }
-    return recipe_from_dict(tree, "here")
+    return recipe_with(
+        "extracted",
+        output=str(tmp_path / "runs"),
+        init_from=str(weights),
+        model={"name": "ViT", "image_size": 8, **SIZES},
+        extract={"data": path, "path": str(tmp_path / "features")},
+    )
 
 
 @pytest.fixture

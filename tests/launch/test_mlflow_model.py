@@ -21,10 +21,9 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import Schema, TensorSpec
 from PIL import Image
 
-from tests.commands.test_trained_model import recipe as small_recipe
-from tests.commands.test_trained_model import write_run
 from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks
+from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.mlflow_model import model_files
@@ -47,7 +46,7 @@ def trained(tmp_path: Path, empty_store: Path) -> tuple[Any, torch.nn.Module, st
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "runs" / "small", model, name="ViT", image_size=32, **TINY_VIT)
     (checkpoint,) = Path(run).glob("step-*")
-    recipe = small_recipe(tmp_path, data={"eval_augment": {"kind": "center_crop"}})
+    recipe = tiny_recipe(tmp_path, data={"eval_augment": {"kind": "center_crop"}})
     return recipe, model, str(checkpoint)
 
 

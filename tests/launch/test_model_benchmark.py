@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tests.recipes import recipe_with
 from vit_ray.commands.benchmark_models import benchmark_models, describe_benchmark
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.launch import model_benchmark
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.model_benchmark import benchmarked_models
@@ -20,16 +20,18 @@ SMALL = {"name": "ViT", "patch_size": 4, "depth": 1, "width": 8, "mlp_dim": 8, "
 def recipe(tmp_path: Path) -> Recipe:
     other = {"label": "R", "model": {**SMALL, "patch_size": 3}}
     models = [{"label": "ViT small/4", "model": SMALL}, other]
-    tree = {
-        "name": "cost",
-        "output": str(tmp_path / "runs"),
-        "train": {"precision": "fp32"},
-        "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "cost"},
-        "benchmark_models": {
-            "models": models, "image_sizes": [16, 17], "max_batch_size": 2, "timed_s": 1e-3,
+    return recipe_with(
+        "cost",
+        output=str(tmp_path / "runs"),
+        train={"precision": "fp32"},
+        tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "cost"},
+        benchmark_models={
+            "models": models,
+            "image_sizes": [16, 17],
+            "max_batch_size": 2,
+            "timed_s": 1e-3,
         },
-    }  # fmt: skip
-    return recipe_from_dict(tree, "test")
+    )
 
 
 def recorded(recipe: Recipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from tests.launch.test_run_metadata import _plan as described
+from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster import ClusterShape
@@ -68,7 +68,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def opened(**options: Any) -> Any:
     recipe = load_recipe("digits", ["tracking.uri=sqlite:///x.db"])
-    return open_record(recipe, "pretrain", described(), ClusterShape(1, 2, 0, 0.0), **options)
+    return open_record(recipe, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
 
 
 def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(recorder: Recorder) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import small_recipe
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
 from vit_ray.launch import preflight

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.recipes import recipe_with
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.help_pages import sections_below
 from vit_ray.config import Recipe, decisive
 from vit_ray.config.decisive import on_resume
 from vit_ray.config.help import describe_sections, key_names
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.config.section import OnResume
 from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.train.checkpoint import Position
@@ -19,18 +19,16 @@ from vit_ray.train.progress import Progress
 IMAGES, BATCH = 640, 64
 
 
-def recipe(**sections: Any) -> Recipe:
-    tree = {
-        "name": "run",
-        "data": {"train": "/data/train", "eval": "/data/test", "shuffle_window": 0},
-        "optim": {"epochs": 2.0, "learning_rate": 0.1, "schedule": "linear"},
-        "train": {"global_batch_size": BATCH},
-    }
-    return recipe_from_dict(tree, "test").with_changes(**sections)
+def linear_recipe(**sections: Any) -> Recipe:
+    return recipe_with(
+        data={"train": "/data/train", "eval": "/data/test", "shuffle_window": 0},
+        optim={"epochs": 2.0, "learning_rate": 0.1, "schedule": "linear"},
+        train={"global_batch_size": BATCH},
+    ).with_changes(**sections)
 
 
 def position(step: int, begun: Recipe | None = None) -> Position:
-    saved = (begun or recipe()).model_dump(mode="json")
+    saved = (begun or linear_recipe()).model_dump(mode="json")
     return Position(Progress(step=step), step, step * BATCH, BATCH, {}, saved, "print")
 
 
@@ -40,8 +38,8 @@ def accepted(now: Recipe, at: Position) -> list[str]:
 
 
 def test_the_same_recipe_goes_on_without_a_word() -> None:
-    assert accepted(recipe(), position(20)) == []
-    assert accepted(recipe(), position(7)) == []
+    assert accepted(linear_recipe(), position(20)) == []
+    assert accepted(linear_recipe(), position(7)) == []
 
 
 @pytest.mark.parametrize(
@@ -67,8 +65,8 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
     with pytest.raises(
         ValueError, match=f"{told}.*set resume=changed to go on with it from step 7"
     ):
-        accepted(recipe(**changes), position(7))
-    (event,) = accepted(recipe(**changes, resume="changed"), position(7))
+        accepted(linear_recipe(**changes), position(7))
+    (event,) = accepted(linear_recipe(**changes, resume="changed"), position(7))
     assert event.startswith("goes on with another recipe: ")
     assert key in event
 
@@ -89,17 +87,17 @@ def test_what_a_checkpoint_stands_for_cannot_change_at_all(
     changes: dict[str, Any], told: str, step: int
 ) -> None:
     with pytest.raises(ValueError, match=f"cannot go on from step {step}: .*{told}"):
-        accepted(recipe(**changes, resume="changed"), position(step))
+        accepted(linear_recipe(**changes, resume="changed"), position(step))
 
 
 def test_other_data_cannot_be_gone_on_with() -> None:
     other = replace(position(7), data_fingerprint="other")
     with pytest.raises(ValueError, match="the data set's fingerprint was other and is print"):
-        accepted(recipe(resume="changed"), other)
+        accepted(linear_recipe(resume="changed"), other)
 
 
 def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
-    changed = recipe(optim={"learning_rate": 0.3}, resume="changed")
+    changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
     with pytest.raises(ValueError, match=r"is over, .*optim.learning_rate was 0.1 and is 0.3"):
         accepted(changed, position(20))
     ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
@@ -109,7 +107,7 @@ def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
 
 @pytest.mark.parametrize("other", ["/data/other", None])
 def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: str | None) -> None:
-    elsewhere = recipe(data={"eval": other}, resume="changed")
+    elsewhere = linear_recipe(data={"eval": other}, resume="changed")
     told = f"measured on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
     with pytest.raises(ValueError, match=told):
         accepted(elsewhere, position(20))
@@ -119,7 +117,7 @@ def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: st
 
 
 def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
-    begun = recipe(train={"early_stopping": 2})
+    begun = linear_recipe(train={"early_stopping": 2})
     ended = replace(position(7, begun), progress=Progress(step=7, ended="no better loss"))
     assert accepted(begun, ended) == []
     for resume in ("auto", "changed"):
@@ -132,40 +130,40 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
 @pytest.mark.parametrize("step", [7, 20])
 def test_a_project_may_be_moved(step: int) -> None:
     places = {"data": {"eval": "/a/data/test"}, "output": "/a/runs", "init_from": "/a/runs/base"}
-    begun = recipe(**places)
-    moved = recipe(data={"eval": "/b/data/test"}, output="/b/runs", init_from="/b/runs/base")
+    begun = linear_recipe(**places)
+    moved = linear_recipe(data={"eval": "/b/data/test"}, output="/b/runs", init_from="/b/runs/base")
     assert accepted(moved, position(step, begun)) == []
     weights = begun.with_changes(init_from="/elsewhere/base")
     (event,) = accepted(weights, position(step, begun))
     assert "init_from was /a/runs/base and is /elsewhere/base" in event
     for one, other in (("/a/runs/base", "/a/runs/other"), ("s3://b/base/", "s3://b/other/")):
-        begun = recipe(init_from=one)
+        begun = linear_recipe(init_from=one)
         with pytest.raises(ValueError, match=f"init_from was {one} and is {other}"):
             accepted(begun.with_changes(init_from=other), position(step, begun))
 
 
 def test_what_is_not_used_decides_nothing_until_it_is() -> None:
     few_shot = {"few_shot_train": "/data/train", "few_shot_test": "/data/test"}
-    begun = recipe(evaluate=few_shot)
+    begun = linear_recipe(evaluate=few_shot)
     with pytest.raises(ValueError, match=r"evaluate.shots was .* and is \[1, 5\]"):
         accepted(begun.with_changes(evaluate={"shots": [1, 5]}), position(7, begun))
     with pytest.raises(ValueError, match=r"optim.decay_at was .* and is \[0.5\]"):
-        accepted(recipe(optim={"schedule": "steps", "decay_at": [0.5]}), position(7))
+        accepted(linear_recipe(optim={"schedule": "steps", "decay_at": [0.5]}), position(7))
 
 
 def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> None:
-    (event,) = accepted(recipe(optim={"epochs": 4.0}), position(20))
+    (event,) = accepted(linear_recipe(optim={"epochs": 4.0}), position(20))
     assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps of 20" in event
     # Linear decay from 0.1 to 0: at its end after 20 of 20 steps, half way after 20 of 40.
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
 
 
 def test_a_length_may_be_said_in_another_way() -> None:
-    assert accepted(recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
+    assert accepted(linear_recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:
-    shorter = recipe(optim={"epochs": 1.0}, resume="changed")
+    shorter = linear_recipe(optim={"epochs": 1.0}, resume="changed")
     with pytest.raises(ValueError, match="trained for 12 steps, and this recipe ends after 10"):
         accepted(shorter, position(12))
     assert "optim.epochs was 2.0 and is 1.0" in accepted(shorter, position(7))[0]
@@ -186,7 +184,7 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
     ],
 )
 def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
-    assert accepted(recipe(**changes), position(7)) == []
+    assert accepted(linear_recipe(**changes), position(7)) == []
 
 
 def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
@@ -194,11 +192,11 @@ def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> Non
     begun.recipe["data"]["select_by"] = "row"
     told = "begun by other code; resume it with commit [0-9a-f]{7}: unknown key data.select_by"
     with pytest.raises(ValueError, match=told):
-        accepted(recipe(), begun)
+        accepted(linear_recipe(), begun)
 
 
 def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
-    begun = recipe(train={"early_stopping": 2})
+    begun = linear_recipe(train={"early_stopping": 2})
     with pytest.raises(ValueError, match=r"evaluate.every_steps was None and is 5"):
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
 

@@ -3,10 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
 from vit_ray.config.decisive import decisive_changes
 from vit_ray.config.recorded_recipe import recorded_before
@@ -24,16 +24,6 @@ from vit_ray.launch.run_metadata import (
 )
 
 TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
-
-
-def _plan() -> SimpleNamespace:
-    manifest = SimpleNamespace(
-        path="/data/digits/train", fingerprint="f" * 64, num_images=100, num_classes=10
-    )
-    spec = SimpleNamespace(manifest=manifest, num_images=90)
-    return SimpleNamespace(
-        manifest=manifest, num_images=90, total_steps=7, streams={"train": spec, "eval": spec}
-    )
 
 
 def test_trials_of_a_sweep_differ_in_the_learning_rate_alone():
@@ -58,7 +48,7 @@ def test_parameters_are_what_is_set_and_what_trains():
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     recipe = load_recipe(name)
-    tags = run_facts(recipe, "study_cell", _plan(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "study_cell", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     before = recorded_before(trained_params(recipe), tags)
     assert decisive_changes(before, recipe.flat()) == []
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
@@ -86,7 +76,7 @@ def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.M
     words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
     monkeypatch.setattr(sys, "argv", words)
     recipe = load_recipe("digits_sweep", TRIALS)
-    tags = run_facts(recipe, "sweep_trial", _plan(), ClusterShape(1, 2, 0, 0.0))
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     assert tags["vit_ray.family"] == "ViT"
     assert tags["vit_ray.data"] == "digits/train"
     assert tags["vit_ray.stage"] == "sweep_trial"
@@ -99,7 +89,7 @@ def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.M
 
 
 def test_inputs_are_the_data_sets_with_counts_and_use():
-    train, test = data_inputs(_plan())
+    train, test = data_inputs(resolved_run())
     assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")
     assert train["profile"]["num_images"] == 90
     assert train["source"] == "/data/digits/train"
@@ -108,7 +98,7 @@ def test_inputs_are_the_data_sets_with_counts_and_use():
 
 def test_a_training_without_a_known_speed_has_no_cost():
     recipe = load_recipe("digits")
-    plan = _plan()
+    plan = resolved_run()
     plan.manifest.num_classes = 10
     assert "cost/core_days" not in training_cost(recipe, plan, 10, None)
     assert training_cost(recipe, plan, 10, None)["study/images_seen"] == 1280

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from tests.data.pictures import encoded, picture
-from vit_ray.config.schema import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.data.images import randaugment
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.data.images.randaugment import RandAugment
@@ -219,9 +219,8 @@ def test_the_crop_is_the_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None
         assert np.array_equal(training_crop(image, augment, key), plain)
 
 
-def recipe(augment: dict[str, Any], **data: Any) -> Any:
-    tree = {"name": "run", "data": {"augment": augment, **data}}
-    return recipe_from_dict(tree, "test")
+def augment_recipe(augment: dict[str, Any], **data: Any) -> Any:
+    return recipe_with(data={"augment": augment, **data})
 
 
 def test_a_recipe_decides_it() -> None:
@@ -231,7 +230,7 @@ def test_a_recipe_decides_it() -> None:
         "randaugment_magnitude": 9.0,
         "randaugment_magnitude_std": 0.5,
     }
-    loaded = recipe(chosen)
+    loaded = augment_recipe(chosen)
     found = augmentation_of(loaded, loaded.data.augment).randaugment
     assert found == RandAugment("timm", 3, 9.0, 0.5)
     assert augmentation_of(loaded, loaded.data.eval_augment).randaugment is None
@@ -258,4 +257,4 @@ def test_a_recipe_decides_it() -> None:
 )
 def test_wrong_values_are_refused(augment: Any, data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipe(augment, **data)
+        augment_recipe(augment, **data)

@@ -1,0 +1,57 @@
+"""A run of a small model as its training would have left it: a recipe, and a sharded checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.models.small import TINY_VIT
+from tests.recipes import recipe_with
+from vit_ray.config import Recipe
+from vit_ray.storage import locate
+from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
+from vit_ray.train.progress import Progress
+
+
+def tiny_recipe(folder: Path, **sections: Any) -> Recipe:
+    """A recipe for the small ViT that keeps everything inside the folder."""
+    model = {"name": "ViT", "image_size": 32, **TINY_VIT}
+    tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
+    defaults = {"output": str(folder / "runs"), "model": model, "tracking": tracking}
+    return recipe_with("small", **{**defaults, **sections})
+
+
+def write_run(
+    folder: Path,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    **told: Any,
+) -> str:
+    """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
+
+    Its recipe has a model only where its keys are `told`.
+    """
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    position = Position(
+        Progress(step=7),
+        applied_steps=7,
+        samples_seen=14,
+        global_batch_size=2,
+        shapes={name: list(tensor.shape) for name, tensor in trained.items()},
+        recipe={"model": told} if told else {},
+        data_fingerprint="",
+    )
+    kinds = {"weight": trained}
+    if average is not None:
+        kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
+    for rank in (0, 1):
+        shards: dict[str, Tensor] = {}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                cut = tensor.numel() // 2
+                flat = tensor.flatten()
+                start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
+                shards[f"{kind}|{name}|{start}"] = part.clone()
+        target = locate(str(folder)).child(folder_name(7))
+        write_snapshot(Snapshot(rank, 2, shards, position), target)
+    return str(folder)

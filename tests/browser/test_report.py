@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,66 +10,21 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 
-from docs.screenshots import browsing
-from tests.browser.synthetic_study import MODELS, write_study
+from tests.browser.pages import A4_WIDTH, POINTS, find, show, tooltip, wait
+from tests.browser.synthetic_study import MODELS
 
-AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
 COMPUTE = "figure[data-chart='chart-5_shot_linear_accuracy_against_compute_proxy_data']"
 LOSS = "figure[data-chart='chart-training_loss']"
-POINTS = ".mark-symbol.role-mark path"
 NUM_CELLS = 3 * len(MODELS)
 NUM_PAPER = 18
-A4_WIDTH = 718
-"""CSS pixels between the margins of a portrait page."""
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_study(tmp_path_factory.mktemp("study"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
-    with browsing() as driver:
-        yield driver
 
 
 @pytest.fixture
-def shown(page: Path, browser: webdriver.Chrome) -> webdriver.Chrome:
+def shown(study_page: Path, browser: webdriver.Chrome) -> webdriver.Chrome:
     """The page, drawn, on a light screen of 1280 pixels."""
-    show(browser, page, 1280)
+    show(browser, study_page, 1280)
     return browser
-
-
-def show(browser: webdriver.Chrome, page: Path, width: int, **features: str) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia",
-        {
-            "media": features.pop("media", ""),
-            "features": [{"name": f"prefers-{k}", "value": v} for k, v in features.items()],
-        },
-    )
-    browser.get("about:blank")
-    browser.get(page.as_uri())
-    wait(browser, lambda: not find(browser, ".still"))
-    time.sleep(0.2)  # what Vega puts off to the next frame
-
-
-def wait(browser: webdriver.Chrome, look: Callable[[], Any]) -> Any:
-    return WebDriverWait(browser, 60).until(lambda _: look())
-
-
-def find(browser: webdriver.Chrome, selector: str) -> list[Any]:
-    return browser.find_elements(By.CSS_SELECTOR, selector)
-
-
-def tooltip(browser: webdriver.Chrome) -> str:
-    """Text of what is shown at a point; empty while nothing is."""
-    return "\n".join(one.text for one in find(browser, "#vg-tooltip-element.visible"))
 
 
 def test_it_draws_every_figure_and_the_console_is_empty(shown: webdriver.Chrome) -> None:
@@ -143,61 +96,8 @@ def test_a_click_on_a_heading_sorts_a_table(shown: webdriver.Chrome) -> None:
     assert heads[column].get_attribute("aria-sort") == "descending"
 
 
-CUT_OFF = """
-const cut = [];
-for (const part of document.querySelectorAll("main *, header *, footer *")) {
-  if (part.closest(".scroll, pre, svg") || !part.getClientRects().length) continue;
-  const box = part.getBoundingClientRect();
-  if (box.right > innerWidth + 1 || box.left < -1) cut.push(part.outerHTML.slice(0, 120));
-}
-for (const drawing of document.querySelectorAll("figure svg")) {
-  const all = drawing.getBoundingClientRect();
-  const place = drawing.closest(".chart").getBoundingClientRect();
-  if (all.right > place.right + 1) cut.push("a drawing is wider than its place");
-  for (const text of drawing.querySelectorAll("text")) {
-    const box = text.getBoundingClientRect();
-    if (!box.width) continue;
-    if (box.left < all.left - 1 || box.right > all.right + 1 || box.bottom > all.bottom + 1)
-      cut.push(text.textContent);
-  }
-}
-return cut;
-"""
-
-
-@pytest.mark.parametrize("width", [1280, 390, A4_WIDTH])
-def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -> None:
-    show(browser, page, width, media="print" if width == A4_WIDTH else "")
-    assert browser.execute_script("return innerWidth") == width
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    assert browser.execute_script(CUT_OFF) == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_wrong(
-    page: Path, browser: webdriver.Chrome, width: int, scheme: str
-) -> None:
-    show(browser, page, width, **{"color-scheme": scheme})
-    assert axe_violations(browser) == []
-
-
-def axe_violations(browser: webdriver.Chrome) -> list[Any]:
-    """What axe finds wrong with all that the page shows, folded parts too."""
-    browser.execute_script(
-        "for (const one of document.querySelectorAll('details')) one.open = true"
-    )
-    browser.execute_script(AXE.read_text())
-    found: list[Any] = browser.execute_async_script(
-        "const done = arguments[arguments.length - 1];"
-        "axe.run(document).then(r => done(r.violations.map(v => [v.id, v.nodes.length,"
-        " v.nodes[0].html, v.nodes[0].failureSummary])))"
-    )
-    return found
-
-
-def test_print_is_one_page_wide_and_light(page: Path, browser: webdriver.Chrome) -> None:
-    show(browser, page, A4_WIDTH, media="print", **{"color-scheme": "dark"})
+def test_print_is_one_page_wide_and_light(study_page: Path, browser: webdriver.Chrome) -> None:
+    show(browser, study_page, A4_WIDTH, media="print", **{"color-scheme": "dark"})
     wide = "return [...document.querySelectorAll('table')].filter(t => t.getClientRects().length)"
     widths = browser.execute_script(f"{wide}.map(t => t.getBoundingClientRect().right)")
     assert max(widths) <= A4_WIDTH
@@ -218,11 +118,11 @@ def test_a_script_that_somebody_brought_into_the_page_does_not_run(
     assert "Content Security Policy" in str(told)
 
 
-def test_without_scripts_the_figures_are_there(page: Path, browser: webdriver.Chrome) -> None:
+def test_without_scripts_the_figures_are_there(study_page: Path, browser: webdriver.Chrome) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get("about:blank")
-        browser.get(page.as_uri())
+        browser.get(study_page.as_uri())
         assert len(find(browser, f"{COMPUTE} .still svg")) == 1
         assert not any(box.is_displayed() for box in find(browser, "input"))
     finally:

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.data.small_sets import write_set
-from tests.models.small import FAMILIES, small_model, some_images
-from tests.models.weights.test_load_save import jax_vit_logits, relative_difference
-from tests.models.weights.test_published_layouts import (
+from tests.models.small import FAMILIES, relative_difference, small_model, some_images
+from tests.models.weights.published import (
     SIZES,
     drawn,
     huggingface_tensors,
     jax_shapes,
+    jax_vit_logits,
     timm_tensors,
 )
 from tests.recipes import recipe_with

@@ -10,7 +10,7 @@ from vit_ray.models import build_model
 TINY_ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 4}
 TINY_VIT = {**TINY_ENCODER, "patch_size": 8}
 
-# ParentRun name, and its size in full: every kind of model that the catalog builds.
+# Name, and its size in full: every kind of model that the catalog builds.
 FAMILIES: dict[str, dict[str, Any]] = {
     "ViT": TINY_VIT,
     "Axial-ViT": TINY_VIT,
@@ -55,3 +55,8 @@ def some_images(batch: int = 2, size: tuple[int, int] = (32, 32)) -> Tensor:
     """Seeded float images in [-1, 1]."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(batch, 3, *size, generator=generator) * 2 - 1
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()

@@ -8,16 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
-from tests.models.small import POSITION_VARIANTS, small_model, some_images
+from tests.models.small import POSITION_VARIANTS, relative_difference, small_model, some_images
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.models.weights.files import Origin
 from vit_ray.models.weights.state_dicts import fit_state_dict
-
-
-def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference over the largest magnitude."""
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def peer_config(image_size: int = 32) -> ViTConfig:

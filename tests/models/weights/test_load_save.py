@@ -11,7 +11,6 @@ import scipy.ndimage
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     BitConfig,
     BitForImageClassification,
@@ -21,14 +20,19 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
+from tests.models.small import (
+    FAMILIES,
+    POSITION_VARIANTS,
+    relative_difference,
+    small_model,
+    some_images,
+)
+from tests.models.weights.published import Arrays, jax_vit_logits
 from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.models.weights.files import Origin, origin_of
 from vit_ray.models.weights.state_dicts import fit_state_dict
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def other_model(family: str, **options: Any) -> nn.Module:
@@ -38,91 +42,7 @@ def other_model(family: str, **options: Any) -> nn.Module:
     return build_model(family, **arguments)
 
 
-def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference over the largest magnitude."""
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
 # --- the JAX layout, read by a ViT written from its names alone ---------------------------------
-
-
-def jax_vit_logits(arrays: Arrays, images: Tensor, patch: int, depth: int) -> Tensor:
-    """Logits from arrays of google-research/vision_transformer's names and shapes, in float64."""
-    w = {name: torch.from_numpy(array).double() for name, array in arrays.items()}
-
-    def dense(x: Tensor, name: str) -> Tensor:
-        return x @ w[f"{name}/kernel"] + w[f"{name}/bias"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return scaled * w[f"{name}/scale"] + w[f"{name}/bias"]
-
-    x = images.double().permute(0, 2, 3, 1)
-    if "conv_root/kernel" in w:
-        x = jax_backbone(w, x)
-    batch, height, width, channels = x.shape
-    x = x.reshape(batch, height // patch, patch, width // patch, patch, channels)
-    x = torch.einsum("bhpwqc,pqcd->bhwd", x, w["embedding/kernel"]) + w["embedding/bias"]
-    x = torch.cat([w["cls"].expand(batch, -1, -1), x.flatten(1, 2)], dim=1)
-    x = x + w["Transformer/posembed_input/pos_embedding"]
-    for index in range(depth):
-        block = f"Transformer/encoderblock_{index}"
-        attention = f"{block}/MultiHeadDotProductAttention_1"
-        y = norm(x, f"{block}/LayerNorm_0")
-        q, k, v = (
-            torch.einsum("bnd,dhk->bhnk", y, w[f"{attention}/{part}/kernel"])
-            + w[f"{attention}/{part}/bias"][:, None]
-            for part in ("query", "key", "value")
-        )
-        weights = torch.softmax(q @ k.transpose(2, 3) / q.shape[-1] ** 0.5, dim=-1)
-        y = torch.einsum("bhnk,hkd->bnd", weights @ v, w[f"{attention}/out/kernel"])
-        x = x + y + w[f"{attention}/out/bias"]
-        y = dense(norm(x, f"{block}/LayerNorm_2"), f"{block}/MlpBlock_3/Dense_0")
-        y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
-        x = x + dense(y, f"{block}/MlpBlock_3/Dense_1")
-    x = norm(x, "Transformer/encoder_norm")[:, 0]
-    if "pre_logits/kernel" in w:
-        x = torch.tanh(dense(x, "pre_logits"))
-    return dense(x, "head")
-
-
-def jax_backbone(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The post-activation ResNet of the hybrids on (B, H, W, C), from the layout's names."""
-
-    def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
-        kernel = w[f"{name}/kernel"]
-        mean = kernel.mean((0, 1, 2))
-        kernel = (kernel - mean) / ((kernel - mean).square().mean((0, 1, 2)).sqrt() + 1e-5)
-        size, out = kernel.shape[0], -(-x.shape[1] // stride)
-        total = max((out - 1) * stride + size - x.shape[1], 0)
-        padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
-        windows = F.pad(x, padding).unfold(1, size, stride).unfold(2, size, stride)
-        return torch.einsum("bhwcpq,pqcd->bhwd", windows, kernel)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        groups = x.reshape(*x.shape[:3], 32, -1)
-        mean = groups.mean((1, 2, 4), keepdim=True)
-        variance = (groups - mean).square().mean((1, 2, 4), keepdim=True)
-        y = ((groups - mean) / (variance + 1e-6).sqrt()).reshape(x.shape)
-        return y * w[f"{name}/scale"].flatten() + w[f"{name}/bias"].flatten()
-
-    x = norm(conv(x, "conv_root", 2), "gn_root").clamp(min=0)
-    total = max((-(-x.shape[1] // 2) - 1) * 2 + 3 - x.shape[1], 0)
-    padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
-    padded = F.pad(x, padding, value=-torch.inf)
-    x = padded.unfold(1, 3, 2).unfold(2, 3, 2).amax((-2, -1))
-    units = sorted({name.rsplit("/", 2)[0] for name in w if re.match(r"block\d+/unit\d+/", name)})
-    for unit in units:
-        is_strided = unit.endswith("unit1") and not unit.startswith("block1/")
-        stride = 2 if is_strided else 1
-        y = norm(conv(x, f"{unit}/conv1"), f"{unit}/gn1").clamp(min=0)
-        y = norm(conv(y, f"{unit}/conv2", stride), f"{unit}/gn2").clamp(min=0)
-        y = norm(conv(y, f"{unit}/conv3"), f"{unit}/gn3")
-        if f"{unit}/conv_proj/kernel" in w:
-            x = norm(conv(x, f"{unit}/conv_proj", stride), f"{unit}/gn_proj")
-        x = (x + y).clamp(min=0)
-    return x
 
 
 def saved_arrays(model: nn.Module, folder: Path) -> Arrays:

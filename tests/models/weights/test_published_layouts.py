@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from tests.models.small import some_images
-from tests.models.weights.test_load_save import Arrays, jax_vit_logits, relative_difference
+from tests.models.small import relative_difference, some_images
+from tests.models.weights.published import (
+    SIZES,
+    drawn,
+    huggingface_tensors,
+    jax_shapes,
+    jax_vit_logits,
+    timm_tensors,
+)
 from vit_ray.models import build_model
 from vit_ray.train.init_weights import initialize_weights, open_weights
 
-SIZES = {
-    "ViT-B_16": {"width": 768, "mlp_dim": 3072, "num_heads": 12, "patch_size": 16},
-    "ViT-L_16": {"width": 1024, "mlp_dim": 4096, "num_heads": 16, "patch_size": 16},
-    "ViT-H_14": {"width": 1280, "mlp_dim": 5120, "num_heads": 16, "patch_size": 14},
-}
 I21K = 21843
 
 
@@ -32,46 +34,6 @@ def vit(name: str, num_classes: int, image_size: int = 224, **options: Any) -> n
     return build_model(
         "ViT", num_classes, image_size, **{"depth": 1, **SIZES[name], **options}
     ).eval()
-
-
-def jax_shapes(name: str, num_classes: int, has_representation: bool) -> dict[str, tuple[int, ...]]:
-    size = SIZES[name]
-    width, mlp, heads, patch = (
-        size[key] for key in ("width", "mlp_dim", "num_heads", "patch_size")
-    )
-    tokens = (224 // patch) ** 2 + 1
-    block = "Transformer/encoderblock_0"
-    attention = f"{block}/MultiHeadDotProductAttention_1"
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls": (1, 1, width),
-        "embedding/bias": (width,),
-        "embedding/kernel": (patch, patch, 3, width),
-        "head/bias": (num_classes,),
-        "head/kernel": (width, num_classes),
-        "Transformer/posembed_input/pos_embedding": (1, tokens, width),
-        f"{block}/MlpBlock_3/Dense_0/bias": (mlp,),
-        f"{block}/MlpBlock_3/Dense_0/kernel": (width, mlp),
-        f"{block}/MlpBlock_3/Dense_1/bias": (width,),
-        f"{block}/MlpBlock_3/Dense_1/kernel": (mlp, width),
-        f"{attention}/out/bias": (width,),
-        f"{attention}/out/kernel": (heads, width // heads, width),
-    }
-    for part in ("query", "key", "value"):
-        shapes[f"{attention}/{part}/bias"] = (heads, width // heads)
-        shapes[f"{attention}/{part}/kernel"] = (width, heads, width // heads)
-    for norm in (f"{block}/LayerNorm_0", f"{block}/LayerNorm_2", "Transformer/encoder_norm"):
-        shapes |= {f"{norm}/bias": (width,), f"{norm}/scale": (width,)}
-    if has_representation:
-        shapes |= {"pre_logits/bias": (width,), "pre_logits/kernel": (width, width)}
-    return shapes
-
-
-def drawn(shapes: dict[str, tuple[int, ...]]) -> Arrays:
-    random = np.random.default_rng(0)
-    return {
-        name: (random.standard_normal(shape, np.float32) * 0.02) + name.endswith(("scale", "gamma"))
-        for name, shape in shapes.items()
-    }
 
 
 @pytest.mark.slow(after=1)
@@ -103,65 +65,6 @@ def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
     heads = 16 if name == "ViT-B_16" else 12
     with pytest.raises(ValueError, match=f"this one has num_heads={heads}"):
         initialize_weights(vit("ViT-B_16" if heads == 12 else "ViT-L_16", 10), path, new_head=True)
-
-
-def timm_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """As timm's own conversion of the JAX files has it."""
-    w = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    block = "Transformer/encoderblock_0"
-    attention, mlp = f"{block}/MultiHeadDotProductAttention_1", f"{block}/MlpBlock_3"
-    width = w["cls"].shape[-1]
-    qkv = [f"{attention}/{part}" for part in ("query", "key", "value")]
-    found = {
-        "cls_token": w["cls"],
-        "pos_embed": w["Transformer/posembed_input/pos_embedding"],
-        "patch_embed.proj.weight": w["embedding/kernel"].permute(3, 2, 0, 1),
-        "patch_embed.proj.bias": w["embedding/bias"],
-        "blocks.0.attn.qkv.weight": torch.cat([w[f"{q}/kernel"].flatten(1).T for q in qkv]),
-        "blocks.0.attn.qkv.bias": torch.cat([w[f"{q}/bias"].flatten() for q in qkv]),
-        "blocks.0.attn.proj.weight": w[f"{attention}/out/kernel"].reshape(width, width).T,
-        "blocks.0.attn.proj.bias": w[f"{attention}/out/bias"],
-        "head.weight": w["head/kernel"].T,
-        "head.bias": w["head/bias"],
-    }
-    for number, layer in enumerate(("fc1", "fc2")):
-        found[f"blocks.0.mlp.{layer}.weight"] = w[f"{mlp}/Dense_{number}/kernel"].T
-        found[f"blocks.0.mlp.{layer}.bias"] = w[f"{mlp}/Dense_{number}/bias"]
-    norms = {"blocks.0.norm1": "LayerNorm_0", "blocks.0.norm2": "LayerNorm_2"}
-    for theirs, own in {
-        **{name: f"{block}/{norm}" for name, norm in norms.items()},
-        "norm": "Transformer/encoder_norm",
-    }.items():
-        found |= {f"{theirs}.weight": w[f"{own}/scale"], f"{theirs}.bias": w[f"{own}/bias"]}
-    return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def huggingface_tensors(timm: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """As transformers' conversion of timm's files has it; a bare model has no prefix, no head."""
-    names = {
-        "cls_token": "embeddings.cls_token",
-        "pos_embed": "embeddings.position_embeddings",
-        "patch_embed.proj": "embeddings.patch_embeddings.projection",
-        "blocks.0.norm1": "encoder.layer.0.layernorm_before",
-        "blocks.0.norm2": "encoder.layer.0.layernorm_after",
-        "blocks.0.attn.proj": "encoder.layer.0.attention.output.dense",
-        "blocks.0.mlp.fc1": "encoder.layer.0.intermediate.dense",
-        "blocks.0.mlp.fc2": "encoder.layer.0.output.dense",
-        "norm": "layernorm",
-    }
-    found = {}
-    for name, tensor in timm.items():
-        stem, dot, leaf = (
-            name.rpartition(".") if name.endswith(("weight", "bias")) else (name, "", "")
-        )
-        if stem == "blocks.0.attn.qkv":
-            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                found[f"{prefix}encoder.layer.0.attention.attention.{part}.{leaf}"] = piece
-        elif stem != "head":
-            found[f"{prefix}{names[stem]}{dot}{leaf}"] = tensor
-        elif prefix:
-            found[f"classifier.{leaf}"] = tensor
-    return {name: tensor.clone() for name, tensor in found.items()}
 
 
 @pytest.mark.slow(after=1)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_uses
-from tests.two_holders import holders
-from vit_ray import lock, s3
+from tests.two_holders import holders, in_folder, lock_bucket
+from vit_ray import lock
 from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
 from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
@@ -58,10 +57,6 @@ def files(folder: Location) -> list[str]:
     return [info.base_name for info in folder.list_files()]
 
 
-def in_folder(root: str, index: int) -> str:
-    return f"{root}/{index:03d}"
-
-
 def after_one_that_died(root: str, index: int) -> str:
     """A folder whose holder has ended without letting go."""
     path = in_folder(root, index)
@@ -79,17 +74,8 @@ def test_of_two_that_start_together_one_holds(tmp_path: Path, place: object, num
 
 @pytest.fixture(params=["conditional", "plain"])
 def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """On a store that heeds If-None-Match, and on one that ignores it."""
-    (tmp_path / "locks").mkdir()
-    is_conditional = request.param == "conditional"
-    lock._warn_of_store.cache_clear()
-    with (
-        serve_conditional_s3() if is_conditional else serve_s3(tmp_path) as port,
-        this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
-    ):
-        if is_conditional:
-            s3.client().create_bucket(Bucket="locks")
-        yield "s3://locks/runs"
+    with lock_bucket(tmp_path, is_conditional=request.param == "conditional") as place:
+        yield place
 
 
 @pytest.mark.slow

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from tests.data.s3_server import forget_clients
-from vit_ray import lock
+from tests.data.s3_server import (
+    forget_clients,
+    serve_conditional_s3,
+    serve_s3,
+    this_process_uses,
+)
+from vit_ray import lock, s3
 from vit_ray.storage import locate
 
 _LIMIT_S = 60.0
@@ -49,3 +56,22 @@ def holders(place: Callable[[int], str], rounds: int) -> list[list[int]]:
     for process in asking:
         process.join(_LIMIT_S)
     return [sorted(numbers) for numbers in got]
+
+
+def in_folder(root: str, index: int) -> str:
+    """A folder of its own for each round."""
+    return f"{root}/{index:03d}"
+
+
+@contextlib.contextmanager
+def lock_bucket(folder: Path, *, is_conditional: bool) -> Iterator[str]:
+    """A place on a store that heeds If-None-Match, or on one that ignores it."""
+    (folder / "locks").mkdir()
+    lock._warn_of_store.cache_clear()
+    with (
+        serve_conditional_s3() if is_conditional else serve_s3(folder) as port,
+        this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
+    ):
+        if is_conditional:
+            s3.client().create_bucket(Bucket="locks")
+        yield "s3://locks/runs"

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.data.pictures import encoded
-from tests.jobs.test_recipes import ROOT, commands, header, stated_cost
+from tests.jobs.headers import commands, header, stated_cost
 from tests.train.engine_runs import PLAIN_LINEAR
 from tests.train.fakes import DirectLink, FakeActor, write_now
 from tests.train.ranks import run_ranks

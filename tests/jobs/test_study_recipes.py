@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.test_recipes import PAPER, RECIPES, ROOT, TABLE_6, stated_cost
+from tests.conftest import ROOT
+from tests.jobs.headers import PAPER, RECIPES, TABLE_6, stated_cost
 from vit_ray.commands.study_plan import describe_study, plan_study
 from vit_ray.config import load_recipe
 from vit_ray.config.decisive import is_trained

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.pictures import jpeg
-from tests.data.prepare.test_sources import add
+from tests.data.prepare.archives import add
 from tests.data.s3_server import (
     SECRET_KEY,
     FaultProxy,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.sources.tfrecords import masked_crc32c
 
 
 def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> bytes:
@@ -18,9 +20,7 @@ def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> 
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=format) as tar:
         for name, content in files:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            add(tar, name, content)
     return sink.getvalue()
 
 
@@ -56,3 +56,45 @@ def rejections(target: Path) -> dict[str, str]:
     rows = pq.read_table(target / "rejected.parquet").to_pylist()
     assert len({row["key"] for row in rows}) == len(rows)
     return {row["key"]: row["reason"] for row in rows}
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """A file of an archive."""
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def message(number: int, content: bytes) -> bytes:
+    """A length-delimited field of a protocol buffer."""
+    return bytes([number << 3 | 2]) + varint(len(content)) + content
+
+
+def varint(value: int) -> bytes:
+    """As protocol buffers have it."""
+    found = b""
+    while value > 0x7F:
+        found += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return found + bytes([value])
+
+
+def example(**features: list[int] | list[float] | bytes) -> bytes:
+    """A tf.train.Example."""
+    entries = b""
+    for name, values in features.items():
+        if isinstance(values, bytes):
+            feature = message(1, message(1, values))
+        elif values and isinstance(values[0], float):
+            feature = message(2, message(1, struct.pack(f"<{len(values)}f", *values)))
+        else:
+            feature = message(3, message(1, b"".join(varint(v % (1 << 64)) for v in values)))
+        entries += message(1, message(1, name.encode()) + message(2, feature))
+    return message(1, entries)
+
+
+def record(content: bytes) -> bytes:
+    """Of a TFRecord file."""
+    length = struct.pack("<Q", len(content))
+    ends = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
+    return length + ends[0] + content + ends[1]

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
-from tests.data.prepare.archives import write_hub_file
+from tests.data.prepare.archives import example, record, write_hub_file
 from tests.data.prepare.conftest import one_by_one
-from tests.data.prepare.sources.test_tfrecords import example, record
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare import compare_source, shard_images

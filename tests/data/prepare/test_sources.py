@@ -1,4 +1,3 @@
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -9,27 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.pictures import jpeg
+from tests.data.prepare.archives import add, converted
 from vit_ray.data import open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.images.crops import decode
 from vit_ray.data.prepare.convert import convert
 
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
-
-
-def converted(source: Path, target: Path, **options: Any) -> dict[str, tuple[bytes, list[str]]]:
-    """Key to bytes and class names of every row."""
-    convert(str(source), str(target), rows_per_row_group=4, index_jpeg=False, **options)
-    manifest = open_dataset(str(target))
-    tables = [pq.read_table(target / file.path) for file in manifest.files]
-    rows = [row for table in tables for row in table.to_pylist()]
-    return {r["key"]: (r["image"], [manifest.classes[i] for i in r["labels"]]) for r in rows}
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))
 
 
 def test_tar_shards_in_webdataset_format(serial: None, tmp_path: Path) -> None:

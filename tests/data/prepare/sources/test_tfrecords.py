@@ -1,7 +1,6 @@
 """TFRecord files of TensorFlow Datasets: what is in them, and where they are damaged."""
 
 import io
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures import jpeg
-from tests.data.prepare.test_sources import converted
+from tests.data.prepare.archives import converted, example, record
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.sources import tfrecords
 from vit_ray.data.prepare.sources.entries import DamagedUnitError, IndexEntry, SourceUnit
@@ -42,37 +41,6 @@ def test_checksums_are_castagnolis_under_tensorflows_mask(content: bytes, crc: i
     # RFC 3720, appendix B.4, and the usual check value; `Unmask` of TensorFlow's crc32c.h.
     rotated = (masked_crc32c(content) - 0xA282EAD8) & 0xFFFFFFFF
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
-
-
-def message(number: int, content: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + varint(len(content)) + content
-
-
-def varint(value: int) -> bytes:
-    found = b""
-    while value > 0x7F:
-        found += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return found + bytes([value])
-
-
-def example(**features: list[int] | list[float] | bytes) -> bytes:
-    entries = b""
-    for name, values in features.items():
-        if isinstance(values, bytes):
-            feature = message(1, message(1, values))
-        elif values and isinstance(values[0], float):
-            feature = message(2, message(1, struct.pack(f"<{len(values)}f", *values)))
-        else:
-            feature = message(3, message(1, b"".join(varint(v % (1 << 64)) for v in values)))
-        entries += message(1, message(1, name.encode()) + message(2, feature))
-    return message(1, entries)
-
-
-def record(content: bytes) -> bytes:
-    length = struct.pack("<Q", len(content))
-    ends = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
-    return length + ends[0] + content + ends[1]
 
 
 def write_tfds(folder: Path, shards: int = 2, images: int = 6) -> None:

@@ -8,13 +8,14 @@ import os
 import pkgutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner, Result
 
+from tests.commands.command_line import run_cli
 from vit_ray.commands import cli
 from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.commands.help_pages import print_help, sections_below
@@ -25,10 +26,6 @@ from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_fold
 ROOT = Path(__file__).parents[2]
 # Everything that takes a second or a hundred megabytes to import.
 HEAVY = {"torch", "ray", "mlflow", "pyarrow", "numpy", "deepspeed", "scipy", "cv2", "pandas"}
-
-
-def run_cli(*words: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.vit_ray, words, prog_name="vit-ray")
 
 
 raised: list[Exception] = []
@@ -102,15 +99,19 @@ def test_no_words_show_the_usage_and_an_example() -> None:
     assert "example: vit-ray pretrain digits" in done.stdout
 
 
-def test_the_error_of_a_dry_run_comes_after_the_recipe() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m vit_ray pretrain cifar10 --dry-run model.name=ViT-X/16 2>&1",
-        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout.startswith("name: cifar10-vit\n")
-    last = done.stdout.rstrip().splitlines()[-1]
+def test_the_error_of_a_dry_run_comes_after_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "output"  # as of `> output 2>&1`, where stdout is written in blocks
+    with (
+        file.open("a") as out,
+        file.open("a", buffering=1) as errors,
+        redirect_stdout(out),
+        redirect_stderr(errors),
+    ):
+        words = ("cifar10", "model.name=ViT-X/16")
+        assert cli.run_recipe(COMMANDS["pretrain"], words, True) == 2
+    lines = file.read_text().splitlines()
+    assert lines[0] == "name: cifar10-vit"
+    last = lines[-1]
     assert last.startswith("error: model name 'ViT-X/16' is unknown; near names: ")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html import unescape
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from vit_ray.commands.compare import parse_words
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+def uri(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store with the runs `a` and `b` in the experiment `mine`."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
     client = MlflowClient(uri)
     experiment = client.create_experiment("mine")
     for name, top1, rate in (("a", 0.5, "0.1"), ("b", 0.75, "0.3")):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands.command_line import run_cli
 from vit_ray.commands.dry_run import describe_sweep, describe_training
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import recipe_from_dict
@@ -99,14 +98,9 @@ def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> Non
 
 
 def test_the_job_prints_the_resolved_recipe_first() -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "jobs/pretrain.py", "jobs/recipes/paper/vit_b32_jft.yaml",
-            "optim.learning_rate=5e-4", "--dry-run",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    recipe = str(RECIPES / "paper" / "vit_b32_jft.yaml")
+    done = run_cli("pretrain", recipe, "optim.learning_rate=5e-4", "--dry-run")
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("name: vit-b32-jft\n")
     assert "learning_rate: 0.0005" in done.stdout
     assert "global_batch_size: 4096" in done.stdout

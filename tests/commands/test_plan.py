@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands.command_line import run_cli
 from vit_ray.commands.plan import (
     data_facts,
     describe_plan,
@@ -169,15 +168,11 @@ def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:
 
 
 def test_the_job_prints_the_plan_and_starts_nothing() -> None:
-    command = [sys.executable, "jobs/plan.py", "jobs/recipes/paper/vit_b32_jft.yaml"]
-    done = subprocess.run(
-        [*command, "plan.num_gpus=16"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("plan", str(PAPER / "vit_b32_jft.yaml"))
+    done = run_cli(*words, "plan.num_gpus=16")
+    assert done.exit_code == 0, done.stderr
     assert "16 x H200" in done.stdout
     assert "core-days (GPU-days)" in done.stdout
-    bad = subprocess.run(
-        [*command, "plan.gpus=16"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert bad.returncode == 2
+    bad = run_cli(*words, "plan.gpus=16")
+    assert bad.exit_code == 2
     assert "unknown key plan.gpus; did you mean plan.num_gpus?" in bad.stderr

@@ -1,5 +1,6 @@
 """The report job's choice of what to report on, and how often."""
 
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,7 +21,8 @@ from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
 @pytest.fixture
-def recipe(tmp_path):
+def recipe(tmp_path, empty_store):
+    shutil.copy(empty_store, tmp_path)
     tree = {"name": "mine", "output": f"{tmp_path}/runs"}
     tree["tracking"] = {"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "trials"}
     return recipe_from_dict(tree, "test")
@@ -62,6 +64,7 @@ def test_without_such_a_run_the_whole_experiment_is_reported(recipe):
 
 
 def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
+    (tmp_path / "mlflow.db").unlink()
     with pytest.raises(ValueError, match=r"tracking.uri=.*no such file"):
         report(recipe)
     assert not (tmp_path / "mlflow.db").exists()
@@ -203,7 +206,8 @@ def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe,
     assert page.read_text() == before
 
 
-def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe):
+def test_a_page_that_could_never_be_written_is_an_error_although_it_is_watched(recipe, tmp_path):
+    (tmp_path / "mlflow.db").unlink()
     with pytest.raises(ValueError, match="no such file"):
         report_page(recipe.with_changes(report={"watch_s": 7}))
 

@@ -1,8 +1,5 @@
 """Jobs that read trained weights: export to every layout, and inspection, as a user runs them."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
+from tests.commands.command_line import run_cli
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
@@ -47,16 +45,13 @@ def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) ->
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "run", model)
     (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path).model_dump_json())
-    command = [
-        sys.executable,
-        "jobs/export.py",
+    done = run_cli(
+        "export",
         str(tmp_path / "recipe.yaml"),
         f"init_from={run}",
         f"export={{path: {tmp_path}/hub, layout: huggingface}}",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    )
+    assert done.exit_code == 0, done.stderr
     assert f"loaded   {len(model.state_dict())} tensors" in done.stdout
     assert "(weights of step 7)" in done.stdout
     peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()

@@ -1,5 +1,6 @@
 """Comparisons of runs and studies in a real MLflow store."""
 
+import shutil
 import statistics
 
 import pytest
@@ -50,8 +51,8 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+def uri(empty_store, tmp_path_factory):
+    return f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
 
 
 @pytest.fixture

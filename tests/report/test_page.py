@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
@@ -59,9 +60,9 @@ def _run(client, experiment, name, *, params=None, tags=None, metrics=None, curv
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def study(empty_store, tmp_path_factory):
     """A study of four models by two data sizes, one cell of which never finished."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
     client = MlflowClient(uri)
     experiment = client.create_experiment("scaling")
     parent = _run(client, experiment, "digits-study", tags={"vit_ray.kind": "study"})

@@ -1,5 +1,7 @@
 """Questions about earlier runs, on real SQLite stores and on a server that is away."""
 
+import shutil
+
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -9,7 +11,8 @@ from vit_ray.tracking.past_runs import finished_children, newest_run
 
 
 @pytest.fixture
-def tracking(tmp_path):
+def tracking(tmp_path, empty_store):
+    shutil.copy(empty_store, tmp_path)
     return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
 
 

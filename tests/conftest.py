@@ -69,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (selected if is_slow == (chosen == "only") else deselected).append(item)
         items[:] = selected
         config.hook.pytest_deselected(items=deselected)
+    # Trainings of one shape follow one another, and no other test has their idle workers beside it.
+    items.sort(key=lambda item: "worker_pool" in getattr(item, "fixturenames", ()))
     for item in items:
         needs_ray = "ray_head" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.split("::")[0]))
@@ -155,6 +157,15 @@ def ray_cluster(ray_head: Head) -> Iterator[Head]:
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray_head
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def worker_pool(ray_cluster: Head) -> Iterator[None]:
+    """Trainings of one shape follow one another in one worker group, as in a sweep."""
+    from vit_ray.launch.lane import kept_lanes
+
+    with kept_lanes():
+        yield
 
 
 def _connect(address: str, attempts: int = 3) -> None:

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from mlflow import MlflowClient
 
-from tests.conftest import ROOT, Head
+from tests.conftest import ROOT, Digits, Head
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import folder_name, open_checkpoint
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
+
+
+def constant_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
+    """A recipe whose rate does not depend on the length, so that runs of several lengths agree."""
+    optim = {"schedule": "constant", **sections.pop("optim", {})}
+    return small_recipe(name, digits, folder, optim=optim, **sections)
 
 
 def weights_of(recipe: Recipe, step: int | None = None) -> dict[str, torch.Tensor]:

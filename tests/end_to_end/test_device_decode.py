@@ -13,6 +13,7 @@ from vit_ray.launch.run import train
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("worker_pool")
 def test_jpeg_files_train_nearly_the_same(digits: Digits, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "images", num_classes=3, per_class=60)
     convert(str(tmp_path / "images"), str(tmp_path / "set"), rows_per_row_group=16)

@@ -25,7 +25,6 @@ from vit_ray.data.images.crops import training_crop
 from vit_ray.evaluate.features import read_features
 from vit_ray.launch import extraction
 from vit_ray.launch.extraction import extract_features
-from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run import finetune
 
@@ -69,6 +68,7 @@ def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("worker_pool")
 def test_workers_write_what_one_forward_gives_and_measure_each_class(
     digits: Digits,
     tmp_path: Path,
@@ -94,15 +94,14 @@ def test_workers_write_what_one_forward_gives_and_measure_each_class(
     )
     peer = published(recipe, hub)
     keys, labels, features, logits = plain_forward(recipe, peer, digits.test)
-    with kept_lanes():
-        folder = extract_features(recipe)
-        without = {"few_shot_train": None, "few_shot_test": None}
-        assert evaluate(recipe.with_changes(evaluate=without)) == 0
-        assert run_few_shot_job(recipe) == 0
-        frozen = ["embedding", "class_token", "positions", "blocks", "norm"]
-        optim = {"frozen": frozen, "learning_rate": 0.1}
-        probe = recipe.with_changes(name="probe", optim=optim, evaluate=without)
-        probed = finetune(probe)
+    folder = extract_features(recipe)
+    without = {"few_shot_train": None, "few_shot_test": None}
+    assert evaluate(recipe.with_changes(evaluate=without)) == 0
+    assert run_few_shot_job(recipe) == 0
+    frozen = ["embedding", "class_token", "positions", "blocks", "norm"]
+    optim = {"frozen": frozen, "learning_rate": 0.1}
+    probe = recipe.with_changes(name="probe", optim=optim, evaluate=without)
+    probed = finetune(probe)
 
     columns = ["key", "label", "sample", "feature", "logits"]
     parts = list(read_features(folder, columns))

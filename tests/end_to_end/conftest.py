@@ -1,0 +1,22 @@
+"""One undisturbed training, for tests that compare with it or need some finished run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Digits
+from tests.end_to_end.runs import constant_recipe
+from vit_ray.config import Recipe
+from vit_ray.launch.run import RunResult, train
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("end_to_end")
+
+
+@pytest.fixture(scope="session")
+def straight(worker_pool: None, digits: Digits, folder: Path) -> tuple[Recipe, RunResult]:
+    """A run of 24 steps without a stop."""
+    recipe = constant_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
+    return recipe, train(recipe)

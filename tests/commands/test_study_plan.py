@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.test_study import _model, _recipe
+from tests.experiments.studies import study_row, study_tree
 from vit_ray.commands.experiments import study
 from vit_ray.commands.study_plan import describe_study, plan_study
 from vit_ray.config import Recipe
@@ -22,7 +22,7 @@ def paper_study(plan: dict[str, Any] | None = None, **axes: Any) -> Recipe:
         {"label": "B", "model": {"name": "ViT-B/16"}, "changes": {"workers.num_workers": 2}},
         {"label": "b", "model": {"name": "ViT-B/32"}},
     ]
-    tree = _recipe("/x", rows, train="s3://BUCKET/jft", **{"epochs": [7.0], **axes})
+    tree = study_tree("/x", rows, train="s3://BUCKET/jft", **{"epochs": [7.0], **axes})
     tree["train"] = {"global_batch_size": 4096}
     tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291, **(plan or {})}
     return recipe_from_dict(tree, "test")
@@ -87,8 +87,8 @@ def test_a_study_over_its_budget_is_refused_before_anything_is_opened() -> None:
 
 
 def test_cells_of_other_lengths_cost_in_proportion() -> None:
-    row = _model("a")
-    tree = _recipe("/x", [row], train="s3://BUCKET/d", epochs=None, steps=[10, 30])
+    row = study_row("a")
+    tree = study_tree("/x", [row], train="s3://BUCKET/d", epochs=None, steps=[10, 30])
     tree["plan"] = {"num_images": 6400, "num_classes": 10}
     short, long = plan_study(recipe_from_dict(tree, "test")).cells
     assert (short.facts.total_steps, long.facts.total_steps) == (10, 30)
@@ -98,7 +98,9 @@ def test_cells_of_other_lengths_cost_in_proportion() -> None:
 def test_transfers_are_part_of_what_a_cell_costs() -> None:
     pets = {"name": "pets", "recipe": "finetune/pets"}  # four rates, then three runs
     fixed = {**pets, "name": "fixed", "changes": {"sweep": None}}
-    tree = _recipe("/x", [{"label": "L", "model": {"name": "ViT-L/16"}}], train="s3://BUCKET/jft")
+    tree = study_tree(
+        "/x", [{"label": "L", "model": {"name": "ViT-L/16"}}], train="s3://BUCKET/jft"
+    )
     tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291}
     tree["study"]["transfer"] = [pets]
     (swept,) = plan_study(recipe_from_dict(tree, "test")).cells

@@ -12,10 +12,10 @@ import pytest
 from ray import cloudpickle, tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from tests.experiments.test_sweep import FakeRecorder
+from tests.experiments.studies import Calls
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import retries, stage
 from vit_ray.experiments.asha import RememberedAsha, RungRecord, grace_steps, rung_steps
 from vit_ray.experiments.diverged_trials import trial_key
@@ -153,18 +153,20 @@ def in_turns(count: int, train: Any, *, scheduler: RememberedAsha, **_: Any) -> 
 
 
 def sweep_recipe(folder: Path) -> Recipe:
-    tree = {
-        "name": "s", "output": str(folder), "data": {"eval": "y"}, "optim": {"steps": 16},
-        "train": {"averaging": 0.0},
-        "sweep": {"scheduler": "asha", "grace_steps": 1, "max_concurrent": 4},
-    }  # fmt: skip
-    return recipe_from_dict(tree, "test")
+    return recipe_with(
+        "s",
+        output=str(folder),
+        data={"eval": "y"},
+        optim={"steps": 16},
+        train={"averaging": 0.0},
+        sweep={"scheduler": "asha", "grace_steps": 1, "max_concurrent": 4},
+    )
 
 
 RATES = (0.3, 0.1, 0.4, 0.2)
 
 
-def a_stage(folder: Path, events: FakeRecorder, *, is_nested: bool = False) -> stage.Stage:
+def a_stage(folder: Path, events: Calls, *, is_nested: bool = False) -> stage.Stage:
     whole = sweep_recipe(folder)
     assert whole.sweep is not None
     trials = [
@@ -190,7 +192,7 @@ def tagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def test_steps_behind_a_rung_that_stops_a_trial_are_not_trained(
     killed_at: int | None, tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    training, events = FakeTraining(killed_at), FakeRecorder()
+    training, events = FakeTraining(killed_at), Calls()
     monkeypatch.setattr(retries, "train", training)
     if killed_at is not None:
         with pytest.raises(KilledError):
@@ -202,7 +204,7 @@ def test_steps_behind_a_rung_that_stops_a_trial_are_not_trained(
     assert [one.state is TrialState.STOPPED_EARLY for one in trained] == [False, True, False, True]
     assert training.steps_trained == 16 + 1 + 16 + 1
     assert tagged == {"vit_ray.stopped_early": "step 1 of 16"}
-    assert events.events.count("trial stopped early") == 2
+    assert events.kinds().count("trial stopped early") == 2
 
 
 def test_a_trial_that_ended_by_itself_before_a_rung_is_finished(
@@ -216,7 +218,7 @@ def test_a_trial_that_ended_by_itself_before_a_rung_is_finished(
         return replace(whole(recipe, until_step=3), ended="no better validation loss")
 
     monkeypatch.setattr(retries, "train", train)
-    trained = a_stage(tmp_path, FakeRecorder()).run()
+    trained = a_stage(tmp_path, Calls()).run()
     assert trained is not None
     assert [(one.error, one.state) for one in trained][2] == ("", TrialState.FINISHED)
     assert trained[2].result
@@ -234,7 +236,7 @@ def test_in_the_place_of_one_training_trials_run_in_turn(
 
     monkeypatch.setattr(retries, "train", train)
     monkeypatch.setattr(stage, "run_trials", None)
-    trained = a_stage(tmp_path, FakeRecorder(), is_nested=True).run()
+    trained = a_stage(tmp_path, Calls(), is_nested=True).run()
     assert trained is not None
     # 0.3 is alone at both rungs; 0.1 is worse, 0.4 the best so far, 0.2 below the best quarter.
     assert [one.result and one.result.steps for one in trained] == [16, 1, 16, 1]
@@ -253,13 +255,13 @@ def test_where_the_leader_diverges_the_best_stopped_trial_goes_on(
 
     monkeypatch.setattr(retries, "train", train)
     # 0.3 and 0.4 pass the first rung and diverge; 0.1 and 0.2 are stopped there.
-    for events, told in ((FakeRecorder(), 1), (FakeRecorder(), 0)):
+    for events, told in ((Calls(), 1), (Calls(), 0)):
         trained = a_stage(tmp_path, events).run()
         assert trained is not None
         assert [one.result and one.result.steps for one in trained] == [None, 1, None, 16]
         failed, stopped = TrialState.DIVERGED, TrialState.STOPPED_EARLY
         assert [one.state for one in trained] == [failed, stopped, failed, TrialState.FINISHED]
-        assert events.events.count("trial goes on") == told
+        assert events.kinds().count("trial goes on") == told
         assert whole.steps_trained == 4 + 15
 
 
@@ -267,7 +269,7 @@ def test_another_recipe_of_the_name_of_a_stopped_trial_is_measured_anew(
     tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(retries, "train", FakeTraining())
-    first = a_stage(tmp_path, FakeRecorder())
+    first = a_stage(tmp_path, Calls())
     first.run()
     record = RungRecord(locate(sweep_recipe(tmp_path).run_folder))
     names = {one.trial for one in record.results()}
@@ -287,7 +289,7 @@ def test_a_failure_at_a_rung_ends_the_trial_and_fills_no_rung(
         return whole(recipe, **keys)
 
     monkeypatch.setattr(retries, "train", train)
-    trained = a_stage(tmp_path, FakeRecorder()).run()
+    trained = a_stage(tmp_path, Calls()).run()
     assert trained is not None
     assert [one.error for one in trained] == ["", "", "a worker died", ""]
     folder: Location = locate(sweep_recipe(tmp_path).run_folder)

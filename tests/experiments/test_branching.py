@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.test_study import _model, _recipe
+from tests.experiments.studies import study_row, study_tree
 from tests.train.test_checkpoint import position, write
 from vit_ray.commands.study_plan import plan_study
 from vit_ray.config.schema import recipe_from_dict
@@ -27,7 +27,7 @@ from vit_ray.train.run_checkpoints import newest_checkpoint, newest_verified_che
 
 def tree(folder: Any = "/x", schedule: str = "cooldown", **study: Any) -> dict[str, Any]:
     lengths = {"epochs": None, "steps": [100, 400, 200], "branch": True}
-    found = _recipe(folder, [_model("a"), _model("b", rate=3e-4)], **{**lengths, **study})
+    found = study_tree(folder, [study_row("a"), study_row("b", rate=3e-4)], **{**lengths, **study})
     found["optim"]["schedule"] = schedule
     found["plan"] = {"num_images": 6400, "num_classes": 10}
     return found

@@ -8,9 +8,9 @@ import pytest
 from sklearn.datasets import load_digits
 
 from tests.data.small_sets import write_set
+from tests.recipes import recipe_with
 from vit_ray.commands.features import print_few_shot
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.evaluate.features import FeatureRows, part_name, write_facts, write_part
 from vit_ray.evaluate.few_shot import few_shot_accuracy, neighbor_accuracy, ranks_in_class
 from vit_ray.experiments.few_shot import FewShotRow, measure, run_few_shot, table_csv
@@ -32,11 +32,9 @@ def write_features(folder: Path, features: Any, labels: Any, samples: Any) -> Lo
     return location
 
 
-def recipe_with(**changes: Any) -> Recipe:
+def few_shot_recipe(**changes: Any) -> Recipe:
     evaluate = {"shots": list(SHOTS), "few_shot_seeds": SEEDS}
-    return recipe_from_dict({"name": "digits", "evaluate": evaluate}, "here").with_changes(
-        **changes
-    )
+    return recipe_with("digits", evaluate=evaluate).with_changes(**changes)
 
 
 def test_figures_are_those_of_all_features_in_memory(tmp_path: Path) -> None:
@@ -45,7 +43,7 @@ def test_figures_are_those_of_all_features_in_memory(tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(1000)  # workers' files have any order
     pool = write_features(tmp_path / "train", features[order], labels[order], order)
     test = write_features(tmp_path / "test", features[1000:], labels[1000:], np.arange(797))
-    rows = measure(recipe_with(), pool, test, labels[:1000], 10)
+    rows = measure(few_shot_recipe(), pool, test, labels[:1000], 10)
     train, tests = (features[:1000], labels[:1000]), (features[1000:], labels[1000:])
     linear = few_shot_accuracy(*train, *tests, num_classes=10, shots=SHOTS, seeds=SEEDS)
     for row, shots in zip(rows, SHOTS, strict=True):
@@ -65,11 +63,11 @@ def test_an_image_without_a_feature_is_not_drawn(tmp_path: Path) -> None:
     samples = np.arange(1, 6)
     features = np.where(labels[:, None] == 0, -1.0, 1.0).astype(np.float32)
     pool = write_features(tmp_path / "train", features[1:], labels[1:], samples)
-    recipe = recipe_with(evaluate={"shots": [2], "few_shot_seeds": 5})
+    recipe = few_shot_recipe(evaluate={"shots": [2], "few_shot_seeds": 5})
     (row,) = measure(recipe, pool, pool, labels, 2)
     assert row.linear == row.neighbors == [1.0] * 5
     with pytest.raises(ValueError, match="class 0 has 2 examples"):
-        measure(recipe_with(evaluate={"shots": [3]}), pool, pool, labels, 2)
+        measure(few_shot_recipe(evaluate={"shots": [3]}), pool, pool, labels, 2)
 
 
 def test_sets_that_cannot_be_measured_are_refused_before_ray_starts(tmp_path: Path) -> None:
@@ -77,12 +75,12 @@ def test_sets_that_cannot_be_measured_are_refused_before_ray_starts(tmp_path: Pa
     train = write_set(tmp_path / "train", rows, ["ant", "bee"]).path
     other = write_set(tmp_path / "other", rows, ["bee", "ant"]).path
     with pytest.raises(ValueError, match=r"evaluate\.few_shot_train is not set"):
-        run_few_shot(recipe_with())
+        run_few_shot(few_shot_recipe())
     sets = {"few_shot_train": train, "few_shot_test": other}
     with pytest.raises(ValueError, match="has other classes"):
-        run_few_shot(recipe_with(evaluate=sets))
+        run_few_shot(few_shot_recipe(evaluate=sets))
     with pytest.raises(ValueError, match=r"class 1 \('bee'\) has 3 examples.*use shots up to 3"):
-        run_few_shot(recipe_with(evaluate={**sets, "few_shot_test": train}))
+        run_few_shot(few_shot_recipe(evaluate={**sets, "few_shot_test": train}))
 
 
 def test_the_table_has_mean_and_deviation_and_the_csv_every_draw(

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
@@ -17,12 +17,12 @@ from vit_ray.experiments.search_space import (
 )
 
 
-def recipe_with(**sweep: Any) -> Recipe:
-    return recipe_from_dict({"name": "s", "optim": {"steps": 5}, "sweep": sweep}, "here")
+def searched_recipe(**sweep: Any) -> Recipe:
+    return recipe_with("s", optim={"steps": 5}, sweep=sweep)
 
 
 def points(**sweep: Any) -> list[Point]:
-    recipe = recipe_with(**sweep)
+    recipe = searched_recipe(**sweep)
     assert recipe.sweep is not None
     return points_of(recipe, recipe.sweep)
 
@@ -40,7 +40,7 @@ def test_a_grid_is_every_combination_of_any_keys() -> None:
     assert found[1] == {RATE: 0.01, "optim.steps": 2000, "data.augment.kind": "resize"}
     assert point_name(found[1]) == "lr0.01-steps2000-kindresize"
     assert point_text(found[1]) == "learning_rate=0.01, steps=2000, kind=resize"
-    recipe = recipe_with(space=space).with_changes(data={"augment": {"flip": False}})
+    recipe = searched_recipe(space=space).with_changes(data={"augment": {"flip": False}})
     changed = with_point(recipe, found[1], name="t")
     assert (changed.name, changed.optim.steps, changed.optim.learning_rate) == ("t", 2000, 0.01)
     assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
@@ -48,7 +48,7 @@ def test_a_grid_is_every_combination_of_any_keys() -> None:
 
 def test_values_of_a_section_change_the_keys_that_they_name() -> None:
     space = {"optim": [{"steps": 9, "warmup_steps": 1}, {"steps": 90}]}
-    recipe = recipe_with(space=space).with_changes(optim={"name": "sgd", "clip_norm": 3.0})
+    recipe = searched_recipe(space=space).with_changes(optim={"name": "sgd", "clip_norm": 3.0})
     changed = [with_point(recipe, point).optim for point in points(space=space)]
     assert [(one.steps, one.warmup_steps) for one in changed] == [
         (9, 1), (90, recipe.optim.warmup_steps)
@@ -61,7 +61,9 @@ def test_values_of_a_section_change_the_keys_that_they_name() -> None:
 def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> None:
     sizes = {"depth": 2, "width": 8, "mlp_dim": 8, "num_heads": 2, "patch_size": 8}
     space = {"model": [{"name": "Axial-ViT"}, {"name": "ViT-S/16"}]}
-    recipe = recipe_with(space=space).with_changes(model={"name": "ViT", "image_size": 32, **sizes})
+    recipe = searched_recipe(space=space).with_changes(
+        model={"name": "ViT", "image_size": 32, **sizes}
+    )
     assert recipe.sweep is not None
     told = (
         r'sweep\.space: model={"name": "ViT-S/16"}: model \'ViT-S/16\' has no option depth, width, '

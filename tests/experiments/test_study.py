@@ -15,6 +15,7 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
+from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.commands.report import report
 from vit_ray.commands.study_plan import describe_study
 from vit_ray.commands.study_tables import print_study
@@ -27,38 +28,11 @@ from vit_ray.experiments.study_cells import study_cells
 from vit_ray.launch.run_metadata import trained_params, training_cost
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
-
-
-def _model(label, rate=None, **changes):
-    size = {"name": "ViT", "image_size": 8, **SIZES, **changes}
-    return {"label": label, "model": size, "learning_rate": rate}
-
-
-def _recipe(folder, models, train="data/train", test="data/test", **study):
-    return {
-        "name": "grid",
-        "output": f"{folder}/runs",
-        "data": {
-            "train": train,
-            "eval": test,
-            "augment": {"kind": "resize", "flip": False},
-            "eval_augment": {"kind": "resize"},
-        },
-        "optim": {"learning_rate": 1e-3},
-        "train": {"global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32"}
-        | {"log_every_steps": 1},
-        "evaluate": {"few_shot_train": train, "few_shot_test": test, "shots": [1, 5]},
-        "checkpoint": {"every_steps": 10},
-        "workers": {"use_gpu": False, "max_failures": 0},
-        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
-        "study": {"models": models, "data_fractions": [1.0], "epochs": [1.0], **study},
-    }
 
 
 def _cells(**study):
-    models = study.pop("models", [_model("Ti/16"), _model("S/16", rate=3e-4)])
-    return study_cells(recipe_from_dict(_recipe("/x", models, **study), "test"))
+    models = study.pop("models", [study_row("Ti/16"), study_row("S/16", rate=3e-4)])
+    return study_cells(study_recipe("/x", models, **study))
 
 
 def test_the_grid_is_models_by_shares_by_lengths_with_names_that_say_so():
@@ -72,7 +46,7 @@ def test_the_grid_is_models_by_shares_by_lengths_with_names_that_say_so():
 
 
 def test_a_cell_differs_from_the_study_only_in_what_the_grid_varies():
-    whole = recipe_from_dict(_recipe("/x", [_model("a", rate=3e-4)]), "test")
+    whole = study_recipe("/x", [study_row("a", rate=3e-4)])
     (cell,) = study_cells(whole)
     before, now = whole.flat(), cell.recipe.flat()
     changed = {key for key in now if now[key] != before.get(key)}
@@ -124,13 +98,13 @@ def test_a_model_without_its_own_rate_takes_the_recipes():
 
 def test_cells_that_would_share_a_name_are_refused():
     with pytest.raises(ValueError, match="a name twice, such as 'grid-a-b-data1-epochs1'"):
-        _cells(models=[_model("a/b"), _model("a-b")])
+        _cells(models=[study_row("a/b"), study_row("a-b")])
     with pytest.raises(ValueError, match="list fractions and lengths that differ more"):
         _cells(epochs=[1.0, 1.0000001])
 
 
 def test_a_recipe_without_a_study_says_what_to_give():
-    tree = _recipe("/x", [_model("a")]) | {"study": None}
+    tree = study_tree("/x", [study_row("a")]) | {"study": None}
     with pytest.raises(ValueError, match=r"study is not set; give study\.models"):
         study_cells(recipe_from_dict(tree, "test"))
 
@@ -143,7 +117,7 @@ def test_compute_of_a_cell_is_what_the_papers_table_6_says(name, epochs, exaflop
     model = {"label": "m", "model": {"name": name}}
     if name.startswith("ViT"):
         model["model"]["representation"] = True
-    tree = _recipe("/x", [model], epochs=[float(epochs)])
+    tree = study_tree("/x", [model], epochs=[float(epochs)])
     tree["train"] = {"global_batch_size": 4096}
     (cell,) = study_cells(recipe_from_dict(tree, "test"))
     plan = SimpleNamespace(manifest=SimpleNamespace(num_classes=18_291), num_images=303_000_000)
@@ -193,20 +167,24 @@ def _kill_in_second_cell(folder, tree, address):
 
 
 @pytest.fixture(scope="module")
-def resumed(ray_cluster, digits, tmp_path_factory):
-    """A study of two cells that was killed in its second, then run to its end."""
+def finished(worker_pool, digits, tmp_path_factory):
+    """A study of two cells."""
+    models = [study_row("one"), study_row("two", width=32)]
     folder = tmp_path_factory.mktemp("study")
-    models = [_model("one"), _model("two", width=32)]
-    # Long enough that the kill lands well before the end of the second cell.
-    tree = _recipe(folder, models, digits.train, digits.test, epochs=[4.0], max_concurrent=1)
-    _kill_in_second_cell(folder, tree, ray_cluster.address)
-    recipe = recipe_from_dict(tree, "test")
+    recipe = study_recipe(folder, models, digits.train, digits.test, max_concurrent=1)
     return recipe, run_study(recipe)
 
 
 @pytest.mark.slow
-def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(resumed):
-    recipe, result = resumed
+def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(
+    ray_cluster, digits, tmp_path
+):
+    models = [study_row("one"), study_row("two", width=32)]
+    # Long enough that the kill lands well before the end of the second cell.
+    tree = study_tree(tmp_path, models, digits.train, digits.test, epochs=[4.0], max_concurrent=1)
+    _kill_in_second_cell(tmp_path, tree, ray_cluster.address)
+    recipe = recipe_from_dict(tree, "test")
+    result = run_study(recipe)
     assert result.is_complete
     assert [cell.was_finished for cell in result.cells] == [True, False]
     client = MlflowClient(recipe.tracking.uri)
@@ -225,8 +203,8 @@ def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(resumed):
         assert run.data.metrics["study/images_seen"] == 94 * 64
 
 
-def test_a_finished_study_trains_nothing_when_it_is_run_again(resumed, capsys):
-    recipe, first = resumed
+def test_a_finished_study_trains_nothing_when_it_is_run_again(finished, capsys):
+    recipe, first = finished
     again = run_study(recipe)
     assert [cell.was_finished for cell in again.cells] == [True, True]
     assert again.parent_run_id == first.parent_run_id
@@ -234,8 +212,8 @@ def test_a_finished_study_trains_nothing_when_it_is_run_again(resumed, capsys):
     assert "2 of 2 cells were finished before" in capsys.readouterr().out
 
 
-def test_the_page_of_a_study_is_written_and_kept_with_its_run(resumed):
-    recipe, result = resumed
+def test_the_page_of_a_study_is_written_and_kept_with_its_run(finished):
+    recipe, result = finished
     text = result.page.read_text()
     assert "Accuracy against compute" in text
     assert all(cell.cell.name in text for cell in result.cells)
@@ -247,28 +225,28 @@ def test_the_page_of_a_study_is_written_and_kept_with_its_run(resumed):
     assert result.page.exists()
 
 
-def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(resumed):
-    recipe, _ = resumed
+def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(finished):
+    recipe, _ = finished
     changed = recipe.with_changes(optim={"weight_decay": 0.3})
     with pytest.raises(ValueError, match=r"another recipe: optim.weight_decay was 0.0 and is 0.3"):
         run_study(changed)
 
 
-def test_a_dry_run_lists_the_cells_and_their_compute(resumed):
-    recipe, result = resumed
+def test_a_dry_run_lists_the_cells_and_their_compute(finished):
+    recipe, result = finished
     (line,) = [one for one in describe_study(recipe).splitlines() if "grid-one-" in one]
     exaflops = result.cells[0].metrics["study/exaflops"]
-    assert line.split()[:4] == ["grid-one-data1-epochs4", "1,497", "94", f"{exaflops:.4g}"]
+    assert line.split()[:4] == ["grid-one-data1-epochs1", "1,497", "23", f"{exaflops:.4g}"]
 
 
 @pytest.fixture(scope="module")
-def failed_and_transferred(ray_cluster, digits, tmp_path_factory):
+def failed_and_transferred(worker_pool, digits, tmp_path_factory):
     """A cell that diverges beside one that is transferred, at one rate and over a sweep."""
     folder = tmp_path_factory.mktemp("transfer")
-    models = [_model("bad", rate=1e38), _model("good")]
-    tree = _recipe(folder, models, digits.train, digits.test, data_fractions=[0.1])
+    models = [study_row("bad", rate=1e38), study_row("good")]
+    tree = study_tree(folder, models, digits.train, digits.test, data_fractions=[0.1])
     own = ("data", "train", "evaluate", "checkpoint")
-    tune = {key: tree[key] for key in own} | {"name": "tune", "model": _model("any")["model"]}
+    tune = {key: tree[key] for key in own} | {"name": "tune", "model": study_row("any")["model"]}
     tune["optim"] = {"name": "sgd", "learning_rate": 0.03, "steps": 3}
     (folder / "tune.yaml").write_text(yaml.safe_dump(tune))
     task = {"name": "fixed", "recipe": str(folder / "tune.yaml")}

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.test_study import _model, _recipe
+from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.study_cells import Cell, study_cells
 
 
 def study(*rows: dict[str, Any], **axes: Any) -> Recipe:
-    return recipe_from_dict(_recipe("/x", list(rows), **axes), "test")
+    return study_recipe("/x", list(rows), **axes)
 
 
 def cells(*rows: dict[str, Any], **axes: Any) -> list[Cell]:
@@ -27,7 +27,7 @@ def refusal(*rows: dict[str, Any], **axes: Any) -> str:
 
 
 def row(label: str, **more: Any) -> dict[str, Any]:
-    return {**_model(label), **more}
+    return {**study_row(label), **more}
 
 
 def changed(label: str, **changes: Any) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def test_rows_change_any_key_in_either_spelling_and_nothing_else() -> None:
 
 
 def test_a_row_without_a_model_has_the_recipes_as_far_as_it_does_not_change_it() -> None:
-    tree = _recipe("/x", [{"label": "deep", "changes": {"model": {"depth": 3}}}])
-    tree["model"] = _model("base")["model"]
+    tree = study_tree("/x", [{"label": "deep", "changes": {"model": {"depth": 3}}}])
+    tree["model"] = study_row("base")["model"]
     (cell,) = study_cells(recipe_from_dict(tree, "test"))
     assert (cell.recipe.model.depth, cell.recipe.model.width) == (3, 16)
 
@@ -78,7 +78,7 @@ def test_lengths_in_steps_and_images_are_the_lengths_of_cells() -> None:
     (cell,) = cells(row("a"), epochs=None, images=[2_121_000_000])
     assert cell.name == "grid-a-data1-images2121000000"
     assert cell.recipe.optim.images == 2_121_000_000
-    tree = _recipe("/x", [row("a")], epochs=None)
+    tree = study_tree("/x", [row("a")], epochs=None)
     (paper,) = study_cells(recipe_from_dict(tree, "test"))
     assert paper.recipe.optim.epochs == 7.0
     with pytest.raises(ValueError, match="lengths are given in epochs and in steps; keep one"):
@@ -94,7 +94,7 @@ def test_every_cell_is_trained_with_every_seed_and_the_recipes_own_keeps_its_nam
         ("grid-b-data1-epochs1-seed1", 1),
     ]
     assert "study.seeds=[1, 1] has 1 twice" in refusal(row("a"), seeds=[1, 1])
-    tree = {**_recipe("/x", [row("a")], seeds=[0, 5]), "seed": 5}
+    tree = {**study_tree("/x", [row("a")], seeds=[0, 5]), "seed": 5}
     names = [cell.name for cell in study_cells(recipe_from_dict(tree, "test"))]
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]
 

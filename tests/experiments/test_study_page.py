@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.test_study import _model, _recipe
-from tests.experiments.test_study_run import Parent, resolved, result
+from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments import page, retries, study
 from vit_ray.experiments.page import page_meanwhile
@@ -44,7 +43,7 @@ class Pages:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Any:
-    return recipe_from_dict(_recipe(tmp_path, [_model("small"), _model("large", width=64)]), "test")
+    return study_recipe(tmp_path, [study_row("small"), study_row("large", width=64)])
 
 
 def pages(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> Pages:
@@ -153,8 +152,9 @@ def test_a_short_job_has_its_page_at_the_end_alone(
 def test_a_study_renews_its_page_at_each_cell_but_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished_before: int
 ) -> None:
-    tree = _recipe(
-        tmp_path, [_model(label, rate) for label, rate in zip("abc", (0.1, 0.2, 0.3), strict=True)]
+    tree = study_tree(
+        tmp_path,
+        [study_row(label, rate) for label, rate in zip("abc", (0.1, 0.2, 0.3), strict=True)],
     )
     recipe = recipe_from_dict(tree, "test")
     cells = study_cells(recipe)
@@ -162,7 +162,7 @@ def test_a_study_renews_its_page_at_each_cell_but_the_last(
     def train(recipe: Any, **_: Any) -> Any:
         if recipe.name == cells[1].name:
             raise OSError("disk full")
-        return result(recipe)
+        return trained()
 
     monkeypatch.setattr(retries, "train", train)
     monkeypatch.setattr(study, "cluster_room", lambda config: Room(0, 1.7))

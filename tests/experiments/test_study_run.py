@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.experiments.test_study import _model, _recipe
+from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
 from vit_ray.commands.study_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.schema import recipe_from_dict
@@ -23,55 +23,10 @@ from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study
 from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 
 
-class Calls:
-    """Stands for a recorder: every method takes calls from anywhere, and notes them."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.made.append((method, *args)))
-
-    def events(self) -> list[tuple[str, str]]:
-        return [(kind, text) for method, kind, text, *_ in self.made if method == "event"]
-
-
-class Parent:
-    """An open study without Ray or MLflow."""
-
-    run_id = None
-
-    def __init__(self) -> None:
-        self.recorder = Calls()
-        self.record = self
-        self.for_children: Any = self
-        self.stop: str | None = None
-        self.first: str | None = None
-        """Cell for which workers were started beforehand."""
-
-    def start_workers(self, first: Any) -> None:
-        self.first = first and first.name
-
-    def ask(self, question: str, *_: Any) -> Any:
-        return self.stop if question == "stop_reason" else None
-
-
-def result(recipe: Any, is_complete: bool = True, **metrics: float) -> Any:
-    return SimpleNamespace(
-        is_complete=is_complete, metrics=metrics, run_id=None, already_complete=False
-    )
-
-
 @pytest.fixture
 def cells(tmp_path: Path) -> list[Cell]:
-    rows = [_model("small"), _model("broken", width=32), _model("large", width=64)]
-    return study_cells(recipe_from_dict(_recipe(tmp_path, rows), "test"))
-
-
-def resolved(steps: int = 10) -> Any:
-    return SimpleNamespace(
-        total_steps=steps, manifest=SimpleNamespace(num_classes=10), num_images=640
-    )
+    rows = [study_row("small"), study_row("broken", width=32), study_row("large", width=64)]
+    return study_cells(study_recipe(tmp_path, rows))
 
 
 def run_cells(
@@ -86,7 +41,7 @@ def run_cells(
     """The study of the cells, with `train(recipe, ...)` in the place of a training."""
     monkeypatch.setattr(retries, "train", train)
     monkeypatch.setattr(study, "cluster_room", lambda config: room)
-    config = study_of(recipe_from_dict(_recipe("/x", [_model("any")], **keys), "test"))
+    config = study_of(study_recipe("/x", [study_row("any")], **keys))
     its: Any = parent
     return study._run_cells(config, cells, [resolved() for _ in cells], finished or {}, its)
 
@@ -108,7 +63,7 @@ def test_a_study_records_how_many_cells_it_has(
     }.items():  # fmt: skip
         monkeypatch.setattr(study, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(study, "open_parent", open_parent)
-    tree = _recipe(tmp_path, [_model("small"), _model("large", width=64)])
+    tree = study_tree(tmp_path, [study_row("small"), study_row("large", width=64)])
     study.run_study(recipe_from_dict(tree, "test"))
     ((run_id, keys),) = opened
     assert run_id == earlier
@@ -124,13 +79,13 @@ def test_a_failing_cell_is_retried_and_then_shown_as_failed(
         tried.append(recipe.name)
         if recipe.name == cells[1].name:
             raise RunFailedError("the node is gone\nmore of it")
-        return result(recipe)
+        return trained()
 
     parent = Parent()
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), parent, retries=2)
     assert tried == [cells[0].name, *[cells[1].name] * 3, cells[2].name]
     assert [one.error for one in found] == ["", "the node is gone", ""]
-    kinds = [kind for kind, _ in parent.recorder.events()]
+    kinds = parent.recorder.kinds()
     assert kinds == ["cell retried", "cell retried", "failed cell"]
     assert study._totals(found)["study/failed_cells"] == 1.0
 
@@ -148,7 +103,7 @@ def test_a_study_tells_the_accuracy_of_the_averaged_weights_where_there_are_any(
     parent = Parent()
     found = run_cells(
         monkeypatch, [replace(cells[0], recipe=changed)],
-        lambda recipe, **_: result(recipe, **metrics), Room(0, 1.7), parent,
+        lambda recipe, **_: trained(**metrics), Room(0, 1.7), parent,
     )  # fmt: skip
     assert [made[-1] for made in parent.recorder.made if made[0] == "child_ended"] == [told]
     monkeypatch.setenv("COLUMNS", "200")
@@ -165,7 +120,7 @@ def test_a_cell_that_failed_once_and_then_ended_is_no_failed_cell(
     def train(recipe: Any, **_: Any) -> Any:
         if errors:
             raise errors.pop()
-        return result(recipe)
+        return trained()
 
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), Parent())
     assert [one.error for one in found] == ["", "", ""]
@@ -181,7 +136,7 @@ def test_what_would_fail_again_is_not_tried_again_and_ends_no_other_cell(
         tried.append(recipe.name)
         if recipe.name == cells[0].name:
             raise error
-        return result(recipe)
+        return trained()
 
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), Parent())
     assert tried == [cell.name for cell in cells]
@@ -195,7 +150,7 @@ def test_side_by_side_the_largest_cell_begins(
 
     def train(recipe: Any, **_: Any) -> Any:
         begun.append(recipe.name)
-        return result(recipe)
+        return trained()
 
     parent = Parent()
     found = run_cells(monkeypatch, cells, train, Room(0, 3.4), parent)
@@ -215,12 +170,12 @@ def test_a_study_uses_what_its_cluster_has_now(
     def train(recipe: Any, **_: Any) -> Any:
         if recipe.name != cells[2].name:
             both.wait()
-        return result(recipe)
+        return trained()
 
     monkeypatch.setattr(retries, "train", train)
     monkeypatch.setattr(study, "cluster_room", lambda config: next(rooms, Room(0, 3.4)))
     parent: Any = Parent()
-    config = study_of(recipe_from_dict(_recipe("/x", [_model("any")]), "test"))
+    config = study_of(study_recipe("/x", [study_row("any")]))
     found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
     assert [one.error for one in found] == ["", "", ""]
 
@@ -235,10 +190,10 @@ def test_a_cluster_that_does_not_answer_for_now_is_taken_as_it_was(
             return first
         raise ConnectionError("the head is away")
 
-    monkeypatch.setattr(retries, "train", lambda recipe, **_: result(recipe))
+    monkeypatch.setattr(retries, "train", lambda recipe, **_: trained())
     monkeypatch.setattr(study, "cluster_room", room)
     parent: Any = Parent()
-    config = study_of(recipe_from_dict(_recipe("/x", [_model("any")]), "test"))
+    config = study_of(study_recipe("/x", [study_row("any")]))
     found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
     assert [one.error for one in found] == ["", "", ""]
     assert "cells start as before: the head is away" in caplog.text
@@ -295,9 +250,9 @@ def test_a_stop_leaves_the_cell_that_was_cut_short_and_those_behind_it(
 
     def train(recipe: Any, **_: Any) -> Any:
         if recipe.name != cells[1].name:
-            return result(recipe)
+            return trained()
         parent.stop = "SIGTERM"
-        return result(recipe, is_complete=False)
+        return trained(is_complete=False)
 
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), parent)
     assert [one.cell.name for one in found] == [cells[0].name]
@@ -310,7 +265,7 @@ def test_finished_cells_are_not_trained_again(
 
     def train(recipe: Any, **_: Any) -> Any:
         tried.append(recipe.name)
-        return result(recipe)
+        return trained()
 
     before = {cells[1].name: CellResult(cells[1], {"eval/top1": 0.5}, "id", was_finished=True)}
     parent = Parent()

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.experiments.studies import Calls
+from tests.recipes import recipe_with
 from vit_ray.commands.tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
@@ -26,8 +28,8 @@ from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 
 
-def recipe(averaging: float) -> Recipe:
-    return recipe_from_dict({"name": "s", "train": {"averaging": averaging}}, "test")
+def averaging_recipe(averaging: float) -> Recipe:
+    return recipe_with("s", train={"averaging": averaging})
 
 
 def result(**metrics: float) -> RunResult:
@@ -47,7 +49,7 @@ TRIALS = [
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     averaging: float, best: float
 ) -> None:
-    rows = [sweep_row(recipe(averaging), *trial) for trial in TRIALS]
+    rows = [sweep_row(averaging_recipe(averaging), *trial) for trial in TRIALS]
     assert best_row(rows).point == {RATE: best}
     assert [row.dev_top1 for row in rows] == ([0.5, 0.7, None] if averaging else [0.8, 0.6, None])
     assert [row.last_dev_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
@@ -105,7 +107,7 @@ def test_a_sweep_that_has_begun_goes_on_under_its_own_run(
 
 
 def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
-    base = recipe(0.0).with_changes(workers={"num_workers": 2, "use_gpu": False})
+    base = averaging_recipe(0.0).with_changes(workers={"num_workers": 2, "use_gpu": False})
     cluster = ClusterShape(1, 8.0, 0.0, 0.0)
     trials = [with_point(base, {"workers.num_workers": n}, name=f"s-{n}") for n in (4, 40)]
     _check_trainings(base, trials[:1], cluster)
@@ -116,7 +118,7 @@ def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [sweep_row(recipe(0.9999), *trial) for trial in TRIALS]
+    rows = [sweep_row(averaging_recipe(0.9999), *trial) for trial in TRIALS]
     outcome = SweepResult(rows, {RATE: 0.2}, [0.75, 0.77], "id", "hint", [0.65, 0.67])
     metrics = sweep_metrics(outcome)
     assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
@@ -130,7 +132,7 @@ def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[st
 def test_without_averaging_one_accuracy_is_recorded_and_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = [sweep_row(recipe(0.0), *trial) for trial in TRIALS]
+    rows = [sweep_row(averaging_recipe(0.0), *trial) for trial in TRIALS]
     outcome = SweepResult(rows, {RATE: 0.1}, [0.85], "id", "hint")
     assert sweep_metrics(outcome) == {
         "sweep/learning_rate": 0.1,
@@ -142,11 +144,11 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
 
 
 def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
-    rows = [sweep_row(recipe(0.0), *trial) for trial in TRIALS[:2]]
+    rows = [sweep_row(averaging_recipe(0.0), *trial) for trial in TRIALS[:2]]
     diverged = Trained(None, TrialState.DIVERGED, "it is not finite")
-    rows.append(sweep_row(recipe(0.0), {RATE: 10.0}, diverged))
+    rows.append(sweep_row(averaging_recipe(0.0), {RATE: 10.0}, diverged))
     stopped = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
-    rows.append(sweep_row(recipe(0.0), {RATE: 0.5}, stopped))
+    rows.append(sweep_row(averaging_recipe(0.0), {RATE: 0.5}, stopped))
     states = ["finished", "finished", "diverged", "stopped early"]
     assert [row.state for row in rows] == states
     files = sweep_files(rows, best_row(rows))
@@ -161,23 +163,9 @@ def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
     assert "stopped early" in "".join(drawing.itertext())
 
 
-class FakeRecorder:
-    """Takes every call, and keeps the events."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def remote(*args: Any) -> None:
-            if name == "event":
-                self.events.append(args[0])
-
-        return SimpleNamespace(remote=remote)
-
-
-def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, list[str]]:
+def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, Calls]:
     """What a trial comes to whose attempts end so, and the events of the sweep."""
-    recorder = FakeRecorder()
+    recorder = Calls()
 
     def train(*_: Any, **__: Any) -> RunResult:
         outcome = outcomes.pop(0)
@@ -194,7 +182,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, 
     monkeypatch.setattr(stage, "run_trials", run_here)
     children = SimpleNamespace(recorder=recorder)
     parent: Any = SimpleNamespace(for_children=children, is_nested=False, child_tags={})
-    return parent, recorder.events
+    return parent, recorder
 
 
 def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
@@ -204,11 +192,13 @@ def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
 
 
 def swept(folder: Path) -> Recipe:
-    tree = {
-        "name": "s", "output": str(folder), "init_from": "x", "data": {"eval": "y"},
-        "sweep": {"learning_rates": [0.1], "retries": 2, "max_concurrent": 1},
-    }  # fmt: skip
-    return recipe_from_dict(tree, "test")
+    return recipe_with(
+        "s",
+        output=str(folder),
+        init_from="x",
+        data={"eval": "y"},
+        sweep={"learning_rates": [0.1], "retries": 2, "max_concurrent": 1},
+    )
 
 
 def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
@@ -219,7 +209,7 @@ def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
     whole = swept(tmp_path)
     trial = trial_recipe(whole, {RATE: 0.1})
     assert outcome_of(whole, trial, parent).error == ""
-    assert events == ["trial retried"] * 2
+    assert events.kinds() == ["trial retried"] * 2
     parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
     assert outcome_of(whole, trial, parent) == Trained(None, TrialState.FAILED, "a worker died")
 
@@ -231,7 +221,7 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
     whole = swept(tmp_path)
     trial = trial_recipe(whole, {RATE: 0.1})
     assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
-    assert events == ["trial diverged"]
+    assert events.kinds() == ["trial diverged"]
     parent, events = trained(monkeypatch, [])
     assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
     # Another recipe of the same name is tried.
@@ -254,7 +244,7 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
 ) -> None:
     monkeypatch.setattr(stage.ray, "cluster_resources", lambda: cluster)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
-    chosen = recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
+    chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
     assert stage.max_concurrent([chosen]) == count
     larger = chosen.with_changes(workers={"num_workers": 4})
     if count > 1:
@@ -263,8 +253,8 @@ def test_trials_run_side_by_side_as_the_cluster_holds_them(
 
 def test_a_sweep_of_failed_trials_says_why() -> None:
     found = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
-    stopped = sweep_row(recipe(0.0), {RATE: 0.5}, found)
+    stopped = sweep_row(averaging_recipe(0.0), {RATE: 0.5}, found)
     with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-        best_row([stopped, sweep_row(recipe(0.0), *TRIALS[2])])
+        best_row([stopped, sweep_row(averaging_recipe(0.0), *TRIALS[2])])
     with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-        best_row([sweep_row(recipe(0.0), *TRIALS[2])])
+        best_row([sweep_row(averaging_recipe(0.0), *TRIALS[2])])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.experiments.test_study import _model, _recipe
+from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.finished_cells import missing_tasks
@@ -43,8 +43,8 @@ def base(tmp_path: Path) -> str:
 
 def cell(**changes: Any) -> Cell:
     options = {"representation": True, "head_bias": -10.0, "dropout": 0.1, "pool": "gap"}
-    row = {**_model("row", **options), "changes": changes}
-    tree = _recipe("/x", [row], seeds=[3])
+    row = {**study_row("row", **options), "changes": changes}
+    tree = study_tree("/x", [row], seeds=[3])
     return study_cells(recipe_from_dict(tree, "test"))[0]
 
 
@@ -108,9 +108,9 @@ def test_a_recipe_that_is_not_there_is_named() -> None:
 def test_one_task_is_listed_once(base: str) -> None:
     task = {"name": "tune", "recipe": base}
     with pytest.raises(ValueError, match="transfer: 'tune' is there twice"):
-        recipe_from_dict(_recipe("/x", [_model("a")], transfer=[task, task]), "test")
+        study_recipe("/x", [study_row("a")], transfer=[task, task])
     with pytest.raises(ValueError, match="transfer: 'mean' names the mean over all tasks; give"):
-        recipe_from_dict(_recipe("/x", [_model("a")], transfer=[{**task, "name": "mean"}]), "test")
+        study_recipe("/x", [study_row("a")], transfer=[{**task, "name": "mean"}])
 
 
 def test_a_transfer_is_finished_only_by_the_recipe_that_it_has_now(base: str) -> None:

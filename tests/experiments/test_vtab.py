@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
+from tests.recipes import recipe_with
 from vit_ray.commands.vtab_tables import print_vtab
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.schema import recipe_from_dict
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import keys
 from vit_ray.experiments import sweep, vtab
@@ -90,13 +90,15 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
         {"name": "eurosat", "group": "specialized"},
         {"name": "dmlab", "group": "structured"},
     ]
-    tree = {
-        "name": "v", "output": str(folder / "runs"), "init_from": str(folder / "weights.npz"),
-        "model": {"name": "ViT", "image_size": 32, **TINY_VIT},
-        "optim": {"steps": 2}, "train": {"global_batch_size": 4, "micro_batch_size": 4},
-        "vtab": {"data": str(folder / "vtab"), "tasks": tasks},
-    }  # fmt: skip
-    return recipe_from_dict(tree, "test")
+    return recipe_with(
+        "v",
+        output=str(folder / "runs"),
+        init_from=str(folder / "weights.npz"),
+        model={"name": "ViT", "image_size": 32, **TINY_VIT},
+        optim={"steps": 2},
+        train={"global_batch_size": 4, "micro_batch_size": 4},
+        vtab={"data": str(folder / "vtab"), "tasks": tasks},
+    )
 
 
 class Record:

@@ -63,7 +63,7 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         loss = 2.3 / (1 + step / 20) + (1 - accuracy)
         recorder.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
     recorder.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
-    recorder.metrics(STEPS, training_cost(trial, _resolved(), STEPS, 300.0))
+    recorder.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
     augmentation = augmentation_of(trial, trial.data.eval_augment)
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
     files = model_files(trial.model, augmentation, checkpoint, 10)

@@ -96,12 +96,12 @@ def test_inputs_are_the_data_sets_with_counts_and_use():
     assert len(train["digest"]) <= 36  # MLflow's limit
 
 
-def test_a_training_without_a_known_speed_has_no_cost():
-    recipe = load_recipe("digits")
+def test_the_compute_of_a_training_is_that_of_its_steps():
     plan = resolved_run()
     plan.manifest.num_classes = 10
-    assert "cost/core_days" not in training_cost(recipe, plan, 10, None)
-    assert training_cost(recipe, plan, 10, None)["study/images_seen"] == 1280
+    ten, twenty = (training_cost(load_recipe("digits"), plan, steps) for steps in (10, 20))
+    assert ten["study/images_seen"] == 1280
+    assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
 
 
 def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytest.MonkeyPatch):

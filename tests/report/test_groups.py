@@ -68,7 +68,7 @@ def test_runs_that_differ_in_what_decides_are_rows_of_their_own(changes, key):
         {"train.activation_checkpointing": 1},
         {"train.compile": False},
         {"workers.num_workers": 4},
-        {"data.prefetch_batches": 9},
+        {"data.cpus_per_task": 2.0},
         {"evaluate.batch_size": 7},
         {"evaluate.every_steps": 7},
         {"checkpoint.every_steps": 7},

@@ -1,6 +1,7 @@
 """The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,7 @@ def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> N
         )  # fmt: skip
         assert parts.step == (until or TOTAL)
     parts.train_seconds, parts.metrics = whole.train_seconds, whole.metrics
+    parts.worker_seconds = whole.worker_seconds
     assert parts == whole
 
 
@@ -253,6 +255,39 @@ def test_a_loss_that_is_not_finite_is_reported_too() -> None:
     hooks = FakeHooks()
     run(Poisoned(), hooks, short_recipe())
     assert len(hooks.refused) == TOTAL
+
+
+class Ticking:
+    """A clock that each look moves on by a second."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -> None:
+    hooks, progress = FakeHooks(), Progress()
+    for world_size, until in ((4, 5), (2, TOTAL)):
+        context = RankContext(TOTAL, 0, world_size, MICRO, OneRank(), until_step=until)
+        mine = ({k: v[: BATCH // world_size] for k, v in one.items()} for one in batches())
+        one_pass = replace(context, micro_batch_size=BATCH // world_size)
+        run_training(
+            FakeEngine(), mine, short_recipe(), one_pass, hooks, progress, Compute(1), Ticking()
+        )
+    first = progress.train_seconds / 2  # five steps each, by a clock of steps that last alike
+    assert first > 0
+    days = (4 * first + 2 * first) / 86_400
+    assert progress.metrics["cost/core_days"] == pytest.approx(days)
+    assert hooks.logged[-1][1]["cost/core_days"] == pytest.approx(days)
+
+
+def test_a_run_that_earlier_code_began_has_its_first_seconds_in_core_days() -> None:
+    progress = Progress(step=9, train_seconds=86_400.0)
+    run(FakeEngine(), FakeHooks(), short_recipe(), progress)
+    assert progress.metrics["cost/core_days"] == pytest.approx(1.0, abs=1e-3)
 
 
 def test_it_stops_early_when_validation_gets_no_better() -> None:

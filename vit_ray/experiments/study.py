@@ -294,7 +294,7 @@ def _in_order(groups: list[Group], room: Room) -> list[Group]:
 
     def exaflops(group: Group) -> float:
         cell, resolved = group[0]
-        cost = training_cost(cell.recipe, resolved, resolved.total_steps, None)
+        cost = training_cost(cell.recipe, resolved, resolved.total_steps)
         return cost["study/exaflops"]
 
     return sorted(groups, key=exaflops, reverse=True)

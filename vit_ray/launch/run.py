@@ -171,7 +171,11 @@ def run_prepared(
             # A sweep or study passes it on to the runs under it.
             stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
         ):
-            run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
+            try:
+                run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
+            except Exception:
+                _record_cost_of_failure(prepared, record)
+                raise
         result = _with_cost(_result(job, record), prepared, record)
         record.is_complete = result.is_complete
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
@@ -259,10 +263,17 @@ def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> 
     """Add the training's cost to the record and to the result."""
     if not prepared.trains:
         return result
-    speed = result.metrics.get("train/images_per_s")
-    cost = training_cost(prepared.recipe, prepared.resolved, result.steps, speed)
+    cost = training_cost(prepared.recipe, prepared.resolved, result.steps)
     record.ask("metrics", result.steps, cost)  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
+
+
+def _record_cost_of_failure(prepared: PreparedRun, record: OpenRecord) -> None:
+    """What has been computed of a training that failed."""
+    if prepared.trains:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the failure is reported
+            step = record.ask("status").step
+            record.ask("metrics", step, training_cost(prepared.recipe, prepared.resolved, step))
 
 
 def _log_model(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> None:
@@ -288,8 +299,7 @@ def _finished_before(prepared: PreparedRun) -> RunResult:
     assert checkpoint is not None
     position, folder = checkpoint.position, locate(prepared.recipe.run_folder)
     metrics = with_best(position.progress.metrics)
-    speed = metrics.get("train/images_per_s")
-    cost = training_cost(prepared.recipe, prepared.resolved, position.step, speed)
+    cost = training_cost(prepared.recipe, prepared.resolved, position.step)
     run_id = position.tracking_run_id
     if position.progress.is_over(prepared.resolved.total_steps):
         run_id = end_record(prepared.recipe, run_id, position.step, cost)

@@ -91,10 +91,8 @@ def recipe_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(alone.recorded(), sort_keys=False)
 
 
-def training_cost(
-    recipe: Recipe, resolved: ResolvedRun, steps: int, images_per_s: float | None
-) -> dict[str, float]:
-    """Compute and data: `study/...`, and `cost/core_days` where the speed is known."""
+def training_cost(recipe: Recipe, resolved: ResolvedRun, steps: int) -> dict[str, float]:
+    """Compute and data of so many steps: `study/...`."""
     from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
 
     model = recipe.model
@@ -102,16 +100,12 @@ def training_cost(
         model.name, resolved.manifest.num_classes, model.image_size, **model.options()
     )
     images_seen = steps * recipe.train.global_batch_size
-    metrics = {
+    return {
         "study/exaflops": count_exaflops(macs, images_seen),
         "study/forward_gmacs": macs / 1e9,
         "study/images_seen": float(images_seen),
         "study/train_images": float(resolved.num_images),
     }
-    if images_per_s:
-        num_workers = recipe.group_sizes[-1]
-        metrics["cost/core_days"] = images_seen / images_per_s * num_workers / 86_400
-    return metrics
 
 
 def is_on_dev_split(recipe: Recipe) -> bool:

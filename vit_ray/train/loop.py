@@ -195,6 +195,8 @@ def run_training(
     times = StepTimes(clock)
     saves = _Saves(hooks, context, progress.step, clock)
     first_step = progress.step
+    if not progress.worker_seconds:  # of a checkpoint that has the seconds alone
+        progress.worker_seconds = progress.train_seconds * context.world_size
     keeps_best = recipe.keeps_best
     saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
@@ -221,6 +223,7 @@ def run_training(
         step_s = clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
+        progress.worker_seconds += step_s * context.world_size
         hooks.note_step(progress.step)
         times.record(step_s, wait_s, engine.take_forward_s())
         if not refused and math.isfinite(mean_loss):
@@ -236,6 +239,7 @@ def run_training(
                 "train/loss": mean_loss,
                 "train/lr": rate,
                 "train/grad_norm": grad_norm,
+                "cost/core_days": progress.worker_seconds / 86_400,
             }
             metrics |= _window_metrics(times, recipe, context, compute)
             progress.metrics |= metrics

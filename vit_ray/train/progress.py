@@ -25,6 +25,8 @@ class Progress:
     """The last step is done, and the evaluation after it is not."""
     train_seconds: float = 0.0
     """Time spent training, all attempts together."""
+    worker_seconds: float = 0.0
+    """The same, of each worker, all workers together."""
     nonfinite_steps: int = 0
     """Refused steps in a row."""
     metrics: dict[str, float] = field(default_factory=dict)

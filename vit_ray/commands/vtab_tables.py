@@ -8,5 +8,5 @@ from vit_ray.experiments.vtab import VtabResult, vtab_table
 
 def print_vtab(result: VtabResult) -> None:
     """Every task and every mean, ours and the paper's."""
-    print_table(vtab_table(result.rows))
+    print_table(vtab_table(result.rows, result.is_papers_model))
     print(f"MLflow page: {result.hint}")

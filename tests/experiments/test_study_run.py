@@ -51,15 +51,17 @@ def test_a_study_records_how_many_cells_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: str | None
 ) -> None:
     opened: list[tuple[Any, dict[str, Any]]] = []
+    totals: list[int] = []
 
     @contextlib.contextmanager
     def open_parent(*words: Any, **keys: Any) -> Iterator[Any]:
         opened.append((words[-1], keys))
+        totals.append(words[3])
         yield Parent()
 
     for name, answer in {
         "resolve_run": resolved(), "earlier_run": earlier, "finished_cells": {}, "_run_cells": [],
-        "page_of": None,
+        "page_of": None, "_check_tasks": 7,
     }.items():  # fmt: skip
         monkeypatch.setattr(study, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(study, "open_parent", open_parent)
@@ -67,6 +69,7 @@ def test_a_study_records_how_many_cells_it_has(
     study.run_study(recipe_from_dict(tree, "test"))
     ((run_id, keys),) = opened
     assert run_id == earlier
+    assert totals == [2 * 10 + 7]
     assert keys["tags"] == {"vit_ray.num_cells": "2"}
 
 
@@ -238,7 +241,14 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
     monkeypatch.setattr(study, "resolve_run", lambda recipe: resolved())
     wide = cells[2].recipe.with_changes(workers={"num_workers": 3})
     cells = [*cells[:2], replace(cells[2], recipe=wide)]
-    study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path)),))
+    tune = StudyTask(name="tune", recipe=str(path))
+    swept = StudyTask(
+        name="swept", recipe=str(path),
+        changes={"sweep": {"learning_rates": [0.1, 0.2], "seeds": 3}, "data.train": "/other"},
+    )  # fmt: skip
+    # The progress of a study is of these steps, too: 5 of each trial and of each retraining.
+    assert study._check_tasks(cells, (tune,)) == len(cells) * 5
+    assert study._check_tasks(cells, (tune, swept)) == len(cells) * (5 + 2 * 5 + 3 * 5)
     with pytest.raises(ValueError, match=f"study.transfer 'tune' of cell .*{told}"):
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
 

@@ -78,10 +78,10 @@ def run_study(recipe: Recipe) -> StudyResult:
     recipe = recipe.with_absolute_paths()
     cells = study_cells(recipe)
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
-    _check_tasks(cells, study_of(recipe).transfer)
+    steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
     parent_id = earlier_run(recipe, "study")
     finished = finished_cells(recipe, cells, resolved_runs, parent_id)
-    total_steps = sum(one.total_steps for one in resolved_runs)
+    total_steps = sum(one.total_steps for one in resolved_runs) + steps_of_tasks
     resolved = resolved_runs[0]
     tags = {"vit_ray.num_cells": str(len(cells))}  # so that a report knows what has not begun
     open_cells = [cell.recipe for cell in cells if cell.name not in finished]
@@ -100,12 +100,16 @@ def run_study(recipe: Recipe) -> StudyResult:
         return outcome
 
 
-def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> None:
+def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> int:
     """Of each cell the recipe and its sweep; of the first the data, too: the same for all.
+
+    Returns:
+        Steps of all fine-tunings, trials and retrainings included.
 
     Raises:
         ValueError: one cannot work.
     """
+    total_steps = 0
     for task in tasks:
         recipes = [task_recipe(cell, task) for cell in cells]
         resolved = resolve_run(recipes[0])
@@ -114,15 +118,24 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> None:
             try:
                 check_model(recipe)
                 check_batch(recipe, resolved.num_images)
-                if recipe.sweep is not None:
-                    _check_sweep(recipe, recipe.sweep, resolved.num_images)
+                batch = recipe.train.global_batch_size
+                steps = recipe.optim.total_steps(resolved.num_images, batch)
+                if recipe.sweep is None:
+                    total_steps += steps
+                else:
+                    tried = _check_sweep(recipe, recipe.sweep, resolved.num_images)
+                    total_steps += tried + recipe.sweep.seeds * steps
             except ValueError as error:
                 told = f"study.transfer {task.name!r} of cell {cell.name!r}: {error}"
                 raise ValueError(told) from None
+    return total_steps
 
 
-def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
+def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
     """Without its dev split, which is written first, and its weights, which are not there yet.
+
+    Returns:
+        Steps of its trials.
 
     Raises:
         ValueError: as `points_of` and `grace_steps`, or a point is of other weights or workers than
@@ -136,9 +149,10 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> None:
                 raise ValueError(f"{taken} is the cell's; leave it out")
             check_head_is_trained(trials[-1], "sweep_trial")
             check_batch(trials[-1], kept)
+    steps = [one.optim.total_steps(kept, one.train.global_batch_size) for one in trials]
     if sweep.scheduler == "asha":
-        steps = [one.optim.total_steps(kept, one.train.global_batch_size) for one in trials]
         grace_steps(sweep, max(steps))
+    return sum(steps)
 
 
 def _run_cells(

@@ -276,6 +276,10 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     ]  # fmt: skip
     theirs = {(row.name, float(row.epochs)): row for row in paper.TABLE_6}
     groups = by_group(cells)
+    tuned: dict[tuple[Group, str], list[Transfer]] = {}
+    for one in found:
+        if one.origin is not None:
+            tuned.setdefault((one.origin.group, one.task), []).append(one)
     rest = _differences_in_table(groups)
     rows: list[list[Value]] = []
     for group, mine in groups.items():
@@ -285,7 +289,7 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
             mine[0].label, mine[0].metrics.get("study/train_images"), epochs, rest[group],
             float(len(mine)),
             *(_text(mean_of(_tested(mine, key))) for key in keys),
-            *(_of_task(found, group, task) for task in tasks),
+            *(_of_task(tuned.get((group, task), [])) for task in tasks),
             statistics.fmean(run.metrics["study/exaflops"] for run in mine),
             row.imagenet if row else None, row.exaflops if row else None,
         ])  # fmt: skip
@@ -311,12 +315,11 @@ def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group,
     return found
 
 
-def _of_task(found: Sequence[Transfer], group: Group, task: str) -> str | None:
-    """Mean over seeds; several means where fine-tunings differ."""
-    mine = [one for one in found if one.task == task and one.origin and one.origin.group == group]
+def _of_task(found: Sequence[Transfer]) -> str | None:
+    """Mean over seeds of a cell's transfers to a task; several means where fine-tunings differ."""
     means = [
         f"{mean} ({rest})" if rest else str(mean)
-        for _, rest, means in _spread(mine, lambda one: one.task, lambda one: one.task)
+        for _, rest, means in _spread(found, lambda one: one.task, lambda one: one.task)
         for mean in means.values()
     ]
     return "; ".join(means) or None

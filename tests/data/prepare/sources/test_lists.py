@@ -3,6 +3,7 @@ import errno
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,17 +77,58 @@ def test_each_bad_row_of_a_csv_is_rejected_alone(serial: None, folder: Path) -> 
     assert not [key for key, reason in expected.items() if reason not in reasons[key]]
 
 
-def test_a_quote_that_is_never_closed_loses_no_line(serial: None, folder: Path) -> None:
-    names = list(IMAGES)
-    lines = [f"{name},cat" for name in names[:20]] + [
-        f'"{names[20]},cat',
-        *map("{},dog".format, names[21:]),
-    ]
-    (folder / "list.csv").write_text("\n".join(["path,label", *lines]))
-    assert len(converted(folder / "list.csv", folder / "set", max_rejected_fraction=0.6)) == 20
+def numbered(lines: dict[int, str], count: int = 40) -> str:
+    """A list of the images and a note each, some lines of it (the header is line 1) others."""
+    rows = [f"{name},{'dog' if i % 2 else 'cat'},n" for i, name in enumerate(IMAGES)][:count]
+    whole = ["path,label,note", *rows]
+    return "\n".join(lines.get(at, line) for at, line in enumerate(whole, 1)) + "\n"
+
+
+@pytest.mark.parametrize("part_bytes", [60, 1 << 24])
+@pytest.mark.parametrize("line", ['"008.jpg,cat,n', '008.jpg,"cat,n', '008.jpg,cat,"n'])
+def test_the_end_of_a_list_inside_quotes_is_an_error_with_its_line(
+    serial: None, folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, part_bytes: int
+) -> None:
+    monkeypatch.setattr(lists, "PART_BYTES", part_bytes)
+    (folder / "list.csv").write_text(numbered({10: line}))
+    with pytest.raises(ValueError, match=r"list.csv': a quote in line 10 is never closed.* 32 li"):
+        converted(folder / "list.csv", folder / "set", max_rejected_fraction=1.0)
+
+
+REJECTED = {
+    "a closing quote is missing": ({10: '008.jpg,"cat,n', 11: '009.jpg,"dog",n'}, 10, 11, "'\"'"),
+    "of many lines": ({10: '008.jpg,cat,"n', 15: '013.jpg,dog,"n"'}, 10, 15, "'\"'"),
+    "of a label, closed late": ({10: '008.jpg,"cat', 12: 'x",n'}, 10, 12, "its label has a line"),
+    "of a path, closed late": ({10: '"008', 12: '.jpg",cat,n'}, 10, 12, "its path has a line"),
+    "of a note, closed late": ({10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'}, 10, 13, "is a row"),
+    "an opening quote is missing": ({10: '008.jpg,cat",n'}, 10, 10, 'write ""'),
+    "a quote behind quotes": ({10: '008.jpg,"cat"s,n'}, 10, 10, "'\"'"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_an_odd_quote_rejects_every_line_that_it_takes_in(
+    serial: None, folder: Path, name: str
+) -> None:
+    changed, first, last, why = REJECTED[name]
+    (folder / "list.csv").write_text(numbered(changed))
+    found = converted(folder / "list.csv", folder / "set", max_rejected_fraction=0.2)
+    lost = range(first, last + 1)
+    assert sorted(found) == [n for i, n in enumerate(IMAGES, 2) if i not in lost]
+    assert open_dataset(str(folder / "set")).classes == ["cat", "dog"]
     reasons = rejections(folder / "set")
-    assert sorted(reasons) == [f"{folder}/list.csv#{line}" for line in range(22, 42)]
-    assert all("a quote" in r or "fields" in r for r in reasons.values())
+    assert sorted(reasons) == [f"{folder}/list.csv#{line:02d}" for line in lost]
+    assert all(why in reason for reason in reasons.values()), reasons
+
+
+def test_lines_in_a_note_and_doubled_quotes_are_no_fault(serial: None, folder: Path) -> None:
+    notes = ['5"', "two\nlines", 'said ""so""', "a, b\nc, d, e"]
+    rows = [[name, 'the "cat"', notes[i % 4]] for i, name in enumerate(IMAGES)]
+    with (folder / "list.csv").open("w", newline="") as sink:
+        csv.writer(sink).writerows([["path", "label", "note"], *rows])
+    assert labels_of(converted(folder / "list.csv", folder / "set")) == dict.fromkeys(
+        IMAGES, 'the "cat"'
+    )
 
 
 def test_each_bad_line_of_json_is_rejected_alone(serial: None, folder: Path) -> None:
@@ -132,12 +174,12 @@ def test_utf16_is_refused(serial: None, folder: Path) -> None:
 
 
 TRICKY = [
-    ["000.jpg", "plain"],
-    ["001.jpg", "a\nlabel of\nlines"],
-    ["002.jpg", 'said "so"'],
-    ["003.jpg", 'inch 5"'],
-    ["004.jpg", "caf\xe9, \u00b2"],
-    ["005.jpg", '",\n"'],
+    ["000.jpg", "plain", "\n"],
+    ["001.jpg", "a", "text of\nthree\nlines"],
+    ["002.jpg", 'said "so"', ""],
+    ["003.jpg", 'inch 5"', ""],
+    ["004.jpg", "caf\xe9, \u00b2", "\u00b2\n\xe9"],
+    ["005.jpg", '","', '",\n"'],
 ]
 
 
@@ -147,11 +189,12 @@ def test_a_csv_is_cut_between_rows(
 ) -> None:
     """Whatever stands in quotes; Python's csv on the whole file tells what the rows are."""
     monkeypatch.setattr(lists, "PART_BYTES", part_bytes)
-    file = write_csv(folder / "list.csv", TRICKY * 3)
-    units = list_units(str(file))
+    with (folder / "list.csv").open("w", newline="", encoding="utf-8") as sink:
+        csv.writer(sink).writerows([["path", "label", "note"], *TRICKY * 3])
+    units = [replace(u, columns=("note",)) for u in list_units(str(folder / "list.csv"))]
     assert len(units) > 3 if part_bytes < 100 else len(units) > 1
     entries = [e for unit in units for e in index_unit(unit, locate(str(folder / "pack")))]
-    assert [[e.key, *e.labels] for e in entries] == TRICKY * 3
+    assert [[e.key, *e.labels, *e.extra] for e in entries] == TRICKY * 3
     assert [(u.start, u.stop) for u in units[1:]] == [
         (a.stop, b.stop) for a, b in itertools.pairwise(units)
     ]

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import IO, Any, Final
@@ -29,6 +30,9 @@ PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filep
 PART_BYTES: Final = 1 << 24
 """Of a list that one task indexes: some 200,000 rows, seconds."""
 _BUFFER: Final = 1 << 20
+_STRICT_FIELD: Final = r'(?:"(?:[^"]|"")*+"|[^",]*+)'
+_STRICT_ROW: Final = re.compile(f"{_STRICT_FIELD}(?:,{_STRICT_FIELD})*+\r?\n?")
+"""As RFC 4180 has it: quotes stand around a whole field, and are doubled inside one."""
 
 
 def cut_list(unit: SourceUnit) -> list[SourceUnit]:
@@ -60,27 +64,13 @@ def _check_encoding(file: IO[bytes], unit: SourceUnit) -> None:
 def _starts(file: IO[bytes], unit: SourceUnit) -> Iterator[tuple[int, int]]:
     """Offset and line of the first row of each part: a row may span lines where it is quoted."""
     lines = _Lines(file, unit)
-    rows: Iterable[Any] = lines
-    if unit.format == "csv":
-        rows = csv.reader(line.decode("latin-1") for line in lines)
+    rows: Iterable[Any] = _CsvRows(lines) if unit.format == "csv" else lines
     last = 0
     yield 0, 1
-    for _ in _without_errors(rows):
+    for _ in rows:
         if lines.position - last >= PART_BYTES and not lines.is_at_end:
             last = lines.position
             yield last, lines.number + 1
-
-
-def _without_errors(rows: Iterable[Any]) -> Iterator[list[str] | csv.Error]:
-    """Rows, or why there is none; the parser begins anew with the line after it."""
-    iterator = iter(rows)
-    while True:
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield error
 
 
 class _Lines:
@@ -108,6 +98,43 @@ class _Lines:
                 piece = self._file.readline(MOST_JSON_BYTES)
             self.position += len(piece)
             yield line
+
+
+class _CsvRows:
+    """The rows of a CSV file, or why there is none; after an error it continues on the next line.
+
+    Attributes:
+        text: of the current row, as it stands in the file.
+        lines: their numbers, 1-based.
+        is_open: whether the data ended inside quotes, so that `text` is all that follows them.
+    """
+
+    def __init__(self, lines: _Lines) -> None:
+        self._lines = lines
+        self.text: list[str] = []
+        self.lines = range(lines.number + 1, lines.number + 1)
+        self.is_open = False
+
+    def _read(self) -> Iterator[str]:
+        for line in self._lines:
+            # What is not UTF-8 is kept as surrogates, so that a row is rejected and not the file.
+            self.text.append(line.decode("utf-8", "surrogateescape"))
+            yield self.text[-1]
+        self.is_open = bool(self.text)
+
+    def __iter__(self) -> Iterator[list[str] | csv.Error]:
+        rows = csv.reader(self._read(), strict=True)
+        while True:
+            self.text = []
+            row: list[str] | csv.Error
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                row = error
+            self.lines = range(self.lines.stop, self._lines.number + 1)
+            yield row
 
 
 def index_jsonl(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
@@ -147,22 +174,24 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     """Rows of a CSV file with a header: `path` and `label`, or `labels` with `;` between them.
 
     Raises:
-        ValueError: the header lacks a path or a label.
+        ValueError: the header lacks a path or a label, or a quote is never closed.
     """
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as opened:
         file = io.BufferedReader(opened, _BUFFER)
         names = _names(file, unit)
         header = _header(names, unit)
-        # What is not UTF-8 is kept as surrogates, so that a row is rejected and not the file.
-        lines = (line.decode("utf-8", "surrogateescape") for line in _Lines(file, unit))
-        rows = csv.reader(lines)
-        last = unit.first_line - 1
-        for place, row in enumerate(_without_errors(rows)):
-            first, last = last + 1, unit.first_line - 1 + rows.line_num
+        rows = _CsvRows(_Lines(file, unit))
+        for place, row in enumerate(rows):
+            if rows.is_open:
+                raise ValueError(
+                    f"{unit.path!r}: a quote in line {rows.lines.start} is never closed, so the "
+                    f"{len(rows.lines)} lines from there to the end are one row; close it, or "
+                    'write "" for a quote inside quotes'
+                )
             is_header = place == 0 and unit.start == 0
             if row and not is_header:
-                yield from _csv_row(unit, header, row, range(first, last + 1), names)
+                yield from _csv_row(unit, header, row, rows, names)
 
 
 def _names(file: IO[bytes], unit: SourceUnit) -> list[str]:
@@ -197,28 +226,44 @@ def _header(names: list[str], unit: SourceUnit) -> list[str]:
 
 
 def _csv_row(
-    unit: SourceUnit, header: list[str], row: list[str] | csv.Error, lines: range, names: list[str]
+    unit: SourceUnit, header: list[str], row: list[str] | csv.Error, at: _CsvRows, names: list[str]
 ) -> Iterator[IndexEntry]:
     """The entry of a row, or a rejected one for each of the lines that were taken for it."""
-    problem = _csv_problem(header, row)
+    problem = _csv_problem(header, row, at)
     if problem is None and isinstance(row, list):
         fields = dict(zip(names, row, strict=True))
         extra = tuple(fields[name.lower()] for name in unit.columns)
         yield replace(_csv_entry(unit, row[header.index("path")], header, row), extra=extra)
         return
-    for line in lines:
+    for line in at.lines:
         yield rejected(unit.path, f"{unit.path}#{line}", f"line {line}: {problem}")
 
 
-def _csv_problem(header: list[str], row: list[str] | csv.Error) -> str | None:
+def _csv_problem(header: list[str], row: list[str] | csv.Error, at: _CsvRows) -> str | None:
     if isinstance(row, csv.Error):
         return f"{row}; is a quote never closed?"
     if len(row) != len(header):
         return f"it has {len(row)} fields, the header {len(header)}"
     path = row[header.index("path")]
-    if "\n" in path:
-        return "its path has a line break; is a quote never closed?"
+    for name in ("path", "label", "labels"):
+        text = row[header.index(name)] if name in header else ""
+        if "\n" in text or "\r" in text:
+            return f"its {name} has a line break; is a quote never closed?"
+        if '"' in text and not _STRICT_ROW.fullmatch("".join(at.text)):
+            return f'its {name} has a quote in it and none around it; write "" for it, and quotes'
+    if any(_is_row_like(line, header, path) for line in at.text[1:]):
+        return "one of its lines is a row itself; is a quote never closed?"
     return None if path.strip() else "it has no path"
+
+
+def _is_row_like(line: str, header: list[str], path: str) -> bool:
+    """Whether a line inside a quoted text seems to be a row that an open quote has taken in.
+
+    It has as many fields as the header, and another path that ends as the row's own does.
+    """
+    fields = line.split(",")
+    name = fields[header.index("path")].strip(' "') if len(fields) == len(header) else path
+    return name != path and name.rpartition(".")[2].lower() == path.rpartition(".")[2].lower()
 
 
 def _csv_entry(unit: SourceUnit, name: str, header: list[str], row: list[str]) -> IndexEntry:

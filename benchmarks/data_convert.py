@@ -8,8 +8,8 @@ and converted on all cores by a Ray of the run's own, every one decoded. Memory 
 process alone (resident less shared), sampled ten times a second: of the driver, of the largest
 task, and of all processes together, Ray's own included. Bounded memory shows in the last column.
 
-With `--index`: what a restart index (`convert.index_jpeg`) costs, with each program that can write
-the markers, in rounds that alternate between these and none.
+With `--index`: what a restart index (`convert.index_jpeg`) costs, in rounds that alternate between
+conversions with it and without.
 """
 
 import argparse
@@ -39,28 +39,19 @@ import ray
 from vit_ray.data.prepare.convert import convert
 
 source, target, shard_mib, kind = sys.argv[1:]
-
-def choose_writer():
-    from vit_ray.data.prepare import restart_markers
-
-    found = restart_markers._writers
-    restart_markers._writers = lambda: (w for w in found() if type(w).__name__ == kind)
-
-hook = {"worker_process_setup_hook": choose_writer} if kind else {}
-ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=hook)
+ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 begun = time.perf_counter()
 report = convert(source, target, shard_mib=int(shard_mib), index_jpeg=kind != "none")
 seconds = time.perf_counter() - begun
 facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": report.bytes}
-print(json.dumps({"seconds": seconds, "writers": report.jpeg_writers, **facts}))
+print(json.dumps({"seconds": seconds, **facts}))
 """
 ROUNDS = 3
 WRITERS = {
     "none": "none: `convert.index_jpeg=false`",
-    "Libjpeg": "the libjpeg that Pillow brings",
-    "Jpegtran": "the command `jpegtran`",
+    "index": "the libjpeg that Pillow brings",
 }
-"""Kinds of what writes restart markers: classes of `vit_ray.data.prepare.restart_markers`."""
+"""Kinds of conversions that are compared."""
 
 
 def link_files(images: list[Path], count: int, folder: Path) -> None:

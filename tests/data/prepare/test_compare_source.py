@@ -18,7 +18,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare import compare_source, shard_images
 from vit_ray.data.prepare.compare_source import Comparison, compare_with_source
 from vit_ray.data.prepare.convert import convert
-from vit_ray.data.prepare.restart_markers import RewrittenJpeg, Writer, with_restart_markers
+from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit
 from vit_ray.data.prepare.subset import subset
@@ -212,7 +212,7 @@ def test_originals_that_changed_are_counted_and_no_fault_of_the_set(tmp_path: Pa
 def test_other_pixels_than_those_of_the_original_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_another_image(image: bytes, writer: Writer) -> RewrittenJpeg | None:
+    def of_another_image(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
         return with_restart_markers(jpeg(8) if image == jpeg(1, 61, 200) else image, writer)
 
     monkeypatch.setattr(shard_images, "with_restart_markers", of_another_image)

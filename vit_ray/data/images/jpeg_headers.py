@@ -39,7 +39,6 @@ class JpegFrame:
         tables_at: offset of the first segment that is neither a comment nor an application's.
         size_at: offset of height and width, two bytes each.
         scan_at: offset of the coded data of the first scan.
-        is_usual_coding: whether each component has the coding tables that libjpeg would give it.
     """
 
     height: int
@@ -53,7 +52,6 @@ class JpegFrame:
     tables_at: int
     size_at: int
     scan_at: int
-    is_usual_coding: bool
 
     @property
     def has_front(self) -> bool:
@@ -160,9 +158,8 @@ def _frame(
         return None
     if components == 1:  # a scan of one component has one block in an MCU, whatever it says
         across = down = 1
-    coding = [image[scan + 4 + 2 * i] for i in range(components)]
     front, tables_at, scan_at = places
     return JpegFrame(
         height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
-        front, tables_at, at + 3, scan_at, coding == [0, 0x11, 0x11][:components],
+        front, tables_at, at + 3, scan_at,
     )  # fmt: skip

@@ -1,12 +1,16 @@
-"""Rewrites JPEG files for its parent process: the same coefficients, tables and markers anew.
+"""Rewrites JPEG files for its parent process: the same coefficients, with restart markers.
 
     python libjpeg_process.py PATH_OF_LIBJPEG
 
-A request on standard input is an interval of restart markers in MCUs, whether to keep the coding
-tables, and a length, 4 bytes each, little-endian, and a file. The answer on standard output is a
-length and a file; the length is 0 where the file is damaged. It is a process of its own because
-libjpeg ends its process where it cannot go on, unless that is prevented by longjmp, which Python
-has not. It imports nothing that is slow to import, and nothing of this package.
+A request on standard input is four numbers of 4 bytes, little-endian (what is wanted: `WANTED`, the
+interval of restart markers in MCUs, and the lengths of a file and of the segments that the new file
+takes over), the file, and the segments. The answer on standard output is a length and a file, or
+text. It is a process of its own because libjpeg ends its process where it cannot go on, unless that
+is prevented by longjmp, which Python has not. It imports nothing that is slow to import, and
+nothing of this package.
+
+Every file that is written is read again, and compared with the original: the coefficients of all
+blocks, their quantization, and what decides the colours. Only an equal one is the answer.
 
 The structures are those of libjpeg's ABI 6.2 on 64 bits (jpeglib.h), which libjpeg-turbo keeps;
 libjpeg itself refuses a caller whose structures have another size.
@@ -17,18 +21,50 @@ import struct
 import sys
 from typing import Any, BinaryIO, Final
 
+KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
+"""What is wanted: the file with its own coding tables, or with optimised ones, which takes twice as
+long; or what libjpeg warns of when it decodes the file, a line for each kind of damage."""
+REQUEST: Final = struct.Struct("<IIII")
+ANSWER: Final = struct.Struct("<I")
+
 _ABI: Final = 62
 _DC_SYMBOLS: Final = 12
 """Numbers of bits of a difference of DC coefficients, in baseline files (ITU T.81, table F.1)."""
 _LONGEST_CODE: Final = 16
+_BLOCK_BYTES: Final = 128
+_MESSAGE_BYTES: Final = 200
+"""JMSG_LENGTH_MAX."""
+_MOST_WARNINGS: Final = 10
+_MOST_PIXELS: Final = 178_956_970
+"""Of a file that is decoded; Pillow refuses more."""
+_SCALE: Final = 8
+"""A file is looked through at 1/8, where a block is one pixel, and the memory for it small."""
+
+
+def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure at their offsets in bytes, with what is never used between them."""
+    found: list[tuple[str, Any]] = []
+    at = 0
+    for name, (offset, kind) in fields.items():
+        found += [(f"_{at}", ctypes.c_char * (offset - at)), (name, kind)]
+        at = offset + ctypes.sizeof(kind)
+    return (*found, (f"_{at}", ctypes.c_char * (size - at)))
+
+
+_EmitMessage: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+_FormatMessage: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p)
+_AccessBlocks: Final = ctypes.CFUNCTYPE(
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int,
+)  # fmt: skip
 
 
 class _Errors(ctypes.Structure):
-    _fields_ = (
-        ("_before", ctypes.c_char * 128),
-        ("num_warnings", ctypes.c_long),
-        ("_after", ctypes.c_char * 32),
-    )
+    _fields_ = _layout(168, emit_message=(8, _EmitMessage), format_message=(24, _FormatMessage))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = _layout(104, access_virt_barray=(64, _AccessBlocks))
 
 
 class _Table(ctypes.Structure):
@@ -43,107 +79,205 @@ _Tables: Final = ctypes.POINTER(_Table) * 4
 """Of Huffman codes: how many have each length, and what they stand for, the shortest first."""
 
 
-def _up_to_tables(between: int) -> tuple[tuple[str, Any], ...]:
-    """Fields that both structures begin with, `between` bytes apart."""
-    return (
-        ("errors", ctypes.POINTER(_Errors)),
-        ("_before", ctypes.c_char * between),
-        ("dc_tables", _Tables),
-        ("ac_tables", _Tables),
+class _Component(ctypes.Structure):
+    _fields_ = _layout(
+        96,
+        id=(0, ctypes.c_int),
+        across=(8, ctypes.c_int),
+        down=(12, ctypes.c_int),
+        tables=(20, ctypes.c_int * 2),
+        width_in_blocks=(28, ctypes.c_uint),
+        height_in_blocks=(32, ctypes.c_uint),
+        quantization=(80, ctypes.POINTER(ctypes.c_uint16 * 64)),
     )
 
 
 class _Decompress(ctypes.Structure):
-    _fields_ = (*_up_to_tables(224), ("_after", ctypes.c_char * 336))
+    _fields_ = _layout(
+        632,
+        errors=(0, ctypes.POINTER(_Errors)),
+        memory=(8, ctypes.POINTER(_Memory)),
+        size=(48, ctypes.c_uint * 2),
+        num_components=(56, ctypes.c_int),
+        color_space=(60, ctypes.c_int),
+        out_color_space=(64, ctypes.c_int),
+        scale=(68, ctypes.c_uint * 2),
+        output_width=(136, ctypes.c_uint),
+        output_height=(140, ctypes.c_uint),
+        output_components=(148, ctypes.c_int),
+        output_scanline=(168, ctypes.c_uint),
+        dc_tables=(232, _Tables),
+        ac_tables=(264, _Tables),
+        components=(304, ctypes.POINTER(_Component)),
+    )
 
 
 class _Compress(ctypes.Structure):
-    _fields_ = (
-        *_up_to_tables(120),
-        ("_between_tables", ctypes.c_char * 72),
-        ("optimize_coding", ctypes.c_int),
-        ("_between", ctypes.c_char * 12),
-        ("restart_interval", ctypes.c_uint),
-        ("_after", ctypes.c_char * 236),
+    _fields_ = _layout(
+        520,
+        errors=(0, ctypes.POINTER(_Errors)),
+        components=(88, ctypes.POINTER(_Component)),
+        dc_tables=(128, _Tables),
+        ac_tables=(160, _Tables),
+        optimize_coding=(264, ctypes.c_int),
+        restart_interval=(280, ctypes.c_uint),
+        writes_jfif=(288, ctypes.c_int),
+        writes_adobe=(300, ctypes.c_int),
     )
 
 
 class Libjpeg:
-    """A decompressor and two compressors, for one file after the other.
-
-    One of the two makes optimised tables. The other one is twice as fast: it has the tables of the
-    file itself. Its AC coefficients need no others; DC coefficients at the start of an interval may
-    need codes that are not there, and get long ones.
-    """
+    """Reads, writes and compares coefficients, for one file after the other."""
 
     def __init__(self, path: str) -> None:
         self._lib = ctypes.CDLL(path)
-        self._free = ctypes.CDLL(None).free
-        self._free.argtypes = [ctypes.c_void_p]
+        c = ctypes.CDLL(None)
+        c.free.argtypes = [ctypes.c_void_p]
+        c.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._free, self._compare = c.free, c.memcmp
         self._lib.jpeg_std_error.restype = ctypes.POINTER(_Errors)
-        self._lib.jpeg_read_coefficients.restype = ctypes.c_void_p
+        self._lib.jpeg_read_coefficients.restype = ctypes.POINTER(ctypes.c_void_p)
+        self._lib.jpeg_alloc_huff_table.restype = ctypes.POINTER(_Table)
         self._errors = _Errors()
-        self._source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
-        self._optimizing = self._created(_Compress(), self._lib.jpeg_CreateCompress)
-        self._keeping = self._created(_Compress(), self._lib.jpeg_CreateCompress)
+        self._on_message = _EmitMessage(self._note)  # kept, as libjpeg calls it
+        self._warnings: list[str] = []
 
     def _created(self, structure: Any, create: Any) -> Any:
         structure.errors = self._lib.jpeg_std_error(ctypes.byref(self._errors))
+        self._errors.emit_message = self._on_message
         create(ctypes.byref(structure), _ABI, ctypes.c_size_t(ctypes.sizeof(structure)))
         return structure
 
-    def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
-        """The file with restart markers; empty if libjpeg warns of damage."""
-        self._forget_tables()
-        lib, source = self._lib, ctypes.byref(self._source)
-        buffer, size = ctypes.c_void_p(), ctypes.c_ulong()
-        lib.jpeg_mem_src(source, image, ctypes.c_ulong(len(image)))
-        lib.jpeg_read_header(source, 1)
-        coefficients = ctypes.c_void_p(lib.jpeg_read_coefficients(source))
-        if self._errors.num_warnings:
-            lib.jpeg_abort(source)
-            return b""
-        keeps_tables = keeps_tables and self._can_end_blocks()
-        compress = self._keeping if keeps_tables else self._optimizing
-        target = ctypes.byref(compress)
-        lib.jpeg_mem_dest(target, ctypes.byref(buffer), ctypes.byref(size))
-        lib.jpeg_copy_critical_parameters(source, target)
-        compress.optimize_coding, compress.restart_interval = not keeps_tables, interval
-        if keeps_tables:
-            self._take_tables()
-        lib.jpeg_write_coefficients(target, coefficients)
-        lib.jpeg_finish_compress(target)
-        lib.jpeg_finish_decompress(source)
-        content = ctypes.string_at(buffer, size.value)
-        self._free(buffer)
+    def _note(self, of: int, level: int) -> None:
+        if level < 0 and len(self._warnings) < _MOST_WARNINGS:
+            text = ctypes.create_string_buffer(_MESSAGE_BYTES)
+            self._errors.format_message(of, text)
+            self._warnings.append(text.value.decode("ascii", "replace"))
+
+    def _opened(self, image: bytes) -> Any:
+        """A new decompressor: one that is used again keeps tables, which a file may lack."""
+        self._warnings = []
+        source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
+        self._lib.jpeg_mem_src(ctypes.byref(source), image, ctypes.c_ulong(len(image)))
+        self._lib.jpeg_read_header(ctypes.byref(source), 1)
+        return source
+
+    def warnings(self, image: bytes) -> list[str]:
+        """What is wrong with the coded data of a file, each kind once, in the order found."""
+        source = self._opened(image)
+        at = ctypes.byref(source)
+        if source.size[0] * source.size[1] <= _MOST_PIXELS:
+            source.scale[:] = 1, _SCALE
+            source.out_color_space = source.color_space
+            self._lib.jpeg_start_decompress(at)
+            row = ctypes.create_string_buffer(source.output_width * source.output_components)
+            rows = ctypes.pointer(ctypes.cast(row, ctypes.c_void_p))
+            while source.output_scanline < source.output_height:
+                self._lib.jpeg_read_scanlines(at, rows, 1)
+            self._lib.jpeg_finish_decompress(at)
+        self._lib.jpeg_destroy(at)
+        return list(dict.fromkeys(self._warnings))
+
+    def rewritten(self, image: bytes, interval: int, keeps_tables: bool, metadata: bytes) -> bytes:
+        """The file with restart markers; empty if libjpeg warns of damage, or it is not equal."""
+        source = self._opened(image)
+        coefficients = self._lib.jpeg_read_coefficients(ctypes.byref(source))
+        content = b""
+        if not self._warnings:
+            content = self._written(source, coefficients, interval, keeps_tables, metadata)
+            if not self._is_equal(content, source, coefficients):
+                content = b""
+        self._lib.jpeg_destroy(ctypes.byref(source))
         return content
 
-    def _forget_tables(self) -> None:
-        """A decompressor keeps the tables of one file for the next, which may have none."""
-        self._lib.jpeg_destroy(ctypes.byref(self._source))
-        self._source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
+    def _written(
+        self, source: Any, coefficients: Any, interval: int, keeps_tables: bool, metadata: bytes
+    ) -> bytes:
+        lib, buffer, size = self._lib, ctypes.c_void_p(), ctypes.c_ulong()
+        compress = self._created(_Compress(), lib.jpeg_CreateCompress)
+        target = ctypes.byref(compress)
+        lib.jpeg_mem_dest(target, ctypes.byref(buffer), ctypes.byref(size))
+        lib.jpeg_copy_critical_parameters(ctypes.byref(source), target)
+        compress.optimize_coding, compress.restart_interval = not keeps_tables, interval
+        if keeps_tables:
+            self._take_tables(source, compress)
+        lib.jpeg_write_coefficients(target, coefficients)
+        while metadata:  # segments, each of 0xff, its marker, and its length with that field
+            length = int.from_bytes(metadata[2:4])
+            marker, content = metadata[1], metadata[4 : 2 + length]
+            is_written = (
+                marker == 0xE0 and content.startswith(b"JFIF\0") and compress.writes_jfif
+            ) or (marker == 0xEE and content.startswith(b"Adobe") and compress.writes_adobe)
+            if not is_written:
+                lib.jpeg_write_marker(target, marker, content, len(content))
+            metadata = metadata[2 + length :]
+        lib.jpeg_finish_compress(target)
+        lib.jpeg_destroy(target)
+        written = ctypes.string_at(buffer, size.value)
+        self._free(buffer)
+        return written
 
-    def _can_end_blocks(self) -> bool:
-        """Whether the file's AC tables have a code for the end of a block, symbol 0.
+    def _take_tables(self, source: Any, compress: Any) -> None:
+        """Code with the tables of the file itself, each component with its own.
 
-        A file may do without it where it ends blocks in odd ways; libjpeg never does, and its
-        faster code writes nothing at all for a symbol without a code.
+        AC coefficients need no others; DC coefficients at the start of an interval may need codes
+        that are not there, and get long ones.
         """
-        tables = [table.contents for table in self._source.ac_tables if table]
-        return all(0 in table.symbols[: sum(table.counts)] for table in tables)
-
-    def _take_tables(self) -> None:
-        ours, theirs = self._keeping, self._source
-        for tables, originals in (
-            (ours.dc_tables, theirs.dc_tables),
-            (ours.ac_tables, theirs.ac_tables),
+        for ours, theirs in (
+            (compress.dc_tables, source.dc_tables),
+            (compress.ac_tables, source.ac_tables),
         ):
-            for table, original in zip(tables, originals, strict=True):
-                if table and original:
-                    ctypes.memmove(table, original, _Table.sent_table.offset)
-        for table in ours.dc_tables:
+            for place, original in enumerate(theirs):
+                if original:
+                    if not ours[place]:
+                        ours[place] = self._lib.jpeg_alloc_huff_table(ctypes.byref(compress))
+                    ctypes.memmove(ours[place], original, _Table.sent_table.offset)
+        for number in range(source.num_components):
+            compress.components[number].tables = source.components[number].tables
+        for table in compress.dc_tables:
             if table:
                 _complete(table.contents)
+
+    def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
+        """Whether a file has the coefficients of the original and is decoded as it is."""
+        written = self._opened(content)
+        at = ctypes.byref(written)
+        found = self._lib.jpeg_read_coefficients(at)
+        is_equal = (
+            not self._warnings
+            and _frame(written) == _frame(source)
+            and all(
+                self._has_equal_blocks(number, (written, found), (source, coefficients))
+                for number in range(source.num_components)
+            )
+        )
+        self._lib.jpeg_destroy(at)
+        return is_equal
+
+    def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
+        """Of a component, without the blocks that only fill up its last MCUs."""
+        component = both[0][0].components[number]
+        row_bytes = component.width_in_blocks * _BLOCK_BYTES
+        for row in range(component.height_in_blocks):
+            one, other = (
+                of.memory.contents.access_virt_barray(
+                    ctypes.addressof(of), array[number], row, 1, 0
+                )
+                for of, array in both
+            )
+            if self._compare(one[0], other[0], row_bytes):
+                return False
+        return True
+
+
+def _frame(file: Any) -> tuple[Any, ...]:
+    """All but the coefficients that decides what a file looks like."""
+    components = [file.components[number] for number in range(file.num_components)]
+    return (
+        tuple(file.size),
+        file.color_space,
+        [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components],
+    )
 
 
 def _complete(table: _Table) -> None:
@@ -156,11 +290,14 @@ def _complete(table: _Table) -> None:
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
-    while head := requests.read(12):
-        interval, keeps_tables, length = struct.unpack("<III", head)
-        content = library.rewritten(requests.read(length), interval, bool(keeps_tables))
-        answers.write(struct.pack("<I", len(content)))
-        answers.write(content)
+    while head := requests.read(REQUEST.size):
+        wanted, interval, length, metadata_length = REQUEST.unpack(head)
+        image, metadata = requests.read(length), requests.read(metadata_length)
+        if wanted == WARNINGS:
+            content = "\n".join(library.warnings(image)).encode()
+        else:
+            content = library.rewritten(image, interval, wanted == KEEP_TABLES, metadata)
+        answers.write(ANSWER.pack(len(content)) + content)
         answers.flush()
 
 

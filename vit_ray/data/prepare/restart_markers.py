@@ -1,9 +1,10 @@
 """JPEG files rewritten losslessly with restart markers, so that crops of them can be read alone.
 
 The coefficients stay as they are, and so do all pixels; comments, profiles and EXIF stay too. What
-rewrites is libjpeg-turbo: the copy that Pillow brings or the system's, in a process of its own, or
-the command jpegtran. Progressive files become baseline. Everything else (arithmetic coding, CMYK,
-several scans, several pictures in a file, 12 bits, damage) stays as it came.
+rewrites is libjpeg-turbo, the copy that Pillow brings or the system's, in a process of its own,
+which reads what it has written and compares all coefficients. Progressive files become baseline.
+Everything else (arithmetic coding, CMYK, several scans, several pictures in a file, 12 bits,
+damage) stays as it came.
 """
 
 import contextlib
@@ -12,28 +13,23 @@ import functools
 import logging
 import re
 import select
-import shutil
+import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import PIL
 
 from vit_ray.data.format.stored_image import RestartIndex
 from vit_ray.data.images.jpeg import decode_jpeg
-from vit_ray.data.images.jpeg_headers import (
-    END,
-    JpegFrame,
-    is_front,
-    metadata_of,
-    read_frame,
-)
+from vit_ray.data.images.jpeg_headers import END, is_front, metadata_of, read_frame
 from vit_ray.data.images.restart_index import index_segments, interval_for
+from vit_ray.data.prepare.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -47,6 +43,7 @@ _LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
 """Of a segment of JFIF without a thumbnail, and of one of Adobe, with the marker."""
 _ANSWER_WITHIN_S: Final = 60.0
+_ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
     "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
@@ -54,45 +51,47 @@ _GREY_PIXEL: Final = bytes.fromhex(
 )
 
 _NOT_FOUND: Final = (
-    "convert.index_jpeg: no libjpeg 6.2 and no jpegtran is found here, so JPEG files stay as "
-    "they are and are read more slowly; install Pillow from PyPI, or libjpeg-turbo-progs, whose "
-    "jpegtran makes a conversion several times slower"
+    "convert.index_jpeg: no libjpeg 6.2 is found here, so JPEG files stay as they are and are read "
+    "more slowly; install Pillow from PyPI"
 )
-
-
-class Writer(Protocol):
-    """What rewrites coefficients; `name` tells one version's bytes from another's."""
-
-    name: str
-
-    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
-        """The file with restart markers and without metadata; None if it is damaged.
-
-        Args:
-            keeps_tables: keep the tables of AC coefficients, which is twice as fast.
-        """
-
-    def close(self) -> None:
-        """End it."""
+_ATTEMPTS: Final = 3
+_BY_THE_FILE: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+"""Signals that a file may cause; others come from outside, and say nothing of it."""
 
 
 class Libjpeg:
-    """libjpeg in a process of its own, which is started again where a file has ended it."""
+    """libjpeg in a process of its own, which is started again where it has ended.
+
+    `name` tells one version's bytes from another's.
+    """
 
     def __init__(self, library: str) -> None:
         self.name = Path(library).name
         self._command = [sys.executable, "-I", "-S", str(_HELPER), library]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
-        """As `Writer`."""
-        try:
-            return self._ask(image, interval, keeps_tables) or None
-        except (OSError, struct.error):
-            self.close()
-            return None
+    def ask(
+        self, wanted: int, image: bytes, interval: int = 0, metadata: bytes = b""
+    ) -> bytes | None:
+        """The answer to a request of `libjpeg_process`; None if the file ends the process.
 
-    def _ask(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
+        Raises:
+            OSError: the process was killed, each time.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._ask(wanted, image, interval, metadata)
+            except TimeoutError:
+                self.close()
+                return None
+            except (OSError, struct.error):
+                if (ended := self.close()) >= 0 or -ended in _BY_THE_FILE:
+                    return None
+        raise OSError(
+            f"the process that rewrites JPEG files was killed {_ATTEMPTS} times; is memory short?"
+        )
+
+    def _ask(self, wanted: int, image: bytes, interval: int, metadata: bytes) -> bytes:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
@@ -101,49 +100,35 @@ class Libjpeg:
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
-        to.write(struct.pack("<III", interval, keeps_tables, len(image)))
-        to.write(image)
+        to.write(REQUEST.pack(wanted, interval, len(image), len(metadata)) + image + metadata)
         to.flush()
         if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
             raise TimeoutError
-        (length,) = struct.unpack("<I", back.read(4))
-        return back.read(length)
+        (length,) = ANSWER.unpack(back.read(ANSWER.size))
+        content = back.read(length)
+        if len(content) < length:
+            raise OSError("the process ended in the middle of an answer")
+        return content
 
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError):  # of a request that it has not read
-                self._process.communicate()  # no limit: the process has been killed
-            self._process = None
-
-
-class Jpegtran:
-    """The command of that name, once for each file."""
-
-    name = "jpegtran"
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-
-    def __call__(self, image: bytes, interval: int, keeps_tables: bool) -> bytes | None:
-        """As `Writer`; tables are always made anew."""
-        command = [self._command, "-copy", "none", "-optimize", "-restart", f"{interval}B"]
+    def close(self) -> int:
+        """End the process; its exit status, 0 if there is none."""
+        if self._process is None:
+            return 0
+        process, self._process = self._process, None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # of a request that it has not read
+                pipe.close()
         try:
-            done = subprocess.run(
-                command, input=image, capture_output=True, timeout=_ANSWER_WITHIN_S
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout if done.returncode == 0 else None
-
-    def close(self) -> None:
-        """Nothing stays behind."""
+            return process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()  # no limit: the process has been killed
 
 
 @functools.cache
-def restart_writer() -> Writer | None:
-    """The best way to rewrite that works here; None, with a warning, if there is none.
+def restart_writer() -> Libjpeg | None:
+    """The library that works here; None, with a warning, if there is none.
 
     A process keeps it: its helper ends with it, when nobody writes to the helper's input any more.
     """
@@ -155,14 +140,12 @@ def restart_writer() -> Writer | None:
     return None
 
 
-def _writers() -> Iterator[Writer]:
+def _writers() -> Iterator[Libjpeg]:
     packages = Path(PIL.__file__).parent
     bundled = [*packages.glob("../pillow.libs/libjpeg*"), *packages.glob(".dylibs/libjpeg*")]
     yield from map(Libjpeg, map(str, bundled))
     if (library := ctypes.util.find_library("jpeg")) is not None:  # which starts a process
         yield Libjpeg(library)
-    if (jpegtran := shutil.which("jpegtran")) is not None:
-        yield Jpegtran(jpegtran)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +157,7 @@ class RewrittenJpeg:
     index: RestartIndex
 
 
-def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
+def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
     """A JPEG rewritten; None if it is to stay as it is."""
     frame = read_frame(image)
     if frame is None or frame.height * frame.width > _MOST_PIXELS:
@@ -182,36 +165,27 @@ def with_restart_markers(image: bytes, writer: Writer) -> RewrittenJpeg | None:
     # In coded data 0xff 0xd9 is nothing but the end; behind it may be a second picture.
     if image.find(END, frame.scan_at) != len(image) - len(END):
         return None
-    if _LATER_METADATA.search(image, frame.scan_at) or not _has_usual_fronts(image):
+    metadata = metadata_of(image)
+    # JFIF's and Adobe's segments with more than libjpeg writes, such as a thumbnail, would lose it.
+    if any(len(s) != _FRONT_BYTES[s[1]] for s in metadata if is_front(s)):
         return None
-    keeps_tables = frame.is_baseline and frame.is_usual_coding
+    if _LATER_METADATA.search(image, frame.scan_at):
+        return None
     interval = interval_for(frame, _SEGMENT_PIXELS)
-    bare = writer(image, interval, keeps_tables)
-    if bare is None and keeps_tables:  # they may have no room for the codes that they lack
-        bare = writer(image, interval, False)
-    if bare is None or (written := read_frame(bare)) is None:
+    # The file's own tables may have no room for the codes that they lack.
+    for wanted in (KEEP_TABLES, OPTIMIZE) if frame.is_baseline else (OPTIMIZE,):
+        if rewritten := writer.ask(wanted, image, interval, b"".join(metadata)):
+            break
+    else:
         return None
-    rewritten = _with_metadata(bare, written, image)
     if not frame.is_baseline and not _have_equal_pixels(rewritten, image):
         return None
     index = index_segments(rewritten)
-    size = written.height, written.width
+    size = frame.height, frame.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)
-
-
-def _has_usual_fronts(image: bytes) -> bool:
-    """Whether JFIF's and Adobe's segments have no more than libjpeg writes, say no thumbnail."""
-    return all(len(s) == _FRONT_BYTES[s[1]] for s in metadata_of(image) if is_front(s))
 
 
 def _have_equal_pixels(one: bytes, other: bytes) -> bool:
     """Not so where a progressive file lacks its last scans: decoders smooth what it has."""
     ours, theirs = decode_jpeg(one), decode_jpeg(other)
     return ours is not None and theirs is not None and np.array_equal(ours, theirs)
-
-
-def _with_metadata(bare: bytes, frame: JpegFrame, original: bytes) -> bytes:
-    """The rewritten file with what the original has beside pixels, behind its own first marker."""
-    own = bare[2 : frame.front]
-    others = [s for s in metadata_of(original) if not (is_front(s) and s[1:2] == own[1:2])]
-    return b"".join([bare[: frame.front], *others, bare[frame.front :]])

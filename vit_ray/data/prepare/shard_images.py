@@ -14,7 +14,7 @@ from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.jpeg import size_of_jpeg
-from vit_ray.data.prepare.restart_markers import RewrittenJpeg, Writer, with_restart_markers
+from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.sources.entries import IndexEntry
 
 _READERS: Final = 8
@@ -57,7 +57,7 @@ def checked(
     key: str,
     labels: tuple[int, ...],
     shrinking: Shrinking | None,
-    writer: Writer | None = None,
+    writer: Libjpeg | None = None,
 ) -> EncodedImage:
     """A row of the data set; `writer` gives JPEG files their restart markers.
 
@@ -88,7 +88,7 @@ def checked(
     )
 
 
-def _rewritten(image: bytes, writer: Writer | None) -> RewrittenJpeg | None:
+def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:
     return None if writer is None else with_restart_markers(image, writer)
 
 

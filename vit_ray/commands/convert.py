@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.convert import ConvertReport, check_conversion, convert
 from vit_ray.launch.cluster import connect
 
@@ -21,9 +22,20 @@ def run_convert(recipe: Recipe) -> int:
     print(
         f"{config.destination}: {report.num_images} images of {report.num_classes} classes in "
         f"{report.num_shards} shards, {report.bytes / 2**20:.1f} MiB; "
-        f"{report.num_rejected} files rejected"
+        f"{rejected_text(report)}"
     )
     return 0
+
+
+def rejected_text(report: ConvertReport) -> str:
+    """How many files are not in the set, and how many are though they are damaged."""
+    total = report.num_images + report.num_rejected
+    text = f"{report.num_rejected} files rejected"
+    if report.num_rejected:
+        text += f" ({report.num_rejected / total:.1%} of {total}; {REJECTED_FILE} says why)"
+    if report.num_damaged:
+        text += f"; {report.num_damaged} damaged files kept ({DAMAGED_FILE})"
+    return text
 
 
 def convert_of(recipe: Recipe) -> ConvertConfig:
@@ -57,6 +69,7 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
         shrink_to=config.shrink_to,
         shrink_quality=config.shrink_quality,
         index_jpeg=config.index_jpeg,
+        damaged=config.damaged,
         max_rejected_fraction=config.max_rejected_fraction,
         num_cpus=config.cpus_per_task,
     )

@@ -29,8 +29,13 @@ class ConvertConfig(Section):
     """Images per row group: the smallest unit that is read."""
     shard_mib: Positive = 256
     """Target size of a parquet file in MiB, as it is written."""
-    max_rejected_fraction: Fraction = 0.1
-    """Refuse to commit when more of the source than this cannot be read as images."""
+    max_rejected_fraction: Fraction = 0.01
+    """Refuse to commit when more of the source than this cannot be read as images; the command
+    again with a higher limit commits what is finished."""
+    damaged: Literal["auto", "reject", "keep"] = "auto"
+    """JPEG files that libjpeg warns of but decodes: reject them, or keep them; auto = reject those
+    that end early, such as half a file. What is kept is counted and listed in
+    `damaged.parquet`."""
     classes: tuple[str, ...] | None = None
     """Class names in label order; unset = those that the source declares, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"

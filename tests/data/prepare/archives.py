@@ -39,6 +39,7 @@ def write_hub_file(
 
 def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:
     """Key to bytes and class names of every row."""
+    options = {"max_rejected_fraction": 0.1} | options
     convert(str(source), str(target), rows_per_row_group=4, index_jpeg=False, **options)
     manifest = open_dataset(str(target))
     tables = [pq.read_table(target / file.path) for file in manifest.files]

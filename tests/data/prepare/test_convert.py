@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sklearn.datasets import load_sample_images
 
 from tests.conftest import Head
 from tests.data.pictures import encoded, jpeg, write_class_folders
@@ -20,8 +21,10 @@ from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
 from vit_ray.data.prepare import convert as convert_module
+from vit_ray.data.prepare import shard_images
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 
 
@@ -74,18 +77,114 @@ def test_unusable_files_are_listed_with_their_reason(serial: None, tmp_path: Pat
     (source / "class_0" / "notes.txt").write_text("no picture")
     (source / "class_0" / "empty.jpg").write_bytes(b"")
     (source / "class_1" / "cut.jpg").write_bytes(jpeg(1)[:-100])
-    report = convert(str(source), str(destination))
+    report = convert(str(source), str(destination), max_rejected_fraction=0.07)
     assert report.num_images == 40
     assert report.num_rejected == 3
     table = pq.read_table(destination / "rejected.parquet").to_pylist()
     reasons = {row["key"]: row["reason"] for row in table}
     assert "cannot identify" in reasons["class_0/notes.txt"]
     assert "empty" in reasons["class_0/empty.jpg"]
-    assert "truncated" in reasons["class_1/cut.jpg"]
+    assert "Premature end" in reasons["class_1/cut.jpg"]
     assert json.loads((destination / "report.json").read_text())["label_histogram"] == {
         "class_0": 20,
         "class_1": 20,
     }
+
+
+def photograph(name: str) -> bytes:
+    """One of scikit-learn's two, damaged in one of the usual ways."""
+    whole = encoded(load_sample_images().images[0], quality=90)
+    half = len(whole) // 2
+    return {
+        "whole": whole,
+        "half of zeros": whole[:half] + bytes(len(whole) - half),
+        "half of zeros and an end": whole[:half] + bytes(len(whole) - half - 2) + b"\xff\xd9",
+        "cut, with an end": whole[:half] + b"\xff\xd9",
+        "4 KiB of zeros": whole[:half] + bytes(4096) + whole[half + 4096 :],
+        "stray bytes": whole[:-2] + bytes(40) + b"\xff\xd9",
+        "cut, with an end and more": whole[:half] + b"\xff\xd9 behind",
+        "without data": header_of_13000_x_13000(),
+    }[name]
+
+
+def header_of_13000_x_13000() -> bytes:
+    """A grey file that ends where its coded data begin."""
+    image = bytearray(encoded(np.full((8, 8), 128, np.uint8)))
+    at = image.index(b"\xff\xc0")
+    image[at + 5 : at + 9] = (13_000).to_bytes(2) * 2
+    scan = image.index(b"\xff\xda")
+    return bytes(image[: scan + 2 + int.from_bytes(image[scan + 2 : scan + 4])]) + b"\xff\xd9"
+
+
+ENDS_EARLY = (
+    "half of zeros", "cut, with an end", "cut, with an end and more", "without data",
+)  # fmt: skip
+DAMAGED = ("half of zeros and an end", "4 KiB of zeros", "stray bytes")
+
+
+def write_damaged(folder: Path, *names: str) -> Path:
+    (folder / "cat").mkdir(parents=True)
+    for name in names:
+        (folder / "cat" / f"{name}.jpg").write_bytes(photograph(name))
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 100}])
+def test_photographs_that_end_early_are_rejected_and_other_damage_is_counted(
+    serial: None, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    source = write_damaged(tmp_path / "source", "whole", *DAMAGED, *ENDS_EARLY)
+    report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.9, **options)
+    assert (report.num_images, report.num_damaged) == (4, 3)
+    assert set(report.rejected) == {f"cat/{name}.jpg" for name in ENDS_EARLY}
+    for key, reason in report.rejected.items():
+        assert "remature end" in reason, (key, reason)
+    damaged = pq.read_table(tmp_path / "set" / "damaged.parquet").to_pylist()
+    assert {row["key"] for row in damaged} == {f"cat/{name}.jpg" for name in DAMAGED}
+    assert all("extraneous bytes" in row["reason"] for row in damaged)
+    assert json.loads((tmp_path / "set" / "report.json").read_text())["num_damaged"] == 3
+    assert "damaged.parquet" in (tmp_path / "set" / "SHA256SUMS").read_text()
+    assert verify(str(tmp_path / "set"), compares_source=False).problems == []
+
+
+@pytest.mark.parametrize(("damaged", "count"), [("reject", 1), ("keep", 4)])
+def test_damaged_photographs_are_all_rejected_or_all_kept(
+    serial: None, tmp_path: Path, damaged: Any, count: int
+) -> None:
+    names = ("whole", "stray bytes", "cut, with an end", "4 KiB of zeros")
+    source = write_damaged(tmp_path / "source", *names)
+    options = {"damaged": damaged, "max_rejected_fraction": 0.9}
+    report = convert(str(source), str(tmp_path / "set"), **options)
+    assert (report.num_images, report.num_rejected) == (count, 4 - count)
+    assert report.num_damaged == count - 1
+    assert pq.read_table(tmp_path / "set" / "damaged.parquet").num_rows == count - 1
+
+
+def test_a_header_without_data_is_never_decoded(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a gigabyte."""
+    source = write_damaged(tmp_path / "source", "whole", "without data")
+    assert (source / "cat" / "without data.jpg").stat().st_size < 400
+    decoded: list[int] = []
+    monkeypatch.setattr(shard_images, "decode", lambda image: decoded.append(len(image)))
+    report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.5)
+    assert (report.num_images, decoded) == (1, [])
+
+
+def test_a_refusal_is_lifted_without_a_second_conversion(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    write_class_folders(source, num_classes=1, per_class=98)
+    for name in "ab":
+        (source / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    options = {"rows_per_row_group": 8, "shard_mib": 0.05}
+    with pytest.raises(ValueError, match=r"2 of 100 .*max_rejected_fraction=0.01.*no shard again"):
+        convert(str(source), str(tmp_path / "set"), **options)
+    monkeypatch.setattr(convert_module, "read_ahead", lambda _: pytest.fail("made again"))
+    report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.02, **options)
+    assert (report.num_images, report.num_rejected) == (98, 2)
 
 
 def test_a_restart_keeps_finished_shards(
@@ -222,11 +321,11 @@ class Stuck(module._ShardMaker):
     def __call__(self, shard):
         import vit_ray.data.prepare.convert as module
         check, seen = module.checked, []
-        def get_stuck(*row):
+        def get_stuck(*row, **options):
             seen.append(row)
             if shard >= 5 and len(seen) == 4:
                 time.sleep(600)
-            return check(*row)
+            return check(*row, **options)
         module.checked = get_stuck
         try:
             return module._ShardMaker.__call__(self, shard)
@@ -366,7 +465,13 @@ def test_all_rejected_files_are_listed_and_some_are_shown(
 
 @pytest.mark.parametrize(
     "name",
-    ["report.json", "rejected.parquet", "part-00000-of-00001.parquet", "_staging/settings.txt"],
+    [
+        "report.json",
+        "rejected.parquet",
+        "damaged.parquet",
+        "part-00000-of-00001.parquet",
+        "_staging/settings.txt",
+    ],
 )
 def test_a_file_of_somebody_else_is_never_replaced(
     serial: None, image_folder: Path, tmp_path: Path, name: str
@@ -460,7 +565,9 @@ def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path)
     write_class_folders(tmp_path / "source", num_classes=1, per_class=9)
     strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
     (tmp_path / "source" / "class_0" / "strip.png").write_bytes(strip)
-    report = convert(str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=19)
+    report = convert(
+        str(tmp_path / "source"), str(tmp_path / "set"), shrink_to=19, max_rejected_fraction=0.1
+    )
     assert report.num_images == 9
     assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
     assert convert(str(tmp_path / "source"), str(tmp_path / "whole")).num_images == 10

@@ -338,6 +338,15 @@ def test_only_what_has_the_coefficients_of_the_original_is_an_answer(
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
 
 
+def test_a_file_that_no_decoder_takes_is_not_looked_through(writer: Libjpeg) -> None:
+    """Of more pixels than Pillow decodes; a header can say any number."""
+    image = bytearray(FILES["grey"][:-100] + FILES["grey"][-2:])
+    assert b"premature end" in (writer.ask(libjpeg_process.WARNINGS, bytes(image)) or b"")
+    at = image.index(b"\xff\xc0")
+    image[at + 5 : at + 9] = (20_000).to_bytes(2) * 2
+    assert writer.ask(libjpeg_process.WARNINGS, bytes(image)) == b""
+
+
 def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:
     """`benchmarks/jpeg_rewriting.py` does this with many more."""
     found = [difference(crafted_jpeg(seed), writer) for seed in range(NUM_CRAFTED)]

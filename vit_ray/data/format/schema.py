@@ -25,6 +25,8 @@ STAGING_FOLDER: Final = "_staging"
 """Holds the plan and progress of a conversion until the manifest is written."""
 
 REJECTED_FILE: Final = "rejected.parquet"
+DAMAGED_FILE: Final = "damaged.parquet"
+"""Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 CHECKSUMS_FILE: Final = "SHA256SUMS"
 NO_LABEL: Final = -1

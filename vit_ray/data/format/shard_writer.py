@@ -21,6 +21,7 @@ class EncodedImage:
         extra: the values of its text columns.
         original_crc32: checksum of the file as it came, if it is another.
         index: of the restart markers that it was given.
+        damage: what is wrong with its file, which decodes all the same; not stored.
     """
 
     image: bytes
@@ -31,6 +32,7 @@ class EncodedImage:
     extra: tuple[str | None, ...] = ()
     original_crc32: int | None = None
     index: RestartIndex | None = None
+    damage: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manif
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     CHECKSUMS_FILE,
+    DAMAGED_FILE,
     MANIFEST_FILE,
     REJECTED_FILE,
     REJECTED_SCHEMA,
@@ -40,7 +41,13 @@ from vit_ray.data.format.sidecars import write_checksums
 from vit_ray.data.prepare.label_map import LabelsAre, check_unique
 from vit_ray.data.prepare.restart_markers import restart_writer
 from vit_ray.data.prepare.run_tasks import run_tasks
-from vit_ray.data.prepare.shard_images import Shrinking, checked, read_ahead, written_bytes
+from vit_ray.data.prepare.shard_images import (
+    Damaged,
+    Shrinking,
+    checked,
+    read_ahead,
+    written_bytes,
+)
 from vit_ray.data.prepare.shard_lists import (
     ShardRows,
     list_of_shard,
@@ -76,7 +83,8 @@ class ConvertReport:
 
     `label_histogram` counts images per class name; `rejected` maps the key of each of the first
     1,000 rejected images to its reason, and `rejected.parquet` has all. `num_indexed` images have a
-    restart index; `jpeg_writers` names what rewrote their files on some machine, "none" where
+    restart index, and `num_damaged` are in files that libjpeg warns of (`damaged.parquet` has keys
+    and warnings); `jpeg_writers` names what rewrote their files on some machine, "none" where
     nothing could. `settings` are those of the conversion, with the whole address of its source.
     """
 
@@ -89,6 +97,7 @@ class ConvertReport:
     label_histogram: dict[str, int] = field(repr=False)
     rejected: dict[str, str] = field(repr=False)
     num_indexed: int = 0
+    num_damaged: int = 0
     jpeg_writers: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -109,8 +118,9 @@ def convert(
     shrink_to: int | None = None,
     shrink_quality: int = 95,
     index_jpeg: bool = True,
+    damaged: Damaged = "auto",
     keep_damaged_archives: bool = False,
-    max_rejected_fraction: float = 0.1,
+    max_rejected_fraction: float = 0.01,
     num_cpus: float = 1.0,
 ) -> ConvertReport:
     """Convert images to a data set.
@@ -135,8 +145,11 @@ def convert(
             `shrink_quality`; None keeps every size.
         index_jpeg: give JPEG files restart markers, losslessly, so that training decodes no more of
             them than its crops; the checksum of each file as it came is kept.
+        damaged: reject or keep JPEG files that libjpeg warns of; `auto` rejects those that end
+            early. Those that are kept are counted and listed.
         keep_damaged_archives: take what stands before the damage of a tar that is cut or broken.
-        max_rejected_fraction: refuse to commit when more of the source is rejected.
+        max_rejected_fraction: refuse to commit when more of the source is rejected; the same call
+            with a higher one commits what is finished.
 
     Raises:
         ValueError: if the source holds no images, is damaged or has several splits, the
@@ -149,7 +162,7 @@ def convert(
     _check_free(folder)
     settings = _Settings(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
-        list(columns), shrink_to, shrink_quality, index_jpeg, label_field,
+        list(columns), shrink_to, shrink_quality, index_jpeg, damaged, label_field,
     )  # fmt: skip
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
@@ -240,12 +253,10 @@ _STAGED: Final = re.compile(
     r"(settings|plan|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
     rf"({_HALF_WRITTEN})?"
 )
-_OUTPUT: Final = re.compile(
-    r"part-\d+-of-\d+\.parquet|"
-    + "|".join(map(re.escape, (MANIFEST_FILE, REJECTED_FILE, REPORT_FILE, CHECKSUMS_FILE)))
-)
+_SIDECARS: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, CHECKSUMS_FILE)
+_OUTPUT: Final = re.compile(r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS)))
 """Names that a conversion gives to files; others are somebody else's."""
-_STAGING_VERSION: Final = 4
+_STAGING_VERSION: Final = 5
 """Of what the staging folder holds; raised when a restart could not read it."""
 
 
@@ -265,6 +276,7 @@ class _Settings:
     shrink_to: int | None
     shrink_quality: int
     index_jpeg: bool
+    damaged: Damaged
     label_field: str | None = None
 
     def kept(self) -> dict[str, Any]:
@@ -398,8 +410,8 @@ class _Sizer:
 class _ShardResult:
     """Facts of one finished shard, as the staging folder keeps them.
 
-    `rejected` has (key, reason) of each image that the shard lacks; `jpeg_writer` is empty where
-    none was asked for.
+    `rejected` has (key, reason) of each image that the shard lacks, `damaged` of each that it has
+    all the same; `jpeg_writer` is empty where none was asked for.
     """
 
     shard: int
@@ -413,6 +425,7 @@ class _ShardResult:
     footer_crc32: int
     num_indexed: int = 0
     jpeg_writer: str = ""
+    damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
 def _make_shards(conversion: _Conversion, folder: Location, num_cpus: float) -> None:
@@ -453,6 +466,7 @@ class _ShardMaker:
         settings = self.conversion.settings
         label_of = self.conversion.label_of()
         rejected: list[tuple[str, str]] = []
+        damaged: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         max_labels = num_indexed = 0
         destination = folder.child(shard_name(shard, self.conversion.num_shards))
@@ -462,25 +476,30 @@ class _ShardMaker:
             settings.columns,
             is_indexed=settings.index_jpeg,
         )
-        restarts = restart_writer() if settings.index_jpeg else None
+        libjpeg = restart_writer()
         with writer:
             for entry, image in read_ahead(entries):
                 labels = tuple(label_of[text] for text in entry.labels)
                 try:
-                    row = checked(image, entry.key, labels, settings.shrinking, restarts)
+                    row = checked(
+                        image, entry.key, labels, settings.shrinking, libjpeg, settings.damaged,
+                        gets_markers=settings.index_jpeg,
+                    )  # fmt: skip
                 except ValueError as error:
                     rejected.append((entry.key, printable(str(error))))
                     continue
                 writer.add(replace(row, extra=entry.extra))
+                if row.damage:
+                    damaged.append((entry.key, row.damage))
                 num_indexed += row.index is not None
                 max_labels = max(max_labels, len(labels))
                 for label in labels:
                     counts[str(label)] = counts.get(str(label), 0) + 1
         facts = writer.facts()
-        jpeg_writer = "" if not settings.index_jpeg else restarts.name if restarts else "none"
+        jpeg_writer = "" if not settings.index_jpeg else libjpeg.name if libjpeg else "none"
         return _ShardResult(
             shard, facts.rows, facts.row_group_bytes, facts.bytes, max_labels, counts, rejected,
-            facts.row_group_crc32, facts.footer_crc32, num_indexed, jpeg_writer,
+            facts.row_group_crc32, facts.footer_crc32, num_indexed, jpeg_writer, damaged,
         )  # fmt: skip
 
 
@@ -506,17 +525,23 @@ def _commit(
     shown: dict[str, str] = {}
     written: list[_ShardResult] = []
     counts = np.zeros(len(conversion.classes), np.int64)
-    num_rejected = 0
-    with parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output:
+    num_rejected = num_damaged = 0
+    with (
+        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output,
+        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
+    ):
         for result in _results(conversion, folder.child(STAGING_FOLDER)):
             if result.rejected:
                 output.write_table(_rejected_table(result.rejected))
+            if result.damaged:
+                damaged.write_table(_rejected_table(result.damaged))
             num_rejected += len(result.rejected)
+            num_damaged += len(result.damaged)
             shown.update(result.rejected[: max(0, _REJECTED_SHOWN - len(shown))])
             for label, count in result.label_counts.items():
                 counts[int(label)] += count
             if result.rows:
-                written.append(replace(result, rejected=[], label_counts={}))
+                written.append(replace(result, rejected=[], damaged=[], label_counts={}))
     _check_rejected(folder, shown, num_rejected, conversion.num_images, max_rejected_fraction)
     _check_shards(conversion, folder, written)
     check_lock(folder.child(STAGING_FOLDER), lock_number)
@@ -530,14 +555,15 @@ def _commit(
         label_histogram=dict(zip(conversion.classes, counts.tolist(), strict=True)),
         rejected=shown,
         num_indexed=sum(result.num_indexed for result in written),
+        num_damaged=num_damaged,
         jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
         settings=asdict(conversion.settings) | {"source": _address(conversion.settings.source)},
     )
     if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
         _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
     content = json.dumps(asdict(report), indent=1).encode()
-    rejected = folder.child(REJECTED_FILE).read()
-    write_checksums(folder, {REJECTED_FILE: rejected, REPORT_FILE: content})
+    lists = {name: folder.child(name).read() for name in (REJECTED_FILE, DAMAGED_FILE)}
+    write_checksums(folder, {**lists, REPORT_FILE: content})
     folder.child(REPORT_FILE).write(content)
     _delete_abandoned(folder)
     return report
@@ -562,7 +588,7 @@ def _check_rejected(
             f"{count} of {total} files of the source are not usable images, above "
             f"convert.max_rejected_fraction={max_fraction}; the first is {key!r}: {reason}. "
             f"{folder.child(REJECTED_FILE).uri} lists all. Raise the limit and run the command "
-            f"again; or mend the source, delete {folder.uri} and convert anew."
+            f"again, which makes no shard again; or mend the source and run it again"
         )
 
 

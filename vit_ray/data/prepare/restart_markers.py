@@ -51,8 +51,9 @@ _GREY_PIXEL: Final = bytes.fromhex(
 )
 
 _NOT_FOUND: Final = (
-    "convert.index_jpeg: no libjpeg 6.2 is found here, so JPEG files stay as they are and are read "
-    "more slowly; install Pillow from PyPI"
+    "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) and "
+    "are read more slowly, and damage in them is not seen (convert.damaged); install Pillow from "
+    "PyPI"
 )
 _ATTEMPTS: Final = 3
 _BY_THE_FILE: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)

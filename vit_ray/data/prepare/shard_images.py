@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import cv2
 import numpy as np
@@ -14,6 +14,8 @@ from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.jpeg import size_of_jpeg
+from vit_ray.data.images.jpeg_headers import START
+from vit_ray.data.prepare.libjpeg_process import WARNINGS
 from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.sources.entries import IndexEntry
 
@@ -22,6 +24,10 @@ _READERS: Final = 8
 
 _MOST_JPEG_PIXELS: Final = 65_500
 """Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
+
+
+Damaged = Literal["auto", "reject", "keep"]
+"""What is done with JPEG files that libjpeg warns of: `auto` rejects those that end early."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,19 @@ def checked(
     key: str,
     labels: tuple[int, ...],
     shrinking: Shrinking | None,
-    writer: Libjpeg | None = None,
+    libjpeg: Libjpeg | None = None,
+    damaged: Damaged = "auto",
+    *,
+    gets_markers: bool = True,
 ) -> EncodedImage:
-    """A row of the data set; `writer` gives JPEG files their restart markers.
+    """A row of the data set.
+
+    Args:
+        libjpeg: looks for damage in JPEG files, and gives them their restart markers.
 
     Raises:
-        ValueError: if the image could not be read, is empty, not an image, cut short, or cannot
-            be shrunk.
+        ValueError: if the image could not be read, is empty, not an image, cut short, damaged, or
+            cannot be shrunk.
     """
     if isinstance(image, ValueError):
         raise image
@@ -72,8 +84,14 @@ def checked(
     original_crc32 = checksum(image)
     is_kept = not _is_too_large(size_of_jpeg(image), shrinking)
     # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
+    writer = libjpeg if gets_markers else None
     found = _rewritten(image, writer) if is_kept else None
+    damage = ""
     if found is None:
+        damage = _damage_of(image, libjpeg)  # first: a header without data may say any size
+        ends_early = "premature end" in damage.lower()
+        if damage and (damaged == "reject" or (damaged == "auto" and ends_early)):
+            raise ValueError(f"it is damaged: {damage}")
         pixels = decode(image)
         size = pixels.shape[:2]
         if shrinking is not None and _is_too_large(size, shrinking):
@@ -84,8 +102,15 @@ def checked(
         image, size, index = found.image, found.size, found.index
     height, width = size
     return EncodedImage(
-        image, labels, key, width, height, original_crc32=original_crc32, index=index
+        image, labels, key, width, height, original_crc32=original_crc32, index=index, damage=damage
     )
+
+
+def _damage_of(image: bytes, libjpeg: Libjpeg | None) -> str:
+    """What libjpeg warns of when it decodes a JPEG file; empty for nothing."""
+    if libjpeg is None or not image.startswith(START):
+        return ""
+    return "; ".join((libjpeg.ask(WARNINGS, image) or b"").decode().splitlines())
 
 
 def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vit_ray.retry import DeniedError, TransientError, with_retries
 
@@ -77,7 +77,7 @@ def put_if_none(path: str, content: bytes) -> bool:
 
 def delete(path: str) -> None:
     """Delete `bucket/key` and every key below it; nothing if there is none."""
-    _delete_keys(path, [path.partition("/")[2], *(key for key, _ in _list(path))])
+    _delete_keys(path, [path.partition("/")[2], *(found.key for found in list_objects(path))])
 
 
 def _delete_keys(path: str, keys: list[str]) -> None:
@@ -95,12 +95,12 @@ def move(path: str, target: str) -> None:
     Raises:
         OSError: what could not be copied is still where it was.
     """
-    sizes = dict(_list(path))
+    sizes = {found.key: found.size for found in list_objects(path)}
     root, new_root = path.partition("/")[2], target.partition("/")[2]
     bucket = path.partition("/")[0]
     for key, size in sizes.items():
         _copy(bucket, key, new_root + key.removeprefix(root), size)
-    copied = {root + key.removeprefix(new_root): size for key, size in _list(target)}
+    copied = {root + f.key.removeprefix(new_root): f.size for f in list_objects(target)}
     if not sizes.items() <= copied.items():
         raise OSError(f"{path} could not be copied to {target}; it stays as it is")
     _delete_keys(path, list(sizes))  # and nothing that has come since
@@ -122,14 +122,42 @@ def _copy(bucket: str, key: str, new_key: str, size: int) -> None:
         raise
 
 
-def _list(path: str) -> list[tuple[str, int]]:
-    """Key and size of everything below `path/`."""
-    found: list[tuple[str, int]] = []
+class Object(NamedTuple):
+    """What is stored under a key; `etag` is another for other content, here without its quotes."""
+
+    key: str
+    size: int
+    etag: str
+
+
+def etag_of(path: str) -> str:
+    """Of `bucket/key`."""
+    return str(_request("head_object", path)["ETag"]).strip('"')
+
+
+def read_if(path: str, etag: str, offset: int = 0, length: int | None = None) -> bytes:
+    """Some bytes of `bucket/key`, or all.
+
+    Raises:
+        FileExistsError: it has another etag.
+    """
+    part = {} if length is None else {"Range": f"bytes={offset}-{offset + length - 1}"}
+    with _as_os_errors(path):
+        answer = _request("get_object", path, IfMatch=f'"{etag}"', **part)
+        if answer["ETag"].strip('"') != etag:  # from a store that ignores the condition
+            raise FileExistsError(f"{path} has another etag")
+        return bytes(answer["Body"].read())
+
+
+def list_objects(path: str) -> list[Object]:
+    """Everything below `path/`."""
+    found: list[Object] = []
     more: dict[str, Any] = {}
     bucket, _, prefix = path.partition("/")
     while True:
         answer = _request("list_objects_v2", bucket, Prefix=f"{prefix}/", **more)
-        found += [(entry["Key"], entry["Size"]) for entry in answer.get("Contents", [])]
+        for entry in answer.get("Contents", []):  # some stores list etags without quotes
+            found.append(Object(entry["Key"], entry["Size"], entry["ETag"].strip('"')))
         if not answer.get("IsTruncated"):
             return found
         more = {"ContinuationToken": answer["NextContinuationToken"]}
@@ -296,6 +324,7 @@ def _as_os_errors(path: str) -> Iterator[None]:
         raise _type_of(status, code)(f"{path}: {error} (HTTP status {status})") from error
     except (
         exceptions.HTTPClientError,  # no answer, or half of one
+        exceptions.IncompleteReadError,
         exceptions.ConnectTimeoutError,
         exceptions.EndpointConnectionError,
     ) as error:

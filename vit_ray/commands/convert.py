@@ -19,8 +19,10 @@ def run_convert(recipe: Recipe) -> int:
     check_conversion(config.source, config.destination, config.format, config.split)
     connect(recipe)
     report = convert_from(config, recipe.seed)
+    done = "already done: " if report.was_done else ""
     print(
-        f"{config.destination}: {report.num_images} images of {report.num_classes} classes in "
+        f"{done}{config.destination}: {report.num_images} images of {report.num_classes} classes "
+        "in "
         f"{report.num_shards} shards, {report.bytes / 2**20:.1f} MiB; "
         f"{rejected_text(report)}"
     )
@@ -70,6 +72,7 @@ def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
         shrink_quality=config.shrink_quality,
         index_jpeg=config.index_jpeg,
         damaged=config.damaged,
+        extend=config.extend,
         max_rejected_fraction=config.max_rejected_fraction,
         num_cpus=config.cpus_per_task,
     )

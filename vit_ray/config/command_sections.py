@@ -48,6 +48,11 @@ class ConvertConfig(Section):
     """Feature of TFRecord files that is the label, such as `label_azimuth`; or a task of VTAB whose
     label is made of several: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist, snorb-azim,
     snorb-elev; unset = `label`."""
+    extend: bool = False
+    """Add what is new in the source to the data set that the destination holds, in shards of its
+    own: the images that it has keep their bytes and numbers, and the manifest before stays in
+    `versions/FINGERPRINT`, which can be given as `data.train`. Without it a source that has changed
+    is an error, and one that has not is not converted again."""
     keep_damaged_archives: bool = False
     """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
     shrink_to: Positive | None = None

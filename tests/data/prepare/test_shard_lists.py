@@ -118,7 +118,7 @@ def test_only_the_first_of_equal_keys_is_usable(
 
 def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(label_map, "MOST_CLASSES", 3)
-    tally = source_index._Tally(source_index.SourceUnit("csv", "list.csv", "."))
+    tally = source_index._Tally(source_index.SourceUnit("csv", "list.csv", "."), "")
     for i in range(3):
         tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
     with pytest.raises(ValueError, match="more than 3 different labels; are they labels"):

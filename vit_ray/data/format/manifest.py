@@ -181,14 +181,7 @@ def _check_digest(content: bytes) -> None:
 
 
 def _from_table(path: str, table: pa.Table, header: dict[str, Any]) -> Manifest:
-    columns = RowGroupColumns(
-        table["file_index"].to_numpy(),
-        table["row_group"].to_numpy(),
-        table["rows"].to_numpy(),
-        table["bytes"].to_numpy(),
-        _dropped(table["dropped"]),
-        table["crc32"].to_numpy(),
-    )
+    columns = _columns(table)
     if header["fingerprint"] != _fingerprint(header, columns):
         raise ValueError("its fingerprint differs from its content")
     return Manifest(
@@ -201,6 +194,17 @@ def _from_table(path: str, table: pa.Table, header: dict[str, Any]) -> Manifest:
         files=[ShardFile(*entry) for entry in header["files"]],
         text_columns=tuple(header.get("text_columns", ())),
         **vars(columns),
+    )
+
+
+def _columns(table: pa.Table) -> "RowGroupColumns":
+    return RowGroupColumns(
+        table["file_index"].to_numpy(),
+        table["row_group"].to_numpy(),
+        table["rows"].to_numpy(),
+        table["bytes"].to_numpy(),
+        _dropped(table["dropped"]),
+        table["crc32"].to_numpy(),
     )
 
 
@@ -239,6 +243,25 @@ class RowGroupColumns:
             dropped,
             whole.crc32[groups],
         )
+
+    def after(self, before: Manifest) -> "RowGroupColumns":
+        """The row groups of a data set, and then these, of further files."""
+        return RowGroupColumns(
+            np.concatenate([before.file_index, self.file_index + len(before.files)]),
+            np.concatenate([before.row_group, self.row_group]),
+            np.concatenate([before.rows, self.rows]),
+            np.concatenate([before.bytes, self.bytes]),
+            before.dropped | {g + before.num_row_groups: r for g, r in self.dropped.items()},
+            np.concatenate([before.crc32, self.crc32]),
+        )
+
+
+def keep_manifest(folder: Location, destination: Location) -> None:
+    """Write the manifest of a folder to another one, of the same shards and fingerprint."""
+    file = pq.ParquetFile(pa.BufferReader(folder.child(MANIFEST_FILE).read()))
+    header = json.loads(file.metadata.metadata[_METADATA_KEY])
+    header = header | {"root": header["root"] or folder.uri}
+    destination.child(MANIFEST_FILE).write(_encoded(header, _columns(file.read())))
 
 
 def write_manifest(

@@ -29,6 +29,12 @@ DAMAGED_FILE: Final = "damaged.parquet"
 """Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 CHECKSUMS_FILE: Final = "SHA256SUMS"
+SOURCE_FILE: Final = "source.json"
+"""Settings of the conversion, and the versions of the parts of its source."""
+
+VERSIONS_FOLDER: Final = "versions"
+"""Holds a folder for each earlier manifest of a set that was extended, by its fingerprint."""
+
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
 

@@ -24,7 +24,14 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
-from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.manifest import (
+    Manifest,
+    RowGroupColumns,
+    ShardFile,
+    keep_manifest,
+    open_dataset,
+    write_manifest,
+)
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     CHECKSUMS_FILE,
@@ -33,7 +40,9 @@ from vit_ray.data.format.schema import (
     REJECTED_FILE,
     REJECTED_SCHEMA,
     REPORT_FILE,
+    SOURCE_FILE,
     STAGING_FOLDER,
+    VERSIONS_FOLDER,
     shard_name,
 )
 from vit_ray.data.format.shard_writer import ShardWriter
@@ -55,14 +64,22 @@ from vit_ray.data.prepare.shard_lists import (
     write_shard_lists,
 )
 from vit_ray.data.prepare.source_index import SourceIndex, build_index
+from vit_ray.data.prepare.source_record import (
+    SourceRecord,
+    changed_settings,
+    changes_since,
+    index_of_growth,
+    read_record,
+)
 from vit_ray.data.prepare.sources.columns import check_columns
-from vit_ray.data.prepare.sources.entries import IndexEntry, printable, relative
+from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit, printable, relative
 from vit_ray.data.prepare.sources.formats import Format, list_units
 from vit_ray.data.prepare.sources.patterns import is_pattern
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_facts,
     read_many_facts,
+    read_row_groups,
     write_facts,
 )
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock, is_lock_file
@@ -86,6 +103,7 @@ class ConvertReport:
     restart index, and `num_damaged` are in files that libjpeg warns of (`damaged.parquet` has keys
     and warnings); `jpeg_writers` names what rewrote their files on some machine, "none" where
     nothing could. `settings` are those of the conversion, with the whole address of its source.
+    `was_done` says that the set was there, and that nothing had changed.
     """
 
     num_images: int
@@ -100,6 +118,7 @@ class ConvertReport:
     num_damaged: int = 0
     jpeg_writers: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    was_done: bool = False
 
 
 def convert(
@@ -119,11 +138,15 @@ def convert(
     shrink_quality: int = 95,
     index_jpeg: bool = True,
     damaged: Damaged = "auto",
+    extend: bool = False,
     keep_damaged_archives: bool = False,
     max_rejected_fraction: float = 0.01,
     num_cpus: float = 1.0,
 ) -> ConvertReport:
-    """Convert images to a data set.
+    """Convert images to a data set, or finish a conversion that was interrupted.
+
+    Where the destination holds the data set of this source and these settings already, nothing is
+    done, and its report is returned.
 
     Args:
         source: a folder of class folders, of WebDataset tar shards, of Hugging Face parquet files,
@@ -147,14 +170,17 @@ def convert(
             them than its crops; the checksum of each file as it came is kept.
         damaged: reject or keep JPEG files that libjpeg warns of; `auto` rejects those that end
             early. Those that are kept are counted and listed.
+        extend: add images that are new in the source to the data set that the destination holds.
+            Those that it has keep their bytes and numbers; the manifest before stays in a folder
+            `versions/FINGERPRINT`, which can be opened as a data set.
         keep_damaged_archives: take what stands before the damage of a tar that is cut or broken.
         max_rejected_fraction: refuse to commit when more of the source is rejected; the same call
             with a higher one commits what is finished.
 
     Raises:
         ValueError: if the source holds no images, is damaged or has several splits, the
-            destination holds a data set already or another conversion writes it, an interrupted
-            one had other settings, or too much is rejected.
+            destination holds a data set of another source or other settings, or another conversion
+            writes it, an interrupted one had other settings, or too much is rejected.
     """
     folder = locate(destination)
     check_unique(classes or (), "convert.classes")
@@ -164,13 +190,22 @@ def convert(
         source, format, split, seed, rows_per_row_group, shard_mib, list(classes or []), labels_are,
         list(columns), shrink_to, shrink_quality, index_jpeg, damaged, label_field,
     )  # fmt: skip
+    staging = folder.child(STAGING_FOLDER)
+    report = _finished(settings, folder, num_cpus, extend=extend)
+    if report is not None and not staging.exists():
+        return report
     with _alone(folder) as lock_number:
         _check_free(folder)  # again: another conversion may have ended meanwhile
-        _begin(settings, folder)
-        conversion = _prepare(settings, folder, keep_damaged_archives, num_cpus)
-        _make_shards(conversion, folder, num_cpus)
-        report = _commit(conversion, folder, max_rejected_fraction, lock_number)
-    _delete_staging(folder.child(STAGING_FOLDER))
+        report = _finished(settings, folder, num_cpus, extend=extend)
+        if report is None:
+            _begin(settings, folder)
+            conversion = _prepare(settings, folder, keep_damaged_archives, num_cpus)
+            if conversion is None:
+                report = _report_of(folder)
+            else:
+                _make_shards(conversion, folder, num_cpus)
+                report = _commit(conversion, folder, max_rejected_fraction, lock_number)
+    _delete_staging(staging)
     return report
 
 
@@ -214,10 +249,7 @@ def _alone(folder: Location) -> Iterator[int]:
 
 
 def _check_free(folder: Location) -> None:
-    """Refuse a finished data set, and files that are somebody else's and that ours would replace.
-
-    A conversion that was stopped between manifest and report is not finished.
-    """
+    """Refuse files that are somebody else's and that ours would replace."""
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
     staging = folder.child(STAGING_FOLDER)
@@ -227,17 +259,56 @@ def _check_free(folder: Location) -> None:
             f"another convert.destination, or move it away."
         )
     is_begun = staging.child(_SETTINGS).exists()
-    if MANIFEST_FILE in names and (REPORT_FILE in names or not is_begun):
+    if is_begun or {MANIFEST_FILE, SOURCE_FILE} <= names:
+        return
+    if MANIFEST_FILE in names:
         raise ValueError(
-            f"convert.destination={folder.uri!r} already holds a data set; "
-            f"choose another folder or delete it first."
+            f"convert.destination={folder.uri!r} already holds a data set, without {SOURCE_FILE}, "
+            "which says what it was made of; choose another folder or delete it first"
         )
-    taken = sorted(name for name in names if _OUTPUT.fullmatch(name))
-    if taken and not is_begun:
+    if taken := sorted(name for name in names if _OUTPUT.fullmatch(name)):
         raise ValueError(
             f"convert.destination={folder.uri!r} has a file {taken[0]!r}, which a conversion would "
             f"replace; choose another folder, or move it away."
         )
+
+
+def _finished(
+    settings: "_Settings", folder: Location, num_cpus: float, *, extend: bool
+) -> ConvertReport | None:
+    """The report of the data set that is there; None if there is something to do.
+
+    Raises:
+        ValueError: it is of other settings, or its source has changed.
+    """
+    record = read_record(folder)
+    is_planned = folder.child(STAGING_FOLDER).child(_PLAN).exists()
+    if record is None:
+        return None
+    if record.fingerprint != open_dataset(folder.uri).fingerprint:
+        if is_planned:  # a conversion was interrupted before its last file
+            return None
+        raise ValueError(
+            f"{folder.child(SOURCE_FILE).uri!r} is of another data set than the {MANIFEST_FILE} "
+            "beside it; restore both from a copy, or convert to another folder"
+        )
+    what = f"convert.destination={folder.uri!r} already holds a data set"
+    if other := changed_settings(record.settings, settings.kept()):
+        raise ValueError(
+            f"{what} of other settings: {other}; put these back, or choose another folder"
+        )
+    changes = changes_since(record, settings.units(), num_cpus)
+    if changes and not extend:
+        raise ValueError(
+            f"{what}, and its source has changed since: {changes}; set convert.extend=true to add "
+            "images that are new, or choose another folder"
+        )
+    return None if changes else _report_of(folder)
+
+
+def _report_of(folder: Location) -> ConvertReport:
+    fields = json.loads(folder.child(REPORT_FILE).read())
+    return ConvertReport(**fields | {"was_done": True})
 
 
 def _foreign_files(staging: Location) -> list[str]:
@@ -250,10 +321,11 @@ _PLAN: Final = "plan.json"
 _HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 """What `AtomicOutput` appends to a file's name."""
 _STAGED: Final = re.compile(
-    r"(settings|plan|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
+    r"(settings|plan|source|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
     rf"({_HALF_WRITTEN})?"
 )
-_SIDECARS: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, CHECKSUMS_FILE)
+_LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
+_SIDECARS: Final = (MANIFEST_FILE, *_LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
 _OUTPUT: Final = re.compile(r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS)))
 """Names that a conversion gives to files; others are somebody else's."""
 _STAGING_VERSION: Final = 5
@@ -281,7 +353,14 @@ class _Settings:
 
     def kept(self) -> dict[str, Any]:
         """As the staging folder has them: what is not set is left out, where versions lack it."""
-        return {k: v for k, v in asdict(self).items() if k != "label_field" or v is not None}
+        fields = asdict(self) | {"source": _address(self.source)}
+        return {k: v for k, v in fields.items() if k != "label_field" or v is not None}
+
+    def units(self) -> list[SourceUnit]:
+        """Those of the source as it is now."""
+        found = list_units(self.source, self.format, self.split)
+        columns, label_field = tuple(self.columns), self.label_field
+        return [replace(unit, columns=columns, label_field=label_field) for unit in found]
 
     @property
     def shrinking(self) -> Shrinking | None:
@@ -297,24 +376,31 @@ def _begin(settings: _Settings, folder: Location) -> None:
     if file.exists() and file.read() == content:
         return
     if staging.child(_PLAN).exists():
-        raise _other_settings(folder)
+        raise _other_settings(folder, json.loads(file.read()), settings)
     for info in staging.list_files():
         if not is_lock_file(info.base_name):
             staging.child(info.base_name).delete()
     file.write(content)
 
 
-def _other_settings(folder: Location) -> ValueError:
+def _other_settings(folder: Location, then: dict[str, Any], now: _Settings) -> ValueError:
+    kept = {"version": _STAGING_VERSION, **now.kept()}
+    other = changed_settings(kept | then, kept)
     return ValueError(
         f"{folder.uri!r} holds an interrupted conversion with another source or settings, or of "
-        f"another version of vit_ray; repeat its command there to continue it, or delete the "
-        f"folder."
+        f"another version of vit_ray: {other}; repeat its command there to continue it, or delete "
+        f"the folder"
     )
 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What is made; written once, when the list of each shard is, and kept by restarts."""
+    """What is made; written once, when the list of each shard is, and kept by restarts.
+
+    Attributes:
+        extends: fingerprint of the data set that the shards are added to; empty for none.
+        first_shard: number of the first file, after those of that set.
+    """
 
     settings: _Settings
     source_digest: str
@@ -322,6 +408,12 @@ class _Conversion:
     are_indices: bool
     num_images: int
     num_shards: int
+    extends: str = ""
+    first_shard: int = 0
+
+    def name_of(self, shard: int) -> str:
+        """The file of a shard."""
+        return shard_name(self.first_shard + shard, self.first_shard + self.num_shards)
 
     @property
     def shards(self) -> ShardRows:
@@ -336,26 +428,35 @@ class _Conversion:
 
 def _prepare(
     settings: _Settings, folder: Location, keep_damaged: bool, num_cpus: float
-) -> _Conversion:
+) -> _Conversion | None:
+    """What is to be made; None where a source that has changed has no new image."""
     staging = folder.child(STAGING_FOLDER)
-    file = staging.child(_PLAN)
-    if file.exists():
-        return _known_conversion(settings, folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        index = build_index(
-            list_units(settings.source, settings.format, settings.split),
-            staging,
-            Path(scratch),
-            classes=settings.classes or None,
-            labels_are=settings.labels_are,
-            columns=settings.columns,
-            label_field=settings.label_field,
-            keep_damaged=keep_damaged,
-            num_cpus=num_cpus,
+    before = open_dataset(folder.uri) if folder.child(MANIFEST_FILE).exists() else None
+    if staging.child(_PLAN).exists():
+        conversion = _known_conversion(settings, folder)
+        if before is not None and before.fingerprint != conversion.extends:
+            return conversion  # committed, but for the files beside the manifest
+        planned = read_record(staging)
+        changes = planned and changes_since(planned, settings.units(), num_cpus)
+        if not changes:
+            return conversion
+        _LOG.warning(
+            "the source of %s has changed, so it is planned again: %s", folder.uri, changes
         )
-        num_shards = _num_shards(settings, index, num_cpus)
+        _delete_plan(conversion, folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        index = _index(settings, folder, before, Path(scratch), keep_damaged, num_cpus)
+        if index is None:
+            return None
         conversion = _Conversion(
-            settings, index.digest, index.classes, index.are_indices, index.num_images, num_shards
+            settings,
+            index.digest,
+            index.classes,
+            index.are_indices,
+            index.num_images,
+            _num_shards(settings, index, num_cpus),
+            "" if before is None else before.fingerprint,
+            0 if before is None else 1 + max(int(f.path.split("-")[1]) for f in before.files),
         )
         with_retries(
             lambda: write_shard_lists(
@@ -363,8 +464,51 @@ def _prepare(
             ),
             "writing the shard lists",
         )
-    write_facts(file, asdict(conversion))
+    SourceRecord("", settings.kept(), index.are_indices, index.units).write(staging)
+    write_facts(staging.child(_PLAN), asdict(conversion))
     return conversion
+
+
+def _index(
+    settings: _Settings,
+    folder: Location,
+    before: Manifest | None,
+    scratch: Path,
+    keep_damaged: bool,
+    num_cpus: float,
+) -> SourceIndex | None:
+    """The images of the source, or those that a data set lacks, which is kept as it is."""
+    staging, units = folder.child(STAGING_FOLDER), settings.units()
+    if before is None:
+        return build_index(
+            units,
+            staging,
+            scratch,
+            classes=settings.classes or None,
+            labels_are=settings.labels_are,
+            columns=settings.columns,
+            label_field=settings.label_field,
+            keep_damaged=keep_damaged,
+            num_cpus=num_cpus,
+        )
+    record = read_record(folder)
+    assert record is not None
+    kept = folder.child(VERSIONS_FOLDER).child(before.fingerprint)
+    for name in (*_LISTS, REPORT_FILE, SOURCE_FILE):
+        kept.child(name).write(folder.child(name).read())
+    keep_manifest(folder, kept)
+    return index_of_growth(
+        record, before, units, staging, scratch, keep_damaged=keep_damaged, num_cpus=num_cpus
+    )
+
+
+def _delete_plan(conversion: _Conversion, folder: Location) -> None:
+    """With what was made by it; the shards of the data set that it extends have other names."""
+    staging = folder.child(STAGING_FOLDER)
+    staging.child(_PLAN).delete()
+    for shard in range(conversion.num_shards):
+        staging.child(_result_name(shard)).delete()
+        folder.child(conversion.name_of(shard)).delete()
 
 
 def _known_conversion(settings: _Settings, folder: Location) -> _Conversion:
@@ -374,8 +518,9 @@ def _known_conversion(settings: _Settings, folder: Location) -> _Conversion:
         ValueError: it has other settings, as when a conversion that had lost the folder wrote it.
     """
     fields = read_facts(folder.child(STAGING_FOLDER).child(_PLAN))
-    if fields["settings"] != asdict(settings):
-        raise _other_settings(folder)
+    then = _Settings(**fields["settings"]).kept()
+    if then != settings.kept():
+        raise _other_settings(folder, then, settings)
     return _Conversion(**{**fields, "settings": settings})
 
 
@@ -469,7 +614,7 @@ class _ShardMaker:
         damaged: list[tuple[str, str]] = []
         counts: dict[str, int] = {}
         max_labels = num_indexed = 0
-        destination = folder.child(shard_name(shard, self.conversion.num_shards))
+        destination = folder.child(self.conversion.name_of(shard))
         writer = ShardWriter(
             destination,
             settings.rows_per_row_group,
@@ -522,6 +667,8 @@ def _commit(
     conversion: _Conversion, folder: Location, max_rejected_fraction: float, lock_number: int
 ) -> ConvertReport:
     """Write what is left to write: the manifest last but for the report and the tidying up."""
+    staging = folder.child(STAGING_FOLDER)
+    base = folder.child(VERSIONS_FOLDER).child(conversion.extends) if conversion.extends else None
     shown: dict[str, str] = {}
     written: list[_ShardResult] = []
     counts = np.zeros(len(conversion.classes), np.int64)
@@ -530,7 +677,11 @@ def _commit(
         parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output,
         parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
     ):
-        for result in _results(conversion, folder.child(STAGING_FOLDER)):
+        if base is not None:
+            for name, target in ((REJECTED_FILE, output), (DAMAGED_FILE, damaged)):
+                for table in read_row_groups(base.child(name)):
+                    target.write_table(table)
+        for result in _results(conversion, staging):
             if result.rejected:
                 output.write_table(_rejected_table(result.rejected))
             if result.damaged:
@@ -544,7 +695,7 @@ def _commit(
                 written.append(replace(result, rejected=[], damaged=[], label_counts={}))
     _check_rejected(folder, shown, num_rejected, conversion.num_images, max_rejected_fraction)
     _check_shards(conversion, folder, written)
-    check_lock(folder.child(STAGING_FOLDER), lock_number)
+    check_lock(staging, lock_number)
     report = ConvertReport(
         num_images=conversion.num_images - num_rejected,
         num_classes=len(conversion.classes),
@@ -559,14 +710,33 @@ def _commit(
         jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
         settings=asdict(conversion.settings) | {"source": _address(conversion.settings.source)},
     )
+    if base is not None:
+        report = _added(_report_of(base), report)
     if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
         _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
     content = json.dumps(asdict(report), indent=1).encode()
-    lists = {name: folder.child(name).read() for name in (REJECTED_FILE, DAMAGED_FILE)}
+    lists = {name: folder.child(name).read() for name in _LISTS}
     write_checksums(folder, {**lists, REPORT_FILE: content})
     folder.child(REPORT_FILE).write(content)
+    record = read_record(staging)
+    assert record is not None
+    replace(record, fingerprint=report.fingerprint).write(folder)
     _delete_abandoned(folder)
     return report
+
+
+def _added(before: ConvertReport, new: ConvertReport) -> ConvertReport:
+    """The report of a data set with what was added to it."""
+    sums = ("num_images", "num_shards", "num_rejected", "num_damaged", "num_indexed", "bytes")
+    totals = {name: getattr(before, name) + getattr(new, name) for name in sums}
+    shown = list({**before.rejected, **new.rejected}.items())[:_REJECTED_SHOWN]
+    return replace(
+        new,
+        **totals,
+        label_histogram={k: n + before.label_histogram[k] for k, n in new.label_histogram.items()},
+        rejected=dict(shown),
+        jpeg_writers=sorted({*before.jpeg_writers, *new.jpeg_writers}),
+    )
 
 
 def _address(source: str) -> str:
@@ -610,7 +780,7 @@ def _check_shards(conversion: _Conversion, folder: Location, written: list[_Shar
         folder.child(STAGING_FOLDER).child(_result_name(shard)).delete()
     if problems:
         shard, problem = next(iter(problems.items()))
-        name = shard_name(shard, conversion.num_shards)
+        name = conversion.name_of(shard)
         raise ValueError(
             f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
             f"written; the first is {name}: {problem}. Check the "
@@ -619,7 +789,7 @@ def _check_shards(conversion: _Conversion, folder: Location, written: list[_Shar
 
 
 def _shard_file(conversion: _Conversion, result: _ShardResult) -> ShardFile:
-    name = shard_name(result.shard, conversion.num_shards)
+    name = conversion.name_of(result.shard)
     return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32)
 
 
@@ -632,12 +802,24 @@ def _write_manifest(conversion: _Conversion, folder: Location, written: list[_Sh
         dropped={},
         crc32=np.concatenate([r.row_group_crc32 for r in written]),
     )
+    files = [_shard_file(conversion, result) for result in written]
+    max_labels = max(r.max_labels for r in written)
+    origin: dict[str, Any] = {
+        "seed": conversion.settings.seed,
+        "source_digest": conversion.source_digest,
+    }
+    if conversion.extends:
+        before = open_dataset(folder.child(VERSIONS_FOLDER).child(conversion.extends).uri)
+        columns = columns.after(before)
+        files = [*before.files, *files]
+        max_labels = max(before.max_labels, max_labels)
+        origin["extends"] = conversion.extends
     return write_manifest(
         folder,
         columns,
-        files=[_shard_file(conversion, result) for result in written],
+        files=files,
         classes=conversion.classes,
-        max_labels=max(r.max_labels for r in written),
+        max_labels=max_labels,
         text_columns=conversion.settings.columns,
-        origin={"seed": conversion.settings.seed, "source_digest": conversion.source_digest},
+        origin=origin,
     )

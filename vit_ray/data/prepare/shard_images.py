@@ -17,7 +17,7 @@ from vit_ray.data.images.jpeg import size_of_jpeg
 from vit_ray.data.images.jpeg_headers import START
 from vit_ray.data.prepare.libjpeg_process import WARNINGS
 from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
-from vit_ray.data.prepare.sources.entries import IndexEntry
+from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
 
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
@@ -54,6 +54,8 @@ def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | 
 def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
     try:
         return entry.read()
+    except SourceChangedError:
+        raise
     except ValueError as error:
         return error
 

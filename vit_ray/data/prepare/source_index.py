@@ -6,7 +6,7 @@ Nobody ever reads it at random places: `shard_lists.py` draws it into another or
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +27,11 @@ from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
     IndexEntry,
     SourceUnit,
+    file_version,
     rejected,
     storable,
 )
-from vit_ray.data.prepare.sources.formats import class_names_in_file, index_unit
+from vit_ray.data.prepare.sources.formats import class_names_in_file, files_beside, index_unit
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_many_facts,
@@ -45,6 +46,8 @@ ENTRIES_AT_A_TIME: Final = 1 << 14
 """Rows of a row group of an index file, at most."""
 CHARACTERS_AT_A_TIME: Final = 16 << 20
 """After which one ends: captions, or lists of labels, may be long."""
+BY_CONTENT: Final = ("folder", "loose", "csv", "jsonl")
+"""Formats whose images are files of their own, so that the index says all that there is."""
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
@@ -64,6 +67,7 @@ class SourceIndex:
         bytes: of all images whose length is known, and of the fields that are passed through.
         unknown_lengths: entries of unknown length.
         repeated: rows whose key stands in an earlier row, sorted.
+        units: path and version of each unit, by its name.
     """
 
     parts: list[Location]
@@ -74,6 +78,7 @@ class SourceIndex:
     bytes: int
     unknown_lengths: int
     repeated: NDArray[np.int64]
+    units: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:
@@ -144,16 +149,10 @@ def build_index(
             f"the format {units[0].format}; leave it out"
         )
     units = [replace(unit, columns=tuple(columns), label_field=label_field) for unit in units]
-    done = {info.base_name for info in staging.list_files()}
-    missing = [unit for unit in units if _facts_name(unit) not in done]
-    run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
-    found = read_many_facts(staging.child(_facts_name(unit)) for unit in units)
-    facts = [_UnitFacts(**one) for one in found]
-    damages = [fact.damage for fact in facts if fact.damage]
-    if damages and not keep_damaged:
-        _forget_damaged(units, facts, staging)
-        raise ValueError(_advice(damages))
-    parts = [staging.child(_part_name(unit)) for unit in units]
+    facts = index_units(units, staging, num_cpus)
+    if not keep_damaged:
+        refuse_damage(units, facts, staging)
+    parts = [staging.child(IndexedUnit(unit).part_name) for unit in units]
     rows = [fact.rows for fact in facts]
     if not sum(rows):
         raise ValueError(
@@ -178,10 +177,62 @@ def build_index(
         sum(fact.bytes for fact in facts),
         sum(fact.unknown_lengths for fact in facts),
         find_repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
+        {
+            IndexedUnit(unit).name: (unit.path, fact.version)
+            for unit, fact in zip(units, facts, strict=True)
+        },
     )
 
 
-def _check_found(columns: Sequence[str], facts: list["_UnitFacts"]) -> None:
+def index_units(units: list[SourceUnit], staging: Location, num_cpus: float) -> list["UnitFacts"]:
+    """The facts of each unit; what is indexed in the staging folder, and has not changed, stays."""
+    done = {info.base_name for info in staging.list_files()}
+    known = [unit for unit in units if IndexedUnit(unit).facts_name in done]
+    facts = read_many_facts(staging.child(IndexedUnit(unit).facts_name) for unit in known)
+    then = {
+        IndexedUnit(unit).name: fact["version"] for unit, fact in zip(known, facts, strict=True)
+    }
+    now = versions_of(known, num_cpus)
+    missing = [
+        unit
+        for unit in units
+        if then.get(IndexedUnit(unit).name) != now.get(IndexedUnit(unit).name, "")
+    ]
+    run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
+    found = read_many_facts(staging.child(IndexedUnit(unit).facts_name) for unit in units)
+    return [UnitFacts(**one) for one in found]
+
+
+def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
+    """What each unit is now, by its name.
+
+    Args:
+        units: with their columns and label field, as they are indexed.
+    """
+    return dict(run_tasks(_named_version, units, num_cpus))
+
+
+def _named_version(unit: SourceUnit) -> tuple[str, str]:
+    what = f"looking at {unit.path}"
+    return IndexedUnit(unit).name, with_retries(lambda: _version_of(unit), what)
+
+
+def _version_of(unit: SourceUnit) -> str:
+    """That of an archive, and of the file beside it that names its classes.
+
+    Of a folder or a list of files it is what it says, so that one that was only touched has not
+    changed.
+    """
+    if unit.format in BY_CONTENT:
+        tally = _Tally(unit, "")
+        for entry in index_unit(unit, locate(unit.path)):
+            tally.add(entry)
+        return tally.content
+    files = [locate(unit.path), *filter(Location.exists, files_beside(unit))]
+    return " ".join(map(file_version, files))
+
+
+def _check_found(columns: Sequence[str], facts: list["UnitFacts"]) -> None:
     found = {name for fact in facts for name in fact.columns}
     if missing := [name for name in columns if name not in found]:
         raise ValueError(
@@ -190,40 +241,54 @@ def _check_found(columns: Sequence[str], facts: list["_UnitFacts"]) -> None:
         )
 
 
-def _forget_damaged(units: list[SourceUnit], facts: list["_UnitFacts"], staging: Location) -> None:
-    """So that a file that is mended meanwhile is indexed again."""
+def refuse_damage(units: list[SourceUnit], facts: list["UnitFacts"], staging: Location) -> None:
+    """Refuse archives that are damaged; one that is mended with equal size and time counts, too.
+
+    Raises:
+        ValueError: some are.
+    """
+    damages = [fact.damage for fact in facts if fact.damage]
     for unit, fact in zip(units, facts, strict=True):
         if fact.damage:
-            staging.child(_facts_name(unit)).delete()
+            staging.child(IndexedUnit(unit).facts_name).delete()
+    if damages:
+        shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
+        raise ValueError(
+            f"convert: {len(damages)} files of the source are damaged: {shown}. Replace them, or "
+            "set convert.keep_damaged_archives=true to take what stands before the damage"
+        )
 
 
-def _advice(damages: list[str]) -> str:
-    shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
-    return (
-        f"convert: {len(damages)} files of the source are damaged: {shown}. Get them anew, or set "
-        f"convert.keep_damaged_archives=true to take what stands before the damage."
-    )
+@dataclass(frozen=True)
+class IndexedUnit:
+    """A unit, and the names of what the staging folder has of it."""
 
+    unit: SourceUnit
 
-def _name(unit: SourceUnit) -> str:
-    """By its path, so that a restart finds what it needs though units have come or gone."""
-    name = f"{unit.path}#{unit.start}" if unit.start else unit.path
-    return f"index-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    @property
+    def name(self) -> str:
+        """By its path, so that a restart finds what it needs though units have come or gone."""
+        unit = self.unit
+        name = f"{unit.path}#{unit.start}" if unit.start else unit.path
+        return f"index-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
+    @property
+    def facts_name(self) -> str:
+        """Of its facts."""
+        return f"{self.name}.json"
 
-def _facts_name(unit: SourceUnit) -> str:
-    return f"{_name(unit)}.json"
-
-
-def _part_name(unit: SourceUnit) -> str:
-    return f"{_name(unit)}.parquet"
+    @property
+    def part_name(self) -> str:
+        """Of its index."""
+        return f"{self.name}.parquet"
 
 
 @dataclass
-class _UnitFacts:
+class UnitFacts:
     """What is kept of a unit beside its index.
 
     Attributes:
+        version: what it was when it was indexed, as `versions_of` gives it.
         kinds: of its labels, as `IndexEntry.label_kind`.
         declared: its class names, where it says them.
         columns: those that are passed through and that an image has.
@@ -231,6 +296,7 @@ class _UnitFacts:
     """
 
     path: str
+    version: str
     labels: list[str]
     kinds: list[str]
     declared: list[str] | None
@@ -249,18 +315,22 @@ class _UnitIndexer:
     def __call__(self, unit: SourceUnit) -> str:
         staging = locate(self.staging)
         facts = with_retries(lambda: self._index(staging, unit), f"indexing {unit.path}")
-        write_facts(staging.child(_facts_name(unit)), asdict(facts))
+        write_facts(staging.child(IndexedUnit(unit).facts_name), asdict(facts))
         return unit.path
 
-    def _index(self, staging: Location, unit: SourceUnit) -> _UnitFacts:
-        tally = _Tally(unit)
-        entries = map(tally.add, _until_damage(unit, staging.child(f"{_name(unit)}.bin")))
-        with parquet_output(staging.child(_part_name(unit)), INDEX_SCHEMA) as writer:
+    def _index(self, staging: Location, unit: SourceUnit) -> UnitFacts:
+        version = "" if unit.format in BY_CONTENT else _version_of(unit)
+        tally = _Tally(unit, version)
+        entries = map(
+            tally.add, _until_damage(unit, staging.child(f"{IndexedUnit(unit).name}.bin"))
+        )
+        with parquet_output(staging.child(IndexedUnit(unit).part_name), INDEX_SCHEMA) as writer:
             for piece in in_pieces(entries):
                 writer.write_table(entries_table(piece))
         declared = None if tally.damage else class_names_in_file(unit)
-        return _UnitFacts(
+        return UnitFacts(
             unit.path,
+            version or tally.content,
             sorted(tally.labels),
             sorted(tally.kinds),
             declared,
@@ -283,8 +353,9 @@ def _until_damage(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry | Dam
 class _Tally:
     """Counts the entries of one unit."""
 
-    def __init__(self, unit: SourceUnit) -> None:
-        self._unit = unit
+    def __init__(self, unit: SourceUnit, version: str) -> None:
+        self._unit, self._version = unit, version
+        self._content = 0
         self.damage: str | None = None
         self.labels: set[str] = set()
         self.kinds: set[str] = set()
@@ -298,6 +369,9 @@ class _Tally:
             self.damage = str(found)
             found = rejected(self._unit.path, self._unit.name, self.damage)
         entry = storable(found)
+        if entry.path == self._unit.path and self._version:
+            entry = replace(entry, version=self._version.partition(" ")[0])
+        self._content += content_of(entry)
         self.rows += 1
         self.digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
         if entry.problem is None:
@@ -309,6 +383,26 @@ class _Tally:
             self.unknown_lengths += entry.length < 0
             check_class_count(len(self.labels), self._unit.path)
         return entry
+
+    @property
+    def content(self) -> str:
+        """Digest of all entries, in whatever order."""
+        return content_text(self._content)
+
+
+def content_text(total: int) -> str:
+    """Of the sum of the digests of some entries."""
+    return f"{total % (1 << 128):032x}"
+
+
+def content_of(entry: IndexEntry) -> int:
+    """Digest of one entry; sums of them do not depend on their order."""
+    facts = (
+        entry.path, entry.key, entry.length, entry.labels, entry.extra, entry.problem,
+        entry.version,
+    )  # fmt: skip
+    digest = hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16)
+    return int.from_bytes(digest.digest())
 
 
 def in_pieces(entries: Iterable[IndexEntry]) -> Iterator[list[IndexEntry]]:

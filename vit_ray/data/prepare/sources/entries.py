@@ -14,6 +14,8 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
+from vit_ray import s3
+from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
 WHOLE_FILE: Final = -1
@@ -34,6 +36,7 @@ INDEX_SCHEMA: Final = pa.schema(
         ("labels", pa.large_list(pa.large_string())),
         ("problem", pa.large_string()),
         ("extra", pa.large_list(pa.large_string())),
+        ("version", pa.large_string()),
     ]
 )
 
@@ -50,6 +53,16 @@ class DamagedUnitError(ValueError):
 
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
+
+
+class SourceChangedError(ValueError):
+    """A file is another than the one that was indexed; no fault of one image."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} has changed since this conversion indexed it; run the same command again, "
+            "which indexes again what has changed"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,8 @@ class SourceUnit:
 class IndexEntry:
     """One image of a source. `problem` says why it cannot be used, before it is even read.
 
-    `extra` has the values of the unit's `columns`.
+    `extra` has the values of the unit's `columns`; `version` is that of the file at `path`, as
+    `file_version` gives it, where the index depends on what is in it.
     """
 
     path: str
@@ -94,6 +108,7 @@ class IndexEntry:
     problem: str | None = None
     label_kind: LabelKind = "text"
     extra: tuple[str | None, ...] = ()
+    version: str | None = None
 
     @property
     def extra_bytes(self) -> int:
@@ -111,16 +126,53 @@ class IndexEntry:
 
         Raises:
             ValueError: if the source says that this is no usable image, or it cannot be had.
+            SourceChangedError: the file is not the one that was indexed.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
         location = locate(self.path)
+        if self.version is not None:
+            return self._read_version(location, self.version)
         try:
             if self.offset == WHOLE_FILE:
                 return _read_file(location)
             return location.read_range(self.offset, self.length)
         except FileNotFoundError as error:
             raise ValueError(f"no such file: {self.path}") from error
+
+    def _read_version(self, location: Location, version: str) -> bytes:
+        is_whole = self.offset == WHOLE_FILE
+        try:
+            if not location.is_local:
+                _check_size(self.length)
+                part = {} if is_whole else {"offset": self.offset, "length": self.length}
+                what = f"reading {location.path}"
+                return with_retries(lambda: s3.read_if(location.path, version, **part), what)
+            content = (
+                _read_file(location) if is_whole else location.read_range(self.offset, self.length)
+            )
+            if file_version(location) == version:  # looked at last: it may change while it is read
+                return content
+        except (FileNotFoundError, FileExistsError):
+            pass
+        raise SourceChangedError(self.path)
+
+
+def file_version(location: Location) -> str:
+    """Size and time of the last change of a file, or the etag of an object.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    if not location.is_local:
+        what = f"looking at {location.path}"
+        return with_retries(lambda: s3.etag_of(location.path), what)
+    return stat_version(os.stat(location.path))
+
+
+def stat_version(status: os.stat_result) -> str:
+    """That of a file on a disk."""
+    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def rejected(path: str, key: str, problem: str) -> IndexEntry:

@@ -5,6 +5,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import replace
 
+from vit_ray import s3
 from vit_ray.data.prepare.sources.entries import (
     IMAGE_SUFFIXES,
     WHOLE_FILE,
@@ -13,11 +14,13 @@ from vit_ray.data.prepare.sources.entries import (
     is_hidden,
     rejected,
     relative,
+    stat_version,
 )
+from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
-_FileFound = tuple[str, int, str | None]
-"""Path, size in bytes, and why it is no image that can be read."""
+_FileFound = tuple[str, int, str, str | None]
+"""Path, size in bytes, version, and why it is no image that can be read."""
 
 
 def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
@@ -25,11 +28,13 @@ def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     location = locate(unit.path)
     label = unit.path.rsplit("/", 1)[-1]
     found = _walk(location.path, unit.folder) if location.is_local else _listed(location)
-    for path, size, problem in sorted(found):
+    for path, size, version, problem in sorted(found, key=lambda one: one[0]):
         key = relative(path, unit.folder)
         if is_hidden(key):
             continue
-        entry = IndexEntry(path, WHOLE_FILE, size, key, (label,), label_kind="name")
+        entry = IndexEntry(
+            path, WHOLE_FILE, size, key, (label,), label_kind="name", version=version
+        )
         yield entry if problem is None else replace(entry, length=0, labels=(), problem=problem)
 
 
@@ -52,8 +57,11 @@ def is_image_name(path: str) -> bool:
 
 
 def _listed(folder: Location) -> Iterator[_FileFound]:
-    for info in folder.list_files():
-        yield f"s3://{info.path}", info.size, None
+    bucket = folder.path.partition("/")[0]
+    listed = with_retries(lambda: s3.list_objects(folder.path), f"listing {folder.path}")
+    for found in listed:
+        if not found.key.endswith("/"):  # a marker of a folder
+            yield f"s3://{bucket}/{found.key}", found.size, found.etag, None
 
 
 def _walk(folder: str, root: str) -> Iterator[_FileFound]:
@@ -63,7 +71,7 @@ def _walk(folder: str, root: str) -> Iterator[_FileFound]:
     while waiting:
         path = waiting.pop()
         if _identity(path) in seen:
-            yield path, 0, "it is a link to a folder that is read already"
+            yield path, 0, "", "it is a link to a folder that is read already"
             continue
         seen.add(_identity(path))
         items = _items_in(path)
@@ -106,7 +114,7 @@ def _file(path: str) -> _FileFound:
     try:
         status = os.stat(path)
     except OSError as error:
-        return path, 0, f"it cannot be read: {error.strerror}"
+        return path, 0, "", f"it cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
-        return path, 0, "it is not a regular file"
-    return path, status.st_size, None
+        return path, 0, "", "it is not a regular file"
+    return path, status.st_size, stat_version(status), None

@@ -70,6 +70,11 @@ def class_names_in_file(unit: SourceUnit) -> list[str] | None:
     return declared(unit) if declared else None
 
 
+def files_beside(unit: SourceUnit) -> list[Location]:
+    """Files, there or not, that its index depends on and that are not its own."""
+    return [tfrecords.names_beside(unit)] if unit.format == "tfrecord" else []
+
+
 def list_units(source: str, format: Format = "auto", split: str | None = None) -> list[SourceUnit]:
     """The units of a source, in a fixed order.
 

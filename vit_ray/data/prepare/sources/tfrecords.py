@@ -119,12 +119,17 @@ def _entries(unit: SourceUnit) -> Iterator[tuple[IndexEntry, bytes]]:
             yield entry, record[first : first + entry.length]
 
 
+def names_beside(unit: SourceUnit) -> Location:
+    """Where the names of the classes may be."""
+    name = f"{unit.label_field or _LABEL_FIELDS[0]}.labels.txt"
+    return locate(unit.path.rpartition("/")[0]).child(name)
+
+
 def declared_classes(unit: SourceUnit) -> list[str] | None:
     """The names of a task of VTAB, or those beside a file; None where there are none."""
     if unit.label_field in VTAB_LABELS:
         return [str(label) for label in range(VTAB_LABELS[unit.label_field].num_classes)]
-    name = f"{unit.label_field or _LABEL_FIELDS[0]}.labels.txt"
-    location = locate(unit.path.rpartition("/")[0]).child(name)
+    location = names_beside(unit)
     if not location.exists():
         return None
     names = location.read().decode().splitlines()

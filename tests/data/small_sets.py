@@ -1,30 +1,30 @@
 """Data sets written without Ray, from rows that a test spells out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
 from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.storage import locate
 
 ROWS_PER_GROUP = 4
+CLASSES = ["cat", "dog", "emu"]
+SHARD = "part-00000-of-00001.parquet"
+Row = tuple[bytes, list[int], str]
 
 
-def write_set(
-    folder: Path,
-    rows: Sequence[tuple[str, Sequence[int]]],
-    classes: Sequence[str],
-    image: bytes = b"not an image",
+def _write(
+    folder: Path | str, shard: str, images: list[EncodedImage], classes: Sequence[str], rows: int
 ) -> Manifest:
-    """A set of one shard, with (key, labels) of each image."""
+    """A set of one shard, in row groups of so many rows."""
     location = locate(str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(location.child("part.parquet"), ROWS_PER_GROUP) as writer:
-        for key, labels in rows:
-            writer.add(EncodedImage(image, tuple(labels), key, 8, 8))
+    with ShardWriter(location.child(shard), rows) as writer:
+        for image in images:
+            writer.add(image)
     facts = writer.facts()
     count = len(facts.rows)
     columns = RowGroupColumns(
@@ -35,9 +35,68 @@ def write_set(
         {},
         np.array(facts.row_group_crc32, np.uint32),
     )
-    file = ShardFile("part.parquet", len(rows), facts.bytes, facts.footer_crc32)
-    most = max(len(labels) for _, labels in rows)
+    file = ShardFile(shard, len(images), facts.bytes, facts.footer_crc32)
+    most = max(len(image.labels) for image in images)
     write_manifest(
         location, columns, files=[file], classes=list(classes), max_labels=most, origin={}
     )
     return open_dataset(str(folder))
+
+
+def write_set(
+    folder: Path,
+    rows: Sequence[tuple[str, Sequence[int]]],
+    classes: Sequence[str],
+    image: bytes = b"not an image",
+) -> Manifest:
+    """A set of one shard, with (key, labels) of each image."""
+    folder.mkdir(parents=True, exist_ok=True)
+    images = [EncodedImage(image, tuple(labels), key, 8, 8) for key, labels in rows]
+    return _write(folder, "part.parquet", images, classes, ROWS_PER_GROUP)
+
+
+def write_rows(
+    folder: Path | str, labels: list[tuple[int, ...]], image_bytes: int = 40
+) -> Manifest:
+    """One shard of row groups of 3, with random bytes for images."""
+    random = np.random.default_rng(5)
+    images = [
+        EncodedImage(random.bytes(image_bytes), one, f"key {i}", 10, 20)
+        for i, one in enumerate(labels)
+    ]
+    return _write(folder, SHARD, images, CLASSES, rows=3)
+
+
+def flips(file: Path, bits_per_byte: int) -> Iterator[str]:
+    """Flips bits of a file one at a time, and names the flip; the file is whole again after it."""
+    whole = file.read_bytes()
+    random = np.random.default_rng(7)
+    for byte in range(len(whole)):
+        for bit in random.choice(8, bits_per_byte, replace=False):
+            changed = bytearray(whole)
+            changed[byte] ^= 1 << bit
+            file.write_bytes(changed)
+            yield f"bit {bit} of byte {byte} of {len(whole)} in {file.name}"
+    file.write_bytes(whole)
+
+
+def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
+    """Rows that a stream would use, by their number, and whether anything was refused."""
+    reader = RowGroupReader(manifest)
+    rows: dict[int, Row] = {}
+    is_refused = False
+    for group in range(manifest.num_row_groups):
+        try:
+            encoded = reader.read(group)
+        except ValueError:
+            is_refused = True
+            continue
+        for row in range(len(encoded.keys)):
+            number = int(manifest.first_samples[group]) + row
+            try:
+                image = encoded.image(row)
+            except ChangedImageError:
+                is_refused = True
+                continue
+            rows[number] = (image, encoded.labels_of(row).tolist(), encoded.key(row))
+    return rows, is_refused

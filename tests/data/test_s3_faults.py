@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.data.format.test_rot import SHARD, used_rows, write_rows
 from tests.data.pictures import write_class_folders
 from tests.data.prepare.conftest import one_by_one
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
-from tests.train.test_checkpoint import values, write
+from tests.data.small_sets import SHARD, used_rows, write_rows
+from tests.train.checkpoints import values, write_checkpoint
 from vit_ray import lock, retry, s3
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.convert import ConvertReport, convert
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
     run = locate(f"s3://b/{kind}-run")
 
     def write_and_open() -> None:
-        write(run, 7)
+        write_checkpoint(run, 7)
         requests, store.faults.path = store.faults.path, "none"
         check_newest(run.uri)
         run.delete()
@@ -170,7 +170,7 @@ def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
     store: FaultProxy, kind: str
 ) -> None:
     run = f"s3://b/{kind}-kept"
-    write(locate(run), 7)
+    write_checkpoint(locate(run), 7)
     at_each_request(store, f"/b/{kind}-kept/step", kind, lambda: check_newest(run))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.experiments.studies import study_row, study_tree
-from tests.train.test_checkpoint import position, write
+from tests.train.checkpoints import position, values, write_checkpoint
 from vit_ray.commands.study_plan import plan_study
 from vit_ray.config.schema import recipe_from_dict
 from vit_ray.experiments.branching import (
@@ -81,8 +81,6 @@ def long_run(trunk: Cell, step: int) -> None:
 
 
 def whole(step: int) -> dict[str, Any]:
-    from tests.train.test_checkpoint import values
-
     return {f"weight|{key}|0": tensor for key, tensor in values(step).items()}
 
 
@@ -121,7 +119,7 @@ def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_p
     short, trunk, *_ = cells(tmp_path)
     locate(short.recipe.run_folder).child(NOTE).write(b"a copy that was cut short")
     assert begin_branch(short, trunk, 80) == ""
-    write(locate(short.recipe.run_folder), 5)
+    write_checkpoint(locate(short.recipe.run_folder), 5)
     assert begin_branch(short, trunk, 80) == ""
 
 
@@ -134,7 +132,7 @@ def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_p
         f"{trunk.name} has no whole checkpoint of that step"
     ]
     assert begin_branch(short, trunk, 0, told.append) == ""  # a cool-down from the first step on
-    write(locate(short.recipe.run_folder), 5)  # it has begun so
+    write_checkpoint(locate(short.recipe.run_folder), 5)  # it has begun so
     long_run(trunk, 80)
     assert begin_branch(short, trunk, 80, told.append) == ""
     assert len(told) == 1

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.experiments.studies import Calls
+from tests.experiments.sweeps import outcome_of, swept, trained
 from tests.recipes import recipe_with
 from vit_ray.commands.tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments import retries, stage, sweep
+from vit_ray.experiments import stage, sweep
 from vit_ray.experiments.parent_run import _check_trainings
 from vit_ray.experiments.search_space import RATE, with_point
 from vit_ray.experiments.stage import Trained
@@ -161,44 +161,6 @@ def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
     drawing = ElementTree.fromstring(files["sweep/dev_accuracy.svg"])
     assert "learning rate" in "".join(drawing.itertext())
     assert "stopped early" in "".join(drawing.itertext())
-
-
-def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, Calls]:
-    """What a trial comes to whose attempts end so, and the events of the sweep."""
-    recorder = Calls()
-
-    def train(*_: Any, **__: Any) -> RunResult:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(stage, "answer", lambda *_: None)
-
-    def run_here(count: int, train: Any, **_: Any) -> list[Any]:
-        return [train(index, 0) for index in range(count)]
-
-    monkeypatch.setattr(stage, "run_trials", run_here)
-    children = SimpleNamespace(recorder=recorder)
-    parent: Any = SimpleNamespace(for_children=children, is_nested=False, child_tags={})
-    return parent, recorder
-
-
-def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
-    found = stage.Stage(whole, sweep.sweep_of(whole), [trial], "sweep_trial", parent).run()
-    assert found is not None
-    return found[0]
-
-
-def swept(folder: Path) -> Recipe:
-    return recipe_with(
-        "s",
-        output=str(folder),
-        init_from="x",
-        data={"eval": "y"},
-        sweep={"learning_rates": [0.1], "retries": 2, "max_concurrent": 1},
-    )
 
 
 def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from ray.util.state import list_actors
+
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
 from tests.recipes import small_recipe
@@ -30,3 +32,10 @@ def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
     driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
     return driver
+
+
+def worker_pids(head: Head) -> list[int]:
+    """Of all workers that train."""
+    filters = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    # By address: there may be other clusters on this machine.
+    return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]

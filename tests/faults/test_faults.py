@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from ray.util.state import list_actors
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
@@ -20,7 +19,7 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
-from tests.faults.runs import EVERY, STEPS, long_recipe, start
+from tests.faults.runs import EVERY, STEPS, long_recipe, start, worker_pids
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
@@ -31,12 +30,6 @@ from vit_ray.storage import locate
 from vit_ray.tracking.tracker import replay
 from vit_ray.train.checkpoint import folder_name
 from vit_ray.train.run_checkpoints import newest_checkpoint
-
-
-def worker_pids(head: Head) -> list[int]:
-    filters = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
-    # By address: there may be other clusters on this machine.
-    return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]
 
 
 def points_are_counted_once(recipe: Recipe) -> bool:

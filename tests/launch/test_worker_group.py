@@ -1,11 +1,9 @@
 """What becomes of a training when its lane ends, on lanes that are fake: no Ray."""
 
-import contextlib
 import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,44 +12,14 @@ from typing import Any
 import pytest
 import ray
 
+from tests.launch.lanes import CLUSTER, Lanes
 from tests.train.fakes import make_job
-from vit_ray.launch import lane, worker_group
+from vit_ray.launch import lane
 from vit_ray.launch.actor_calls import PROCESS_DIED
-from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
-from vit_ray.launch.worker_group import MOST_LANES, RunFailedError, run_workers
+from vit_ray.launch.worker_group import MOST_LANES, RunFailedError
 from vit_ray.outcomes import Failure
-
-CLUSTER = ClusterShape(1, 4, 0, 0.0)
-
-
-class Lanes:
-    """Ends of the trainings, one for each lane."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
-        self._ends, self.events = list(ends), []
-        monkeypatch.setattr(worker_group, "borrowed_lane", self._lane)
-        monkeypatch.setattr(worker_group, "answer", lambda reference, _: reference)
-
-    @contextlib.contextmanager
-    def _lane(self, *_: Any, **__: Any) -> Iterator[Any]:
-        yield SimpleNamespace(run=self._run)
-
-    def _run(self, *_: Any) -> None:
-        end = self._ends.pop(0)
-        if end is not None:
-            raise end
-
-    def train(self, folder: Path, failure: Failure | None = None) -> None:
-        nothing = SimpleNamespace(remote=lambda: None)
-        event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
-        job = make_job(folder)
-        recorder = SimpleNamespace(run_id=nothing, event=event)
-        recorder.failure = SimpleNamespace(remote=lambda: failure)
-        object.__setattr__(job, "recorder", recorder)
-        run_workers(job, {}, CLUSTER, use_gpu=False)
-        assert self._ends == []
 
 
 def test_a_training_whose_lane_is_lost_goes_on_in_another(

@@ -6,7 +6,8 @@ import contextlib
 import io
 import os
 
-from tests.jobs.test_recipes import RECIPES, ROOT, commands
+from tests.conftest import ROOT
+from tests.jobs.headers import RECIPES, commands
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.cli import run_recipe
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.data.format.test_rot import used_rows
+from tests.data.small_sets import used_rows
 from vit_ray.data import open_dataset
 from vit_ray.storage import locate
 from vit_ray.train.run_checkpoints import newest_verified_checkpoint

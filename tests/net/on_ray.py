@@ -17,11 +17,11 @@ from PIL import Image
 
 from tests.conftest import ROOT, Digits, Head
 from tests.data.pictures import picture
-from tests.end_to_end.runs import Driver, small_recipe, write_recipe
-from tests.faults.runs import STEPS, long_recipe, start
-from tests.faults.test_faults import worker_pids
+from tests.end_to_end.runs import Driver, write_recipe
+from tests.faults.runs import STEPS, long_recipe, start, worker_pids
 from tests.net.__main__ import write_part
 from tests.net.store import dump, plain
+from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.convert import convert
 from vit_ray.launch.run import train

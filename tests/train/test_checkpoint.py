@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit_ray.storage import Location, locate
+from tests.train.checkpoints import position, snapshots, values, write_checkpoint
+from vit_ray.storage import Location
 from vit_ray.train import checkpoint_format
 from vit_ray.train.checkpoint import (
-    Position,
-    Snapshot,
     folder_name,
     read_checkpoint,
     write_snapshot,
@@ -25,47 +24,11 @@ from vit_ray.train.checkpoint_format import (
     index_name,
 )
 from vit_ray.train.fragments import Fragment
-from vit_ray.train.progress import Progress
 from vit_ray.train.run_checkpoints import newest_checkpoint
-
-SHAPES = {"a": [3, 4], "b": [5]}
-
-
-def position(step: int) -> Position:
-    return Position(
-        Progress(step=step), applied_steps=step, samples_seen=8 * step, global_batch_size=8,
-        shapes=SHAPES, recipe={"name": "x"}, data_fingerprint="f",
-    )  # fmt: skip
-
-
-def values(step: int) -> dict[str, torch.Tensor]:
-    return {"a": torch.arange(12.0) + step, "b": torch.arange(5.0) - step}
-
-
-def snapshots(step: int) -> list[Snapshot]:
-    """Two ranks that own uneven parts of two parameters."""
-    a, b = values(step)["a"], values(step)["b"]
-    parts = [{"weight|a|0": a[:7]}, {"weight|a|7": a[7:], "weight|b|0": b}]
-    return [
-        Snapshot(rank, 2, {k: v.clone() for k, v in part.items()}, position(step))
-        for rank, part in enumerate(parts)
-    ]
-
-
-def write(run: Location, step: int, ranks: int = 2) -> Location:
-    folder = run.child(folder_name(step))
-    for snapshot in snapshots(step)[:ranks]:
-        write_snapshot(snapshot, folder)
-    return folder
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Location:
-    return locate(str(tmp_path / "run"))
 
 
 def test_what_was_written_is_read_back_whole(run: Location) -> None:
-    write(run, 3)
+    write_checkpoint(run, 3)
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.position == position(3)
@@ -77,7 +40,7 @@ def test_what_was_written_is_read_back_whole(run: Location) -> None:
 
 
 def test_fragments_of_any_cut_are_filled(run: Location) -> None:
-    write(run, 3)
+    write_checkpoint(run, 3)
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     target = torch.zeros(6)
@@ -87,7 +50,7 @@ def test_fragments_of_any_cut_are_filled(run: Location) -> None:
 
 
 def test_state_that_was_not_saved_is_an_error(run: Location) -> None:
-    write(run, 3)
+    write_checkpoint(run, 3)
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     target = torch.zeros(12)
@@ -115,7 +78,7 @@ def rewrite_index(folder: Location, rank: int, change: Callable[[dict], None]) -
 
 
 def test_the_marker_lists_every_file_with_its_size_and_checksum(run: Location) -> None:
-    files = files_of(write(run, 1))
+    files = files_of(write_checkpoint(run, 1))
     content = json.loads(files.pop(COMMIT))
     assert content["files"] == {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -179,7 +142,7 @@ def is_accepted(folder: Location) -> bool:
     "rank-00001-of-00002.json", "rank-00001-of-00002.safetensors",
 ])  # fmt: skip
 def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name: str) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     path = Path(folder.path) / name
     whole = path.read_bytes()
     for number, content in enumerate(mutations(whole, seed=len(name))):
@@ -194,7 +157,7 @@ def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name
     "rank-00001-of-00002.json.1a2b3c4d.tmp", "rank-00001-of-00002 (copy).json",
 ])  # fmt: skip
 def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: str) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     (Path(folder.path) / stray).write_text("{}")
     checkpoint = read_checkpoint(folder)
     checkpoint.verify()
@@ -215,7 +178,7 @@ def test_parts_that_do_not_cover_a_parameter_once_are_refused(
     def rename(index: dict) -> None:
         index["tensors"][key] = index["tensors"].pop("weight|a|7")
 
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     rewrite_index(folder, 1, rename)
     with pytest.raises(DamagedCheckpointError, match=told):
         read_checkpoint(folder)
@@ -225,7 +188,7 @@ def test_an_index_of_other_tensors_than_the_files_is_refused(run: Location) -> N
     def swap(index: dict) -> None:
         index["tensors"] = {"weight|b|0": 5, "weight|a|7": 5, "extra|a|0": 12}
 
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     rewrite_index(folder, 1, swap)
     with pytest.raises(DamagedCheckpointError, match="holds other tensors than its index says"):
         read_checkpoint(folder).weights()
@@ -240,7 +203,7 @@ def test_an_index_of_other_tensors_than_the_files_is_refused(run: Location) -> N
     lambda index: index.update(bytes="many"),
 ])  # fmt: skip
 def test_an_index_of_another_form_is_damaged(run: Location, change: Callable[[dict], None]) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     rewrite_index(folder, 0, change)
     with pytest.raises(DamagedCheckpointError):
         read_checkpoint(folder)
@@ -252,7 +215,7 @@ def test_another_format_is_refused_with_who_reads_it(
     run: Location, name: str, version: int, way_out: str
 ) -> None:
     """The first format had no marker, and a folder without one is otherwise half a checkpoint."""
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     if name != COMMIT:
         folder.child(COMMIT).delete()
     path = Path(folder.path) / name
@@ -268,7 +231,7 @@ def test_another_format_is_refused_with_who_reads_it(
 def test_a_disk_that_is_full_leaves_nothing_that_counts(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run, 1)
+    write_checkpoint(run, 1)
     plain = Location.write
 
     def full(self: Location, content: bytes) -> None:
@@ -278,14 +241,14 @@ def test_a_disk_that_is_full_leaves_nothing_that_counts(
 
     monkeypatch.setattr(Location, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        write(run, 2)
+        write_checkpoint(run, 2)
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     assert checkpoint.position.step == 1
 
 
 def test_a_marker_that_leaves_out_a_file_is_damaged(run: Location) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     marker = json.loads(folder.child(COMMIT).read())["files"]
     del marker["rank-00001-of-00002.safetensors"]
     files = {name: (facts["bytes"], facts["sha256"]) for name, facts in marker.items()}
@@ -298,7 +261,7 @@ def test_a_marker_that_leaves_out_a_file_is_damaged(run: Location) -> None:
 def test_a_position_that_is_no_good_is_damaged_when_it_is_to_be_committed(
     run: Location, content: str
 ) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     index = json.loads(folder.child(index_name(0, 2)).read())
     del index["position"]
     index |= json.loads(content)

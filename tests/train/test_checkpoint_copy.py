@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.test_checkpoint import SHAPES, position, values, write
+from tests.train.checkpoints import SHAPES, flip, position, values, write_checkpoint
 from vit_ray.storage import Location, locate
 from vit_ray.train.checkpoint import Position, folder_name
 from vit_ray.train.checkpoint_copy import copy_checkpoint
@@ -18,12 +18,7 @@ from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
 @pytest.fixture
 def source(tmp_path: Path) -> Location:
-    return write(locate(str(tmp_path / "long")), 3)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Location:
-    return locate(str(tmp_path / "short"))
+    return write_checkpoint(locate(str(tmp_path / "long")), 3)
 
 
 def renamed(it: Position) -> Position:
@@ -42,10 +37,7 @@ def test_the_copy_has_every_byte_of_the_tensors_and_the_position_that_it_is_give
 
 
 def test_what_is_damaged_is_not_copied(source: Location, run: Location) -> None:
-    file = Path(source.path) / "rank-00001-of-00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(source, "rank-00001-of-00002.safetensors")
     with pytest.raises(DamagedCheckpointError):
         copy_checkpoint(source, run.child(folder_name(3)), renamed)
     assert not is_committed(run.child(folder_name(3)))

@@ -11,7 +11,7 @@ import torch
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate
-from vit_ray.train import checkpoint_writer, run_checkpoints
+from vit_ray.train import checkpoint_writer
 from vit_ray.train.checkpoint import Position, Snapshot, evaluation_note, folder_name
 from vit_ray.train.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter
 from vit_ray.train.progress import Progress
@@ -60,16 +60,6 @@ class FullDisk:
         ranks = len(self.writers)
         for rank, writer in enumerate(self.writers):
             writer.write(snapshot(step, rank, ranks, **progress), folder_name(step))
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
-
-
-@pytest.fixture
-def run(tmp_path: Any) -> Location:
-    return locate(str(tmp_path / "run"))
 
 
 def steps(run: Location) -> list[int]:

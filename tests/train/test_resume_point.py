@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.checkpoints import flip
 from vit_ray import retry, storage
 from vit_ray.retry import RetryPolicy
 from vit_ray.storage import Location, locate
-from vit_ray.train import run_checkpoints
 from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
 from vit_ray.train.progress import Progress
 from vit_ray.train.resume_point import (
@@ -40,10 +40,7 @@ class Run:
         return folder
 
     def damage(self, step: int) -> None:
-        file = self.folder.child(folder_name(step)).child("rank-00000-of-00001.safetensors")
-        content = bytearray(file.read())
-        content[-1] ^= 1
-        file.write(bytes(content))
+        flip(self.folder.child(folder_name(step)), "rank-00000-of-00001.safetensors")
 
     def choose(self) -> ResumePoint:
         return choose_resume_point(
@@ -52,11 +49,6 @@ class Run:
 
     def steps(self) -> list[int]:
         return [step for step, _ in list_checkpoints(self.folder)]
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_checkpoint import snapshots, write
+from tests.train.checkpoints import flip, snapshots, write_checkpoint
 from vit_ray.storage import Location, locate
-from vit_ray.train import run_checkpoints
 from vit_ray.train.checkpoint import (
     folder_name,
     open_checkpoint,
@@ -28,25 +27,8 @@ from vit_ray.train.run_checkpoints import (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Location:
-    return locate(str(tmp_path / "run"))
-
-
 def names(run: Location) -> list[str]:
     return sorted(path.name for path in Path(run.path).iterdir())
-
-
-def flip(folder: Location, name: str = "rank-00000-of-00002.safetensors") -> None:
-    path = Path(folder.path) / name
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def ignore(_: str) -> None:
@@ -54,8 +36,8 @@ def ignore(_: str) -> None:
 
 
 def test_a_damaged_one_is_set_aside_whole_and_told_with_what_to_do(run: Location) -> None:
-    write(run, 1)
-    newest = write(run, 2)
+    write_checkpoint(run, 1)
+    newest = write_checkpoint(run, 2)
     flip(newest)
     before = {p.name: p.read_bytes() for p in Path(newest.path).iterdir()}
     told: list[str] = []
@@ -72,8 +54,8 @@ def test_a_damaged_one_is_set_aside_whole_and_told_with_what_to_do(run: Location
 
 
 def test_one_that_is_set_aside_and_repaired_counts_again(run: Location) -> None:
-    write(run, 1)
-    newest = write(run, 2)
+    write_checkpoint(run, 1)
+    newest = write_checkpoint(run, 2)
     flip(newest)
     newest_verified_checkpoint(run, ignore)
     aside = locate(newest.path + ".damaged")
@@ -85,9 +67,9 @@ def test_one_that_is_set_aside_and_repaired_counts_again(run: Location) -> None:
 
 
 def test_a_second_one_of_the_same_step_is_set_aside_beside_the_first(run: Location) -> None:
-    write(run, 1)
+    write_checkpoint(run, 1)
     for _ in range(3):
-        flip(write(run, 2))
+        flip(write_checkpoint(run, 2))
         newest_verified_checkpoint(run, ignore)
     assert names(run) == [
         "step-00000001",
@@ -98,8 +80,8 @@ def test_a_second_one_of_the_same_step_is_set_aside_beside_the_first(run: Locati
 
 
 def test_who_only_reads_changes_nothing(run: Location) -> None:
-    write(run, 1)
-    flip(write(run, 2))
+    write_checkpoint(run, 1)
+    flip(write_checkpoint(run, 2))
     assert find_weights(run.path).position.step == 1
     assert names(run) == ["step-00000001", "step-00000002"]
 
@@ -108,7 +90,7 @@ def test_who_only_reads_changes_nothing(run: Location) -> None:
 def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
     run: Location, lost: str
 ) -> None:
-    folder = write(run, 1)
+    folder = write_checkpoint(run, 1)
     path = Path(folder.path)
     if lost == "flipped":
         flip(folder)
@@ -126,15 +108,15 @@ def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
 
 
 def test_one_that_is_only_set_aside_still_holds_the_run_from_starting_over(run: Location) -> None:
-    flip(write(run, 1))
+    flip(write_checkpoint(run, 1))
     Path(run.path, "step-00000001").rename(Path(run.path, "step-00000001.damaged"))
     with pytest.raises(NoUsableCheckpointError, match="all of them have been set aside before"):
         newest_verified_checkpoint(run, ignore)
 
 
 def test_a_run_told_to_start_over_sets_everything_aside(run: Location) -> None:
-    flip(write(run, 1))
-    write(run, 2, ranks=1)
+    flip(write_checkpoint(run, 1))
+    write_checkpoint(run, 2, ranks=1)
     told: list[str] = []
     begin_without_checkpoint(run, told.append)
     assert names(run) == [NONE_YET, "step-00000001.damaged", "step-00000002.damaged"]
@@ -143,7 +125,7 @@ def test_a_run_told_to_start_over_sets_everything_aside(run: Location) -> None:
 
 
 def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
-    write(run, 1)
+    write_checkpoint(run, 1)
     with pytest.raises(ValueError, match="step-00000001 can be used"):
         begin_without_checkpoint(run, ignore)
     assert names(run) == ["step-00000001"]
@@ -151,7 +133,7 @@ def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
 
 def test_a_run_killed_in_its_first_save_starts_again_by_itself(run: Location) -> None:
     begin_without_checkpoint(run, ignore)
-    write(run, 1, ranks=1)
+    write_checkpoint(run, 1, ranks=1)
     told: list[str] = []
     assert newest_verified_checkpoint(run, told.append) is None
     assert names(run) == [NONE_YET, "step-00000001.damaged"]
@@ -161,8 +143,8 @@ def test_a_run_killed_in_its_first_save_starts_again_by_itself(run: Location) ->
 def test_a_read_that_fails_once_costs_no_checkpoint(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run, 1)
-    newest = write(run, 2)
+    write_checkpoint(run, 1)
+    newest = write_checkpoint(run, 2)
     plain, left = Location.read_range, [FileNotFoundError("gone?"), None]
 
     def flaky(self: Location, offset: int, length: int) -> bytes:
@@ -183,8 +165,8 @@ def test_a_read_that_fails_once_costs_no_checkpoint(
 def test_storage_that_stays_away_decides_nothing(
     run: Location, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    write(run, 1)
-    newest = write(run, 2)
+    write_checkpoint(run, 1)
+    newest = write_checkpoint(run, 2)
     plain = Location.read_range
 
     def away(self: Location, offset: int, length: int) -> bytes:
@@ -201,8 +183,8 @@ def test_storage_that_stays_away_decides_nothing(
 def test_one_that_is_being_removed_is_not_called_damaged(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run, 1)
-    gone = write(run, 2)
+    write_checkpoint(run, 1)
+    gone = write_checkpoint(run, 2)
     plain = Location.read_range
 
     def removed(self: Location, offset: int, length: int) -> bytes:
@@ -220,23 +202,23 @@ def test_one_that_is_being_removed_is_not_called_damaged(
 
 def test_pruning_keeps_the_newest_the_permanent_and_what_is_being_written(run: Location) -> None:
     for step in (1, 2, 3, 4):
-        write(run, step)
-    write(run, 5, ranks=1)
+        write_checkpoint(run, step)
+    write_checkpoint(run, 5, ranks=1)
     assert prune(run, keep_last=2, keep={1}) == [2]
     assert names(run) == [folder_name(step) for step in (1, 3, 4, 5)]
 
 
 def test_pruning_does_not_count_a_damaged_one(run: Location) -> None:
     for step in (1, 2, 3):
-        write(run, step)
+        write_checkpoint(run, step)
     flip(run.child(folder_name(3)))
     assert prune(run, keep_last=1) == [1]
     assert names(run) == ["step-00000002", "step-00000003"]
 
 
 def test_pruning_sets_old_halves_aside(run: Location) -> None:
-    write(run, 1, ranks=1)
-    write(run, 2)
+    write_checkpoint(run, 1, ranks=1)
+    write_checkpoint(run, 2)
     told: list[str] = []
     assert prune(run, keep_last=1, tell=told.append) == []
     assert names(run) == ["step-00000001.damaged", "step-00000002"]
@@ -244,14 +226,14 @@ def test_pruning_sets_old_halves_aside(run: Location) -> None:
 
 
 def test_what_a_crash_left_of_a_deletion_goes_with_the_next(run: Location) -> None:
-    write(run, 2)
+    write_checkpoint(run, 2)
     (Path(run.path) / "step-00000001.deleted").mkdir()
     prune(run, keep_last=1)
     assert names(run) == ["step-00000002"]
 
 
 def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
-    folder = write(run, 2)
+    folder = write_checkpoint(run, 2)
     assert find_weights(run.path).position.step == 2
     assert find_weights(folder.path).position.step == 2
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
@@ -332,7 +314,7 @@ def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
     rng = random.Random(seed)
     steps = range(1, 5)
     for step in steps:
-        write(run, step)
+        write_checkpoint(run, step)
         for _ in range(rng.choice([0, 0, 1, 3])):
             break_something(Path(run.path) / folder_name(step), rng)
     good = [s for s in steps if is_as_written(run.child(folder_name(s)), s)]
@@ -358,7 +340,7 @@ def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
 
 def is_as_written(folder: Location, step: int) -> bool:
     """By comparing every file that a rank writes with a fresh copy."""
-    fresh = write(locate(f"{folder.path}.fresh"), step)
+    fresh = write_checkpoint(locate(f"{folder.path}.fresh"), step)
     same = all(
         (Path(folder.path) / path.name).is_file()
         and (Path(folder.path) / path.name).read_bytes() == path.read_bytes()
@@ -372,7 +354,7 @@ def is_as_written(folder: Location, step: int) -> bool:
 
 def test_a_note_of_no_checkpoint_that_was_left_behind_goes_when_one_is_found(run: Location) -> None:
     begin_without_checkpoint(run, ignore)
-    only = write(run, 1)
+    only = write_checkpoint(run, 1)
     assert newest_verified_checkpoint(run, ignore) is not None
     flip(only)
     with pytest.raises(NoUsableCheckpointError):

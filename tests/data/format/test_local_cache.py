@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.data.format.test_rot import SHARD, used_rows, write_rows
+from tests.data.small_sets import SHARD, used_rows, write_rows
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format import local_cache

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.damage import broken_copy
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.format.row_groups import RowGroupReader
@@ -115,13 +116,6 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="not a manifest of vit_ray or is damaged"):
         open_dataset(str(tmp_path))
-
-
-def broken_copy(dataset: Manifest, folder: Path) -> tuple[Manifest, Path]:
-    """The data set with its files copied, and its first shard."""
-    for file in [*dataset.files, ShardFile("manifest.parquet", 0, 0, 0)]:
-        (folder / file.path).write_bytes((Path(dataset.root) / file.path).read_bytes())
-    return open_dataset(str(folder)), folder / dataset.files[0].path
 
 
 def test_a_missing_shard_is_named(dataset: Manifest, tmp_path: Path) -> None:

@@ -1,90 +1,28 @@
 """Every bit of a data set: flipped, it is found by verify, and before a row is used."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.small_sets import CLASSES, SHARD, flips, used_rows, write_rows
 from vit_ray import retry
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, ShardFile, write_manifest
-from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader, ShardReader
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import RowGroupReader, ShardReader
 from vit_ray.data.format.schema import MANIFEST_FILE
-from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
-from vit_ray.storage import locate
-
-Row = tuple[bytes, list[int], str]
-CLASSES = ["cat", "dog", "emu"]
-SHARD = "part-00000-of-00001.parquet"
-
-
-def write_rows(
-    folder: Path | str, labels: list[tuple[int, ...]], image_bytes: int = 40
-) -> Manifest:
-    """One shard of row groups of 3, with random bytes for images."""
-    random = np.random.default_rng(5)
-    location = locate(str(folder))
-    with ShardWriter(location.child(SHARD), rows_per_row_group=3) as writer:
-        for i, one in enumerate(labels):
-            writer.add(EncodedImage(random.bytes(image_bytes), one, f"key {i}", 10, 20))
-    facts = writer.facts()
-    groups = len(facts.rows)
-    columns = RowGroupColumns(
-        np.zeros(groups), np.arange(groups), np.array(facts.rows),
-        np.array(facts.row_group_bytes), {}, np.array(facts.row_group_crc32),
-    )  # fmt: skip
-    file = ShardFile(SHARD, sum(facts.rows), facts.bytes, facts.footer_crc32)
-    write_manifest(location, columns, files=[file], classes=CLASSES, max_labels=2, origin={})
-    return open_dataset(str(folder))
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Manifest:
     """Two row groups of three rows."""
     return write_rows(tmp_path / "small", [(0,), (1, 2), (2,), (1,), (0,), (2, 0)])
-
-
-def flips(file: Path, bits_per_byte: int) -> Iterator[str]:
-    """Flips bits of a file one at a time, and names the flip; the file is whole again after it."""
-    whole = file.read_bytes()
-    random = np.random.default_rng(7)
-    for byte in range(len(whole)):
-        for bit in random.choice(8, bits_per_byte, replace=False):
-            changed = bytearray(whole)
-            changed[byte] ^= 1 << bit
-            file.write_bytes(changed)
-            yield f"bit {bit} of byte {byte} of {len(whole)} in {file.name}"
-    file.write_bytes(whole)
-
-
-def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
-    """Rows that a stream would use, by their number, and whether anything was refused."""
-    reader = RowGroupReader(manifest)
-    rows: dict[int, Row] = {}
-    is_refused = False
-    for group in range(manifest.num_row_groups):
-        try:
-            encoded = reader.read(group)
-        except ValueError:
-            is_refused = True
-            continue
-        for row in range(len(encoded.keys)):
-            number = int(manifest.first_samples[group]) + row
-            try:
-                image = encoded.image(row)
-            except ChangedImageError:
-                is_refused = True
-                continue
-            rows[number] = (image, encoded.labels_of(row).tolist(), encoded.key(row))
-    return rows, is_refused
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.format.test_rot import flips
+from tests.data.small_sets import flips
 from vit_ray.data.format.schema import CHECKSUMS_FILE
 from vit_ray.data.format.sidecars import problems_of_sidecars, write_checksums
 from vit_ray.storage import locate

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_digits, load_sample_images
 
+from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
-from tests.data.stream.test_bad_rows import damage
 from vit_ray.data import open_dataset
 from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
 from vit_ray.data.prepare.convert import convert

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.data.format.test_rot import flips
+from tests.data.small_sets import flips
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_facts,

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.format.test_manifest import broken_copy
+from tests.data.damage import broken_copy
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare.verify import verify
 

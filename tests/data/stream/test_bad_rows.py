@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.format.test_manifest import broken_copy
+from tests.data.damage import broken_copy, damage
 from tests.data.stream.reading import read_training
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
@@ -17,18 +17,6 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.stream import bad_rows
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _RowGroupCache
-
-
-def damage(manifest: Manifest, group: int, rows: list[int]) -> None:
-    """Flip a byte in the middle of some images of a row group, on disk."""
-    encoded = RowGroupReader(manifest).read(group)
-    shard = Path(manifest.shard_location(group).path)
-    content = shard.read_bytes()
-    for row in rows:
-        image = encoded.images[row].as_py()
-        at = content.index(image) + len(image) // 2
-        content = content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
-    shard.write_bytes(content)
 
 
 def read_epoch(

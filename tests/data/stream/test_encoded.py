@@ -7,9 +7,8 @@ import pytest
 import ray
 import torch
 
-from tests.data.format.test_manifest import broken_copy
+from tests.data.damage import broken_copy, damage
 from tests.data.stream.reading import Batches, read_evaluation, read_training, streams_of
-from tests.data.stream.test_bad_rows import damage
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec

@@ -1,0 +1,45 @@
+"""Lanes that end as a test says."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.train.fakes import make_job
+from vit_ray.launch import worker_group
+from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.worker_group import run_workers
+from vit_ray.outcomes import Failure
+
+CLUSTER = ClusterShape(1, 4, 0, 0.0)
+
+
+class Lanes:
+    """Ends of the trainings, one for each lane."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
+        self._ends, self.events = list(ends), []
+        monkeypatch.setattr(worker_group, "borrowed_lane", self._lane)
+        monkeypatch.setattr(worker_group, "answer", lambda reference, _: reference)
+
+    @contextlib.contextmanager
+    def _lane(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(run=self._run)
+
+    def _run(self, *_: Any) -> None:
+        end = self._ends.pop(0)
+        if end is not None:
+            raise end
+
+    def train(self, folder: Path, failure: Failure | None = None) -> None:
+        nothing = SimpleNamespace(remote=lambda: None)
+        event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
+        job = make_job(folder)
+        recorder = SimpleNamespace(run_id=nothing, event=event)
+        recorder.failure = SimpleNamespace(remote=lambda: failure)
+        object.__setattr__(job, "recorder", recorder)
+        run_workers(job, {}, CLUSTER, use_gpu=False)
+        assert self._ends == []

@@ -67,16 +67,11 @@ def recipe_of(folder: Path, path: str, **model: Any) -> Recipe:
     rows = [(str(k), [k % 3]) for k in range(6)]
     data = write_set(folder / "set", rows, CLASSES).path
     return recipe_with(
-        "published",
-        output=str(folder / "runs"),
-        init_from=path,
-        model=model,
-        data={"train": data, "eval": data},
-        optim={"steps": 1},
+        "published", output=str(folder / "runs"), init_from=path, model=model,
+        data={"train": data, "eval": data}, optim={"steps": 1}, workers={"num_workers": 1},
         train={"global_batch_size": 2, "micro_batch_size": 2},
-        workers={"num_workers": 1},
         extract={"data": data, "path": str(folder / "features")},
-    )
+    )  # fmt: skip
 
 
 def prepared_by(recipe: Recipe) -> dict[str, PreparedRun]:

@@ -100,3 +100,14 @@ def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
                 continue
             rows[number] = (image, encoded.labels_of(row).tolist(), encoded.key(row))
     return rows, is_refused
+
+
+def keys_of(manifest: Manifest) -> list[str]:
+    """Keys of all rows in the order of their sample numbers."""
+    reader = RowGroupReader(manifest)
+    keys = []
+    for group in range(manifest.num_row_groups):
+        encoded = reader.read(group)
+        rows = range(int(manifest.rows[group]))
+        keys += [encoded.key(manifest.stored_row(group, row)) for row in rows]
+    return keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -104,3 +105,16 @@ def wait_until(condition: Callable[[], bool], driver: Driver, timeout_s: float =
             driver.process.kill()
             raise AssertionError(f"not in {timeout_s} s: {driver.wait()}")
         time.sleep(0.05)
+
+
+def submit(head: Head, working_dir: Path, *entrypoint: str, **variables: str) -> tuple[int, str]:
+    """Exit code and output of `ray job submit --working-dir ... -- ENTRYPOINT`."""
+    command = [
+        str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", head.dashboard,
+        "--working-dir", str(working_dir),
+        "--runtime-env-json", json.dumps({"env_vars": variables}), "--", *entrypoint,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=dict(os.environ), cwd=ROOT
+    )
+    return done.returncode, done.stdout + done.stderr

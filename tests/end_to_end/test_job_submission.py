@@ -1,26 +1,13 @@
 """`ray job submit --working-dir . -- python jobs/pretrain.py ...` on a running cluster."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tests.conftest import ROOT, Digits, Head
-from tests.end_to_end.runs import curve, runs_of, write_recipe
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
-
-
-def submit(head: Head, working_dir: Path, *entrypoint: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", head.dashboard,
-        "--working-dir", str(working_dir), "--", *entrypoint,
-    ]  # fmt: skip
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=dict(os.environ), cwd=ROOT
-    )
 
 
 @pytest.mark.slow
@@ -30,10 +17,11 @@ def test_a_submitted_job_ends_well_and_records_its_run(
     recipe = small_recipe("submitted", digits, tmp_path, optim={"steps": 8})
     path = str(write_recipe(recipe, tmp_path))
     commit = "VIT_RAY_GIT_COMMIT=0123abc"
-    done = submit(ray_head, working_dir, "env", commit, "python", "jobs/pretrain.py", path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "succeeded" in done.stdout
-    assert "first step:" in done.stdout
+    words = ("env", commit, "python", "jobs/pretrain.py", path)
+    code, output = submit(ray_head, working_dir, *words)
+    assert code == 0, output[-5000:]
+    assert "succeeded" in output
+    assert "first step:" in output
     (run,) = runs_of(recipe)
     assert MlflowClient(recipe.tracking.uri).get_run(run.info.run_id).info.status == "FINISHED"
     assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8]
@@ -44,14 +32,7 @@ def test_a_submitted_job_ends_well_and_records_its_run(
 def test_a_submitted_job_with_a_wrong_key_fails_with_the_reason(
     ray_head: Head, working_dir: Path
 ) -> None:
-    done = submit(
-        ray_head,
-        working_dir,
-        "python",
-        "jobs/pretrain.py",
-        "jobs/recipes/digits.yaml",
-        "train.zero=2",
-    )
-    assert done.returncode != 0
-    told = done.stdout + done.stderr
-    assert "unknown key train.zero; did you mean train.zero_stage?" in told
+    words = ("python", "jobs/pretrain.py", "jobs/recipes/digits.yaml", "train.zero=2")
+    code, output = submit(ray_head, working_dir, *words)
+    assert code != 0
+    assert "unknown key train.zero; did you mean train.zero_stage?" in output

@@ -1,19 +1,14 @@
 """Training from a bucket, with its checkpoints in a bucket, as submitted jobs."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Digits, Head
+from tests.conftest import Digits, Head
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
-from tests.end_to_end.runs import curve, runs_of, write_recipe
+from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
-from vit_ray.config import Recipe
 
 
 def environment(port: int) -> dict[str, str]:
@@ -26,19 +21,6 @@ def environment(port: int) -> dict[str, str]:
         "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
         "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
     }
-
-
-def submit(head: Head, recipe: Recipe, code: Path, folder: Path, variables: dict[str, str]) -> str:
-    command = [
-        str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", head.dashboard,
-        "--working-dir", str(code), "--runtime-env-json", json.dumps({"env_vars": variables}),
-        "--", "python", "jobs/pretrain.py", str(write_recipe(recipe, folder)),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=dict(os.environ), cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -59,9 +41,11 @@ def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
     )
     with serve_s3(buckets) as port:
         variables = {**environment(port), "HOME": str(tmp_path)}
-        submit(ray_head, first, working_dir, tmp_path, variables)
         second = first.with_changes(optim={"steps": 12})
-        output = submit(ray_head, second, working_dir, tmp_path, variables)
+        for recipe in (first, second):
+            job = ("python", "jobs/pretrain.py", str(write_recipe(recipe, tmp_path)))
+            code, output = submit(ray_head, working_dir, *job, **variables)
+            assert code == 0, output[-6000:]
     assert "resumed: from step 8" in output
     # By files: the server leaves the empty folders of deleted keys behind.
     shards = (buckets / "runs" / "all" / "on-s3").glob("step-*/*.safetensors")

@@ -45,10 +45,5 @@ def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
 
 def swept(folder: Path) -> Recipe:
     """One rate, tried three times at most."""
-    return recipe_with(
-        "s",
-        output=str(folder),
-        init_from="x",
-        data={"eval": "y"},
-        sweep={"learning_rates": [0.1], "retries": 2, "max_concurrent": 1},
-    )
+    section = {"learning_rates": [0.1], "retries": 2, "max_concurrent": 1}
+    return recipe_with("s", output=str(folder), init_from="x", data={"eval": "y"}, sweep=section)

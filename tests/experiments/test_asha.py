@@ -154,13 +154,10 @@ def in_turns(count: int, train: Any, *, scheduler: RememberedAsha, **_: Any) -> 
 
 def sweep_recipe(folder: Path) -> Recipe:
     return recipe_with(
-        "s",
-        output=str(folder),
-        data={"eval": "y"},
-        optim={"steps": 16},
+        "s", output=str(folder), data={"eval": "y"}, optim={"steps": 16},
         train={"averaging": 0.0},
         sweep={"scheduler": "asha", "grace_steps": 1, "max_concurrent": 4},
-    )
+    )  # fmt: skip
 
 
 RATES = (0.3, 0.1, 0.4, 0.2)

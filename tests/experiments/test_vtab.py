@@ -91,14 +91,11 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
         {"name": "dmlab", "group": "structured"},
     ]
     return recipe_with(
-        "v",
-        output=str(folder / "runs"),
-        init_from=str(folder / "weights.npz"),
-        model={"name": "ViT", "image_size": 32, **TINY_VIT},
-        optim={"steps": 2},
+        "v", output=str(folder / "runs"), init_from=str(folder / "weights.npz"),
+        model={"name": "ViT", "image_size": 32, **TINY_VIT}, optim={"steps": 2},
         train={"global_batch_size": 4, "micro_batch_size": 4},
         vtab={"data": str(folder / "vtab"), "tasks": tasks},
-    )
+    )  # fmt: skip
 
 
 class Record:

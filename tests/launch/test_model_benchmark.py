@@ -21,17 +21,12 @@ def recipe(tmp_path: Path) -> Recipe:
     other = {"label": "R", "model": {**SMALL, "patch_size": 3}}
     models = [{"label": "ViT small/4", "model": SMALL}, other]
     return recipe_with(
-        "cost",
-        output=str(tmp_path / "runs"),
-        train={"precision": "fp32"},
+        "cost", output=str(tmp_path / "runs"), train={"precision": "fp32"},
         tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "cost"},
         benchmark_models={
-            "models": models,
-            "image_sizes": [16, 17],
-            "max_batch_size": 2,
-            "timed_s": 1e-3,
+            "models": models, "image_sizes": [16, 17], "max_batch_size": 2, "timed_s": 1e-3,
         },
-    )
+    )  # fmt: skip
 
 
 def recorded(recipe: Recipe) -> dict[str, Any]:

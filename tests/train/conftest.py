@@ -1,4 +1,4 @@
-"""The folder of a run."""
+"""Folders of runs."""
 
 from pathlib import Path
 
@@ -12,6 +12,11 @@ from vit_ray.train import run_checkpoints
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is not whole is read again at once."""
     monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture

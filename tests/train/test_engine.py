@@ -50,11 +50,6 @@ def micro_configs(world: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
 def straight(folder: str) -> dict[int, Runs]:
     """5 steps by world size and config; checkpoints after 2 steps lie in the folder."""
     return {

@@ -74,11 +74,6 @@ def plain_losses() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
 def straight(folder: str) -> dict[int, dict[str, Run]]:
     return {
         world: run_ranks(world, straight_and_saved, configs, f"{folder}/{world}")[0]

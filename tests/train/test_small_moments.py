@@ -248,11 +248,6 @@ def resumed_of_wider(rank: int, configs: list[dict[str, Any]], folder: str) -> d
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture(scope="module")
 def straight(folder: str) -> dict[str, Run]:
     return run_ranks(WORLD, straight_of_wider, CONFIGS, folder)[0]
 

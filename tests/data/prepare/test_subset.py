@@ -4,23 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.subset import subset
-
-
-def keys_of(manifest: Manifest) -> list[str]:
-    """Keys of all rows in the order of their sample numbers."""
-    reader = RowGroupReader(manifest)
-    keys = []
-    for group in range(manifest.num_row_groups):
-        encoded = reader.read(group)
-        rows = range(int(manifest.rows[group]))
-        keys += [encoded.key(manifest.stored_row(group, row)) for row in rows]
-    return keys
 
 
 def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:

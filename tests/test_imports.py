@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vit_ray"
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {
-    "config", "storage", "retry", "s3", "lock", "outcomes", "ray_internals", "optional_imports",
-}  # fmt: skip
+EVERYONE = {"config", "storage", "retry", "s3", "lock", "outcomes", "optional_imports"}
+EVERYONE |= {"internals", "ray_internals", "mlflow_internals"}
 BELOW = {"train", "evaluate", "data", "report", "tracking", "models", "measure"}
 ALLOWED = {
     "__main__": {"commands"},
@@ -22,7 +21,7 @@ ALLOWED = {
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
     "launch": BELOW,
-    "train": {"evaluate", "models", "measure"},
+    "train": {"evaluate", "models", "measure", "deepspeed_internals"},
     "evaluate": {"models", "measure"},
     "data": {"measure"},
     "tracking": set(),
@@ -32,7 +31,10 @@ ALLOWED = {
     "config": set(),
     "storage": set(),
     "retry": set(),
+    "internals": set(),
     "ray_internals": set(),
+    "deepspeed_internals": set(),
+    "mlflow_internals": set(),
     "s3": set(),
     "optional_imports": set(),
     "outcomes": set(),

@@ -11,10 +11,11 @@ import importlib
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
+
+from vit_ray.internals import Internal
 
 if TYPE_CHECKING:
     from ray.data._internal.execution.execution_callback import (
@@ -56,21 +57,6 @@ VERSION: Final = "2.60"
 """Of Ray, for which all of this was read and tested."""
 _TRAIN: Final = "ray.train.v2._internal"
 _DATA: Final = "ray.data._internal.execution"
-
-
-@dataclass(frozen=True)
-class Internal:
-    """One private name of Ray, why it is used, and what is counted on."""
-
-    module: str
-    name: str
-    why: str
-    upstream: str
-    """Issue or pull request of ray-project/ray where it is discussed; empty = none is known."""
-    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Method, or "" for the name itself, to the parameters that it must have, in their order."""
-    attributes: tuple[str, ...] = ()
-    """Of an instance or of the class."""
 
 
 _POLICIES = "A run's own failure and scaling policies have no public place in Ray Train."

@@ -255,7 +255,7 @@ def test_a_server_without_the_call_is_asked_for_it_once(store, monkeypatch):
         asked.append(args)
         return SimpleNamespace(status_code=404)
 
-    monkeypatch.setattr(histories, "http_request", answer)
+    monkeypatch.setattr("mlflow.utils.rest_utils.http_request", answer)
     monkeypatch.setattr(histories, "CONNECTIONS", 1)
     store = client._tracking_client.store
     monkeypatch.setattr(store, "get_host_creds", lambda: None, raising=False)

@@ -21,33 +21,30 @@ import sqlalchemy as sa
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+from vit_ray.mlflow_internals import (
+    ALL_STEPS,
+    METRICS,
+    METRICS_COLUMNS,
+    METRICS_INDEX,
+    Record,
+    engine_of,
+    sample_of_server,
+    sample_of_store,
+)
 
 Curve = list[tuple[float, float]]
 """Steps, ascending and each once, and finite values."""
-Record = tuple[int, int, float]
-"""Step, milliseconds since the epoch and value. Of several of one step the greatest counts, as the
-latest value does for MLflow."""
 
 RUNS_A_REQUEST: Final = 5
 """Whose curves one request asks for."""
 ANSWER_S: Final = 60.0
 """Longest wait for them, longer than for others: a server reads every point to choose some."""
 CONNECTIONS: Final = 4
-# What MLflow's own pages ask (mlflow#11182); its Python client has no call for it as of 3.17.
-_BULK: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
-_NO_SUCH_CALL: Final = (404, 405, 501)
-# Without bounds SQLite takes the index of the primary key, and reads the points of every run.
-_ALL_STEPS: Final = (-(2**62), 2**62)
-_INDEX: Final = ["run_uuid", "key", "step"]
-_METRICS: Final = sa.table(
-    "metrics", *map(sa.column, ("run_uuid", "key", "step", "timestamp", "value", "is_nan"))
-)
-_STEP: Final = _METRICS.c.step
-_RECORD: Final = (_STEP, _METRICS.c.timestamp, _METRICS.c.value, _METRICS.c.is_nan)
-_OF_RUN: Final = sa.and_(
-    _METRICS.c.run_uuid == sa.bindparam("run_id"), _METRICS.c.key == sa.bindparam("key")
-)
+_METRICS: Final = sa.table(METRICS, *map(sa.column, METRICS_COLUMNS))
+_run, _key, _step, *_values = (_METRICS.c[name] for name in METRICS_COLUMNS)
+_RECORD: Final = (_step, *_values)
+_OF_RUN: Final = sa.and_(_run == sa.bindparam("run_id"), _key == sa.bindparam("key"))
 
 
 class Histories:
@@ -55,11 +52,9 @@ class Histories:
 
     def __init__(self, client: MlflowClient, *, is_server: bool) -> None:
         self._client = client
-        # The client has no public way to its store.
-        self._store: Any = client._tracking_client.store
         self._is_server = is_server
         self._has_bulk = is_server
-        engine = None if is_server else getattr(self._store, "engine", None)
+        engine = None if is_server else engine_of(client)
         with _errors_of_mlflow():
             self._engine: sa.Engine | None = engine if engine and _is_indexed(engine) else None
 
@@ -80,8 +75,7 @@ class Histories:
                     for record in _sampled(connection, {"run_id": run_id, "key": key}, most):
                         yield run_id, record
         elif not self._is_server:
-            held = self._store.get_metric_history_bulk_interval(run_ids, key, most, *_ALL_STEPS)
-            sample = [(m.run_id, (m.step, m.timestamp, m.value)) for m in held]
+            sample = sample_of_store(self._client, run_ids, key, most)
             yield from self._without_superseded(sample, key, most)
         else:
             starts = range(0, len(run_ids), RUNS_A_REQUEST)
@@ -92,18 +86,9 @@ class Histories:
 
     def _of_server(self, run_ids: Sequence[str], key: str, most: int) -> list[tuple[str, Record]]:
         if self._has_bulk:
-            start, end = _ALL_STEPS
-            asked = {"run_ids": run_ids, "metric_key": key, "max_results": most}
-            reply = http_request(  # type: ignore[no-untyped-call]
-                self._store.get_host_creds(),
-                _BULK,
-                "GET",
-                timeout=max(ANSWER_S, float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", 0))),
-                params={**asked, "start_step": start, "end_step": end},
-            )
-            if reply.status_code not in _NO_SUCH_CALL:
-                held = verify_rest_response(reply, _BULK).json().get("metrics", [])
-                sample = [(one["run_id"], _of_json(one)) for one in held]
+            limit_s = max(ANSWER_S, float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", 0)))
+            sample = sample_of_server(self._client, run_ids, key, most, limit_s)
+            if sample is not None:
                 return self._without_superseded(sample, key, most)
             self._has_bulk = False  # a proxy, or a managed server, without the pages' own calls
         return [(run_id, one) for run_id in run_ids for one in self._thinned(run_id, key, most)]
@@ -152,11 +137,6 @@ def _goes_back(sample: Sequence[Record], most: int) -> bool:
     return len(sample) >= most and times != sorted(times)
 
 
-def _of_json(metric: dict[str, Any]) -> Record:
-    """What is 0 may be left out."""
-    return int(metric.get("step", 0)), int(metric.get("timestamp", 0)), float(metric["value"])
-
-
 def _curve(records: Iterable[Record]) -> Curve:
     last = {step: value for step, _, value in sorted(records)}
     return [(float(s), float(v)) for s, v in last.items() if is_finite(v)]
@@ -176,8 +156,10 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
 
 def _is_indexed(engine: sa.Engine) -> bool:
     """Whether the schema is of an MLflow that indexes the points of a run, as 3.17 does."""
-    indices = sa.inspect(engine).get_indexes("metrics")
-    return any(index["column_names"][: len(_INDEX)] == _INDEX for index in indices)
+    indices = sa.inspect(engine).get_indexes(METRICS)
+    return any(
+        tuple(index["column_names"][: len(METRICS_INDEX)]) == METRICS_INDEX for index in indices
+    )
 
 
 def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[Record]:
@@ -207,10 +189,10 @@ def _records(rows: Iterable[Any]) -> list[Record]:
     return [(step, at, float("nan") if is_nan else value) for step, at, value, is_nan in rows]
 
 
-_IN_ORDER: Final = (_OF_RUN, _STEP.between(*_ALL_STEPS))
-_BEGINNING: Final = sa.select(*_RECORD).where(*_IN_ORDER).order_by(_STEP)
-_STEPS: Final = sa.select(_STEP).where(*_IN_ORDER).order_by(_STEP)
-_LAST: Final = sa.select(sa.func.max(_STEP)).where(_OF_RUN)
+_IN_ORDER: Final = (_OF_RUN, _step.between(*ALL_STEPS))
+_BEGINNING: Final = sa.select(*_RECORD).where(*_IN_ORDER).order_by(_step)
+_STEPS: Final = sa.select(_step).where(*_IN_ORDER).order_by(_step)
+_LAST: Final = sa.select(sa.func.max(_step)).where(_OF_RUN)
 
 
 @functools.cache
@@ -220,7 +202,7 @@ def _first_from_each(count: int) -> sa.CompoundSelect[Any]:
 
 
 def _first_from(name: str) -> sa.Select[Any]:
-    wanted = sa.select(sa.func.min(_STEP)).where(_OF_RUN, _METRICS.c.step >= sa.bindparam(name))
+    wanted = sa.select(sa.func.min(_step)).where(_OF_RUN, _step >= sa.bindparam(name))
     step = wanted.correlate(None).scalar_subquery()
     # SQLite would look for `step = ` by the index of the primary key, and read every run's points.
-    return sa.select(*_RECORD).where(_OF_RUN, _STEP.between(step, step))
+    return sa.select(*_RECORD).where(_OF_RUN, _step.between(step, step))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
+from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
@@ -208,7 +209,7 @@ class RunWriter:
         several threads, so a killed attempt may have lost some of them before its last.
         """
         found: dict[str, SeenSteps] = {}
-        for latest in run.data.to_proto().metrics:
+        for latest in latest_points(run):
             if latest.key.startswith("system/"):  # of MLflow's own sampler
                 continue
             if latest.key.endswith(NONFINITE):

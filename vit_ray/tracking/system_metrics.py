@@ -9,6 +9,7 @@ import logging
 import threading
 from typing import Any, Final
 
+from vit_ray.mlflow_internals import is_sampling
 from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import absolute_uri, open_client, redact_uri
 
@@ -67,6 +68,6 @@ class SystemMetrics:
             tracking_uri=self._uri,
         )
         monitor.start()
-        while monitor._process.is_alive() and not self._ends.wait(self._interval_s):
+        while is_sampling(monitor) and not self._ends.wait(self._interval_s):
             pass
         monitor.finish()

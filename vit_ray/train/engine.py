@@ -1,8 +1,8 @@
 """The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
 
 The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per
-global batch, and `predict`. Everything that depends on the stage stays in this file and
-`fragments.py`.
+global batch, and `predict`. Everything that depends on the stage stays in this file, in
+`fragments.py` and in `deepspeed_internals.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import gc
 import importlib
 import io
-import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.deepspeed_internals import (
+    compile_backend,
+    import_deepspeed,
+    keep_host_ahead,
+    keep_norms_on_device,
+    round_norms_alike,
+    sum_no_gradients,
+    watch_norm,
+)
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
-from vit_ray.optional_imports import hide_modules
 from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
 from vit_ray.train.compiling import compile_model, compile_s
 from vit_ray.train.fragments import (
@@ -325,18 +331,17 @@ class DeepSpeedEngine:
                 dist_init_required=False,
             )
         if self.stage:
-            guard.watch_zero(engine.optimizer)
+            watch_norm(engine.optimizer, guard.note_norm)
             if self._train.offload:
-                _round_norms_alike(engine.optimizer, self.stage, device)
+                round_norms_alike(engine.optimizer, self.stage, device)
             else:  # with offload the host reads gradients
-                _keep_host_ahead(engine.optimizer, self.stage)
+                keep_host_ahead(engine.optimizer, self.stage)
                 if self.stage == 3:
-                    _keep_norms_on_device(engine.optimizer)
+                    keep_norms_on_device(engine.optimizer)
         else:
-            engine.enable_backward_allreduce = False  # the optimizer sums gradients by itself
+            sum_no_gradients(engine)
         if self._train.compiles(torch.cuda.is_available()):
-            backend = deepspeed.accelerator.get_accelerator().get_compile_backend()
-            compile_model(model, backend, may_fail=self._train.compile == "auto")
+            compile_model(model, compile_backend(), may_fail=self._train.compile == "auto")
         return engine
 
 
@@ -349,121 +354,6 @@ def warm_up_process() -> None:
     import_deepspeed()
     importlib.import_module("torch._dynamo")  # by the first step of any optimizer
     gc.freeze()
-
-
-def import_deepspeed() -> Any:
-    """DeepSpeed, quiet and without what it would only need elsewhere; takes a second or more."""
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with hide_modules("mlflow"):  # its autotuner's, which takes longer to import than DeepSpeed
-        import deepspeed
-    # Importing it resets the level of its own logger.
-    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-    # None of its own kernels are called. Asked for the list, it would try compilers and devices for
-    # each of them, and then compile one for 25 s that only inference calls (0.19.8).
-    deepspeed.ops.__compatible_ops__ = {}
-    _import_muon_uncompiled()
-    _leave_steps_to_the_device()
-    return deepspeed
-
-
-def _import_muon_uncompiled() -> None:
-    """An optimizer that DeepSpeed asks every other one to differ from.
-
-    It would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB (0.19.8).
-    """
-    from deepspeed.runtime import compiler
-
-    compile_of_deepspeed = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        with contextlib.suppress(ImportError):  # where it is not, nothing loads the compiler
-            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        compiler.compile = compile_of_deepspeed
-
-
-def _leave_steps_to_the_device() -> None:
-    """Have ZeRO ask nothing of a norm, and bf16 take the optimizers that fp32 takes (0.19.8).
-
-    `StepGuard` refuses what is not finite. For bf16 at stage 1 DeepSpeed would choose an optimizer
-    that all-reduces after the backward pass, and at stage 0 one that steps tensor by tensor.
-    """
-    from deepspeed.runtime import engine
-    from deepspeed.runtime.zero import stage3, stage_1_and_2
-
-    def choose(self: Any, _: Any) -> str | None:
-        return engine.ZERO_OPTIMIZATION if self.zero_optimization() else None
-
-    engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
-    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
-    # It would copy a number to the device for each group of weights; what combines their norms
-    # takes those that are not finite as they are.
-    stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
-
-
-def _keep_host_ahead(zero: Any, stage: int) -> None:
-    """Let the device's stream, not the host, wait for the sums that run beside a backward pass.
-
-    With overlap, DeepSpeed 0.19.8 has the host wait after every pass, which leaves the device idle
-    until the next is handed out: for all of the device at stages 1 and 2, and at stage 3 for the
-    stream of the sums. Other waits of stage 3 stay: they bound the memory of what is under way.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, plain = get_accelerator(), zero.independent_gradient_partition_epilogue
-    sums = zero.reduce_and_partition_stream if stage == 3 else zero.reduction_stream
-    if sums is None:  # on a CPU
-        return
-    waits = sums if stage == 3 else accelerator
-
-    def epilogue() -> None:
-        waits.synchronize = lambda: accelerator.current_stream().wait_stream(sums)
-        try:
-            plain()
-        finally:
-            del waits.synchronize
-
-    zero.independent_gradient_partition_epilogue = epilogue
-
-
-def _round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
-    """Have the norm of offloaded gradients be that of gradients on the device, to the last bit.
-
-    Of the same squares DeepSpeed 0.19.8 takes the root by Python where the optimizer is offloaded,
-    and else by torch, whose root in fp32 differs in the last bit of one in seven; under stage 3 it
-    adds them up in fp32 there and in fp64 here. What is clipped by that norm differs everywhere.
-    """
-
-    def complete(parameters: list[nn.Parameter]) -> Tensor:
-        kept, keys = zero.norm_for_param_grads, map(zero.get_param_id, parameters)
-        norms = [torch.zeros((), dtype=torch.float64, device=device)]
-        norms += [kept[key].to(device) for key in keys if key in kept]
-        return _norm_over_ranks(norms[1:] or norms, stage).cpu()
-
-    zero.complete_grad_norm_calculation_for_cpu_offload = complete
-
-
-def _keep_norms_on_device(zero: Any) -> None:
-    """Have stage 3 measure norms without the host waiting for the device.
-
-    DeepSpeed 0.19.8 copies a number to the device for each group of weights, to put it in the place
-    of a norm that is not finite. What combines the groups' norms takes those as they are.
-    """
-
-    def norm(gradients: list[Tensor], _: list[nn.Parameter]) -> Tensor:
-        return _norm_over_ranks([gradient.double().norm(2.0) for gradient in gradients], stage=3)
-
-    zero.get_grad_norm_direct = norm
-
-
-def _norm_over_ranks(norms: list[Tensor], stage: int) -> Tensor:
-    """Of this rank's norms and all others', in the precision in which the stage adds them up."""
-    precision = torch.float64 if stage == 3 else torch.float32
-    squares = torch.stack(norms).pow(2.0).sum().to(precision)
-    torch.distributed.all_reduce(squares)
-    return squares.pow(0.5)
 
 
 def deepspeed_config(

@@ -3,15 +3,6 @@
 A `Fragment` is a run of consecutive elements of one parameter, with the fp32 master weights and
 the optimizer state of those elements as views into the engine's own memory. Checkpoints,
 averaging and weight exchange work on fragments, and so on any stage and any number of workers.
-
-DeepSpeed's public `safe_get_*` and `safe_set_*` functions are not used (0.19.8). Those of whole
-parameters all-reduce a zero-filled fp32 copy of each parameter, where a fragment costs nothing;
-under ZeRO 3 the setters read past the end of a parameter that the ranks do not divide. Those of
-local partitions exist for ZeRO 3 alone, return copies instead of views where the optimizer is
-offloaded, and count padding as values. None knows ZeRO 0, and none tells where a partition starts.
-So the addresses are read from the attributes that those functions read themselves, each in the
-function of its stage below; `tests/train/test_deepspeed_internals.py` names what is gone or
-renamed in another version, and the tests of the engine pair every stage with every other.
 """
 
 from __future__ import annotations
@@ -23,6 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vit_ray.deepspeed_internals import (
+    flat_groups,
+    forget_gathered,
+    place_in_stage_1_or_2,
+    place_in_stage_3,
+    shard_of,
+)
 
 State = dict[Any, dict[str, Any]]
 
@@ -59,10 +58,8 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
         names: each trained parameter of the module and its name.
     """
     stage = engine.zero_optimization_stage()
-    if stage == 3:
-        return list(_stage3_fragments(engine, names))
-    if stage in (1, 2):
-        return list(_stage12_fragments(engine, names))
+    if stage:
+        return list(_zero_fragments(engine, names, stage))
     return list(_replicated_fragments(engine, names))
 
 
@@ -123,33 +120,16 @@ def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterat
         yield Fragment(name, 0, owner.data.view(-1), owner, 0)
 
 
-def _stage12_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
-    optimizer = engine.optimizer
-    # DeepSpeed 0.19.8: the optimizer state is kept under the flat group, which no function gives.
-    flat_groups = optimizer.single_partition_of_fp32_groups
+def _zero_fragments(engine: Any, names: dict[nn.Parameter, str], stage: int) -> Iterator[Fragment]:
     for parameter, name in names.items():
-        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:
-            continue
-        owner = flat_groups[mapping.param_group_index]
-        address = mapping.hp_fragment_address
-        weight = owner.data.narrow(0, address.start, address.numel)
-        start = mapping.lp_fragment_address.start
-        yield Fragment(name, start, weight, owner, address.start)
-
-
-def _stage3_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
-    optimizer = engine.optimizer
-    rank = engine.global_rank
-    # DeepSpeed 0.19.8: `safe_get_local_fp32_param` reads these too, and keeps the offset to itself.
-    for parameter, name in names.items():
-        group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        owner = optimizer.fp32_partitioned_groups_flat[group]
-        start = rank * per_rank
-        # The last ranks' partitions are padded past the end of the parameter.
-        real = min(per_rank, parameter.ds_numel - start)  # type: ignore[attr-defined]
-        if real > 0:
-            yield Fragment(name, start, owner.data.narrow(0, offset, real), owner, offset)
+        place = (
+            place_in_stage_3(engine.optimizer, parameter, engine.global_rank)
+            if stage == 3
+            else place_in_stage_1_or_2(engine.optimizer, parameter)
+        )
+        if place is not None:
+            weight = place.owner.data.narrow(0, place.offset, place.size)
+            yield Fragment(name, place.start, weight, place.owner, place.offset)
 
 
 def optimizer_state(engine: Any) -> State:
@@ -167,11 +147,7 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
 def stepped_tensors(engine: Any) -> list[Tensor]:
     """What the optimizer steps, in an order that is the same on all ranks."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 3:
-        return list(optimizer.fp32_partitioned_groups_flat)
-    if stage in (1, 2):
-        return list(optimizer.single_partition_of_fp32_groups)
-    return list(optimizer.masters.values())
+    return flat_groups(optimizer, stage) if stage else list(optimizer.masters.values())
 
 
 def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[list[str]]:
@@ -219,12 +195,10 @@ def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) ->
         new: fp32 values of the fragments that this rank owns.
     """
     if engine.zero_optimization_stage() == 3:
-        # A forward pass leaves parameters gathered, and the next would not see the change.
-        engine.empty_partition_cache()
-        # DeepSpeed 0.19.8: `safe_set_*` write masters alone, and `zero.GatheredParameters` sends
-        # whole parameters from one rank; what a rank owns is its own `ds_tensor`.
+        forget_gathered(engine)  # the next forward pass would not see the change
+        # `zero.GatheredParameters` would send whole parameters from one rank.
         for parameter, name in names.items():
-            shard = parameter.ds_tensor.data  # type: ignore[attr-defined]
+            shard = shard_of(parameter)
             base = engine.global_rank * shard.numel()
             for start, values in new.get(name, []):
                 shard.narrow(0, start - base, values.numel()).copy_(values)

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented; not in __all__
+
+from vit_ray.deepspeed_internals import destroy_process_groups
 
 _LINEAR: Final = torch.nn.functional.linear
 
@@ -80,10 +82,7 @@ def joined_process_group(
 
 def leave_process_group() -> None:
     """Destroy the group, and what libraries keep of it and of the models that it trained."""
-    deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
-    if deepspeed is not None and deepspeed.cdb is not None:
-        deepspeed.destroy_process_group()  # its own clones of the world group too
-        deepspeed.cdb = None  # it would keep using a destroyed communicator (0.19.8)
+    destroy_process_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     # ZeRO 3 puts its own in place (0.19.8), whose sums are taken in another order.

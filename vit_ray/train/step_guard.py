@@ -7,7 +7,6 @@ device stands idle. torch's fused optimizers take the answer on the device, as a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +29,3 @@ class StepGuard:
         self.norm = norm
         self.refused = self._optimizer.found_inf = (~torch.isfinite(norm)).float()
         self.refused_steps += self.refused
-
-    def watch_zero(self, zero: Any) -> None:
-        """Note the norm that DeepSpeed's optimizer of stage 1, 2 or 3 measures in its steps."""
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        if hasattr(zero, "scaled_global_norm"):
-            zero.scaled_global_norm = self._noted(zero.scaled_global_norm, lambda norm: norm)
-        else:
-            zero._get_norm_groups = self._noted(zero._get_norm_groups, combine_grad_norm_groups)
-
-    def _noted(self, measure: Callable[[], Any], as_norm: Callable[[Any], Tensor]) -> Any:
-        def measured() -> Any:
-            found = measure()
-            self.note_norm(as_norm(found))
-            return found
-
-        return measured

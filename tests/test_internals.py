@@ -1,0 +1,81 @@
+"""Private names of libraries are there, in the doors alone: run first on a new version."""
+
+import ast
+import importlib
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.test_imports import MODULES, PACKAGE, imported
+from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
+from vit_ray.internals import Internal
+
+DOORS = {"ray": ray_internals, "deepspeed": deepspeed_internals, "mlflow": mlflow_internals}
+ENTRIES = [
+    pytest.param(entry, id=f"{entry.module}.{entry.name}")
+    for door in DOORS.values()
+    for entry in door.INTERNALS
+]
+PUBLIC_MODULES = {"mlflow.entities", "mlflow.exceptions", "mlflow.tracking"}
+# Attributes of the doors' entries that are names of other things, too.
+COMMON = {"engine", "key", "name", "numel", "start", "step", "store", "timestamp", "value"}
+
+
+@pytest.mark.parametrize(("library", "door"), DOORS.items())
+def test_a_library_is_of_the_version_that_its_door_was_written_for(
+    library: str, door: ModuleType
+) -> None:
+    assert version(library).rpartition(".")[0] == door.VERSION
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_name_is_there_with_what_is_expected_of_it(entry: Internal) -> None:
+    module = importlib.import_module(entry.module)
+    found = getattr(module, entry.name) if entry.name else module
+    for method, parameters in entry.parameters.items():
+        target = getattr(found, method) if method else found
+        names = tuple(inspect.signature(target).parameters)
+        assert tuple(n for n in names if n != "_ray_trace_ctx") == parameters, method
+    for attribute in entry.attributes:
+        is_there = hasattr(found, attribute) or attribute in getattr(found, "__annotations__", ())
+        assert is_there or f"self.{attribute} =" in inspect.getsource(found), attribute
+    for expression in entry.source:
+        owner = module if not inspect.isclass(found) else found
+        assert expression in inspect.getsource(owner), expression
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_it_is_said_why(entry: Internal) -> None:
+    assert entry.why.endswith(".")
+    assert entry.upstream == "" or entry.upstream.removeprefix("#").isdigit()
+
+
+def private_attributes() -> set[str]:
+    """Of the entries of DeepSpeed and MLflow, with their methods."""
+    entries = [*deepspeed_internals.INTERNALS, *mlflow_internals.INTERNALS]
+    names = {name for e in entries for name in (*e.attributes, *e.parameters) if name}
+    named = {line.partition(".")[2].removesuffix(" =") for e in entries for line in e.source}
+    return {n for n in names | named if n.isidentifier() and not n.startswith("__")} - COMMON
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone(path: Path) -> None:
+    door = path.name.removesuffix("_internals.py")
+    names = {name for name in imported(path) if name.split(".")[0] in DOORS}
+    if door != "deepspeed":
+        assert not {name for name in names if name.split(".")[0] == "deepspeed"}
+    if door != "mlflow":
+        mlflow = {name for name in names if name.split(".")[0] == "mlflow"}
+        sampler = {"mlflow.system_metrics.system_metrics_monitor"}  # whose type has no other place
+        assert mlflow <= PUBLIC_MODULES | (sampler if path.name == "mlflow_api.py" else set())
+    if door not in DOORS:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        used = {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
+        }
+        assert not used & private_attributes()

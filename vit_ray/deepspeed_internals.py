@@ -1,0 +1,325 @@
+"""Every private name of DeepSpeed that this project uses, and nothing else uses one.
+
+Each is here because no public name of DeepSpeed 0.19 serves; a test finds every one. The functions
+below are all that touches them: quiet imports, the norm and the waits of a step, and where each
+ZeRO stage keeps master weights and optimizer state.
+
+The public `safe_get_*` and `safe_set_*` functions do not serve. Those of whole parameters
+all-reduce a zero-filled fp32 copy of each parameter, where reading a part costs nothing; under
+ZeRO 3 the setters read past the end of a parameter that the ranks do not divide. Those of local
+partitions exist for ZeRO 3 alone, return copies instead of views where the optimizer is offloaded,
+and count padding as values. None knows ZeRO 0, and none says where a partition starts. So the
+addresses are read from the attributes that those functions read themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.internals import Internal
+from vit_ray.optional_imports import hide_modules
+
+VERSION: Final = "0.19"
+"""Of DeepSpeed, for which all of this was read and tested."""
+_ZERO: Final = "deepspeed.runtime.zero"
+_SHARDS: Final = "Checkpoints and averages work on views of the part that a rank holds."
+_NORM: Final = "Steps refuse a gradient that is not finite on the device; the host does not wait."
+
+INTERNALS: Final = (
+    Internal(
+        f"{_ZERO}.stage_1_and_2", "DeepSpeedZeroOptimizer",
+        f"{_SHARDS} {_NORM}", "",
+        {
+            "scaled_global_norm": ("self", "norm_type"),
+            "independent_gradient_partition_epilogue": ("self",),
+            "complete_grad_norm_calculation_for_cpu_offload": ("self", "params"),
+            "get_param_id": ("self", "param"),
+        },
+        ("single_partition_of_fp32_groups", "reduction_stream", "norm_for_param_grads"),
+        (
+            "is_invalid_grad_norm(scaled_global_grad_norm)",
+            "mask_nan_or_inf_with_val_inplace(total_norm, device=self.device)",
+            "get_accelerator().synchronize()",
+        ),
+    ),
+    Internal(
+        f"{_ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3",
+        f"{_SHARDS} {_NORM}", "",
+        {
+            "get_param_id": ("self", "param"),
+            "complete_grad_norm_calculation_for_cpu_offload": ("self", "params"),
+            # These are decorated.
+            "independent_gradient_partition_epilogue": ("args", "kwargs"),
+            "_get_norm_groups": ("args", "kwargs"),
+            "get_grad_norm_direct": ("args", "kwargs"),
+        },
+        (
+            "norm_for_param_grads", "fp32_partitioned_groups_flat", "grad_position",
+            "reduce_and_partition_stream",
+        ),
+        (
+            "is_invalid_grad_norm(scaled_global_grad_norm)",
+            "combine_grad_norm_groups(norm_groups)",
+            "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])",
+            "self.reduce_and_partition_stream.synchronize()",
+        ),
+    ),
+    Internal(
+        "deepspeed.runtime.engine", "DeepSpeedEngine",
+        "bf16 takes the optimizers that fp32 takes, and stage 0 sums gradients by itself.", "",
+        {
+            "_do_optimizer_sanity_check": ("self", "basic_optimizer"),
+            "empty_partition_cache": ("self",),
+        },
+        ("enable_backward_allreduce",),
+    ),
+    Internal(
+        "deepspeed.runtime.engine", "ZERO_OPTIMIZATION", "What that check returns for ZeRO.", "",
+    ),
+    Internal(
+        "deepspeed.runtime.utils", "combine_grad_norm_groups",
+        "Stage 3 measures a norm for each group of weights.", "",
+        {"": ("norm_groups", "norm_type")},
+    ),
+    Internal(
+        "deepspeed.utils.tensor_fragment", "fragment_address", _SHARDS, "",
+        attributes=("numel", "start"),
+    ),
+    Internal(
+        "deepspeed.utils.tensor_fragment", "tensor_fragment", _SHARDS, "",
+        attributes=("lp_fragment_address", "hp_fragment_address", "param_group_index"),
+    ),
+    Internal(
+        "deepspeed.utils.mixed_precision_linkage", "", _SHARDS, "",
+        source=("lp_param._hp_mapping =",),
+    ),
+    Internal(
+        f"{_ZERO}.partition_parameters", "", f"{_SHARDS} `safe_set_*` write masters alone.",
+        "#2056", source=("param.ds_numel =", "param.ds_tensor ="),
+    ),
+    Internal(
+        "deepspeed.runtime.compiler", "compile",
+        "DeepSpeed imports an optimizer whose kernels load torch's compiler, in 3 CPU seconds and "
+        "150 MiB; nothing here uses it.", "",
+    ),
+    Internal(
+        "deepspeed.ops", "_probe_compatible_ops",
+        "Not called: it tries compilers and devices for a score of kernels on every worker, and "
+        "`__compatible_ops__` keeps what it found.", "#6892",
+        {"": ()}, source=("__compatible_ops__",),
+    ),
+    Internal(
+        "deepspeed.comm.comm", "cdb",
+        "It would keep using a process group that was destroyed.", "",
+    ),
+)  # fmt: skip
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, quiet and without what it would only need elsewhere; takes a second or more."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with hide_modules("mlflow"):  # its autotuner's, which takes longer to import than DeepSpeed
+        import deepspeed
+    # Importing it resets the level of its own logger.
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    # None of its own kernels are called. Asked for the list, it would try compilers and devices for
+    # each of them, and then compile one for 25 s that only inference calls.
+    deepspeed.ops.__compatible_ops__ = {}
+    _import_muon_uncompiled()
+    _leave_steps_to_the_device()
+    return deepspeed
+
+
+def _import_muon_uncompiled() -> None:
+    """An optimizer that DeepSpeed asks every other one to differ from.
+
+    It would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_of_deepspeed = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        with contextlib.suppress(ImportError):  # where it is not, nothing loads the compiler
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_of_deepspeed
+
+
+def _leave_steps_to_the_device() -> None:
+    """Have ZeRO ask nothing of a norm, and bf16 take the optimizers that fp32 takes.
+
+    `StepGuard` refuses what is not finite. For bf16 at stage 1 DeepSpeed would choose an optimizer
+    that all-reduces after the backward pass, and at stage 0 one that steps tensor by tensor.
+    """
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    def choose(self: Any, _: Any) -> str | None:
+        return engine.ZERO_OPTIMIZATION if self.zero_optimization() else None
+
+    engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
+    stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
+    # It would copy a number to the device for each group of weights; what combines their norms
+    # takes those that are not finite as they are.
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
+
+
+def keep_host_ahead(zero: Any, stage: int) -> None:
+    """Let the device's stream, not the host, wait for the sums that run beside a backward pass.
+
+    With overlap, DeepSpeed has the host wait after every pass, which leaves the device idle
+    until the next is handed out: for all of the device at stages 1 and 2, and at stage 3 for the
+    stream of the sums. Other waits of stage 3 stay: they bound the memory of what is under way.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, plain = get_accelerator(), zero.independent_gradient_partition_epilogue
+    sums = zero.reduce_and_partition_stream if stage == 3 else zero.reduction_stream
+    if sums is None:  # on a CPU
+        return
+    waits = sums if stage == 3 else accelerator
+
+    def epilogue() -> None:
+        waits.synchronize = lambda: accelerator.current_stream().wait_stream(sums)
+        try:
+            plain()
+        finally:
+            del waits.synchronize
+
+    zero.independent_gradient_partition_epilogue = epilogue
+
+
+def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
+    """Have the norm of offloaded gradients be that of gradients on the device, to the last bit.
+
+    Of the same squares DeepSpeed takes the root by Python where the optimizer is offloaded,
+    and else by torch, whose root in fp32 differs in the last bit of one in seven; under stage 3 it
+    adds them up in fp32 there and in fp64 here. What is clipped by that norm differs everywhere.
+    """
+
+    def complete(parameters: list[nn.Parameter]) -> Tensor:
+        kept, keys = zero.norm_for_param_grads, map(zero.get_param_id, parameters)
+        norms = [torch.zeros((), dtype=torch.float64, device=device)]
+        norms += [kept[key].to(device) for key in keys if key in kept]
+        return _norm_over_ranks(norms[1:] or norms, stage).cpu()
+
+    zero.complete_grad_norm_calculation_for_cpu_offload = complete
+
+
+def keep_norms_on_device(zero: Any) -> None:
+    """Have stage 3 measure norms without the host waiting for the device.
+
+    DeepSpeed copies a number to the device for each group of weights, to put it in the place
+    of a norm that is not finite. What combines the groups' norms takes those as they are.
+    """
+
+    def norm(gradients: list[Tensor], _: list[nn.Parameter]) -> Tensor:
+        return _norm_over_ranks([gradient.double().norm(2.0) for gradient in gradients], stage=3)
+
+    zero.get_grad_norm_direct = norm
+
+
+def _norm_over_ranks(norms: list[Tensor], stage: int) -> Tensor:
+    """Of this rank's norms and all others', in the precision in which the stage adds them up."""
+    precision = torch.float64 if stage == 3 else torch.float32
+    squares = torch.stack(norms).pow(2.0).sum().to(precision)
+    torch.distributed.all_reduce(squares)
+    return squares.pow(0.5)
+
+
+def compile_backend() -> str:
+    """Name of torch.compile's backend for this device."""
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().get_compile_backend())
+
+
+def watch_norm(zero: Any, note: Callable[[Tensor], None]) -> None:
+    """Call `note` with the norm that ZeRO's optimizer measures in each step, before it steps."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    is_whole = hasattr(zero, "scaled_global_norm")
+    name = "scaled_global_norm" if is_whole else "_get_norm_groups"
+    measure: Callable[[], Any] = getattr(zero, name)
+
+    def measured() -> Any:
+        found = measure()
+        note(found if is_whole else combine_grad_norm_groups(found))
+        return found
+
+    setattr(zero, name, measured)
+
+
+def sum_no_gradients(engine: Any) -> None:
+    """Of stage 0, whose optimizer sums them beside the backward pass."""
+    engine.enable_backward_allreduce = False
+
+
+def destroy_process_groups() -> None:
+    """Those that DeepSpeed, if it has been imported, has made of the world's."""
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None and comm.cdb is not None:
+        comm.destroy_process_group()  # its own clones of the world group too
+        comm.cdb = None
+
+
+class Place(NamedTuple):
+    """Where ZeRO keeps the master weights of a run of consecutive elements of a parameter."""
+
+    start: int
+    """In the flattened parameter."""
+    owner: Tensor
+    """The flat tensor that the optimizer steps; its state is kept under this key."""
+    offset: int
+    """In the flattened owner."""
+    size: int
+    """Elements, without padding."""
+
+
+def place_in_stage_1_or_2(optimizer: Any, parameter: nn.Parameter) -> Place | None:
+    """This rank's part of a parameter; None if it has none."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return None
+    address = mapping.hp_fragment_address
+    owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+    return Place(mapping.lp_fragment_address.start, owner, address.start, address.numel)
+
+
+def place_in_stage_3(optimizer: Any, parameter: nn.Parameter, rank: int) -> Place | None:
+    """This rank's part of a parameter; None if it has padding alone."""
+    group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start = rank * per_rank
+    count = min(per_rank, parameter.ds_numel - start)  # type: ignore[attr-defined]
+    owner = optimizer.fp32_partitioned_groups_flat[group]
+    return Place(start, owner, offset, count) if count > 0 else None
+
+
+def flat_groups(optimizer: Any, stage: int) -> list[Tensor]:
+    """What ZeRO's optimizer of stage 1, 2 or 3 steps."""
+    if stage == 3:
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def forget_gathered(engine: Any) -> None:
+    """Have stage 3 gather parameters once more: a forward pass leaves them gathered."""
+    engine.empty_partition_cache()
+
+
+def shard_of(parameter: nn.Parameter) -> Tensor:
+    """What this rank owns of a parameter of stage 3, as the module has it, padding included."""
+    shard: Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
+    return shard

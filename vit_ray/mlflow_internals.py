@@ -1,0 +1,136 @@
+"""Every private name of MLflow that this project uses, and nothing else uses one.
+
+Each is here because no public name of MLflow 3.17 serves; a test finds every one. MLflow is
+imported by the functions and not with this file: `tracking/mlflow_api.py` imports it without what
+it does not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from vit_ray.internals import Internal
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric, Run
+    from mlflow.tracking import MlflowClient
+
+VERSION: Final = "3.17"
+"""Of MLflow, for which all of this was read and tested."""
+
+Record = tuple[int, int, float]
+"""Step, milliseconds since the epoch and value. Of several of one step the greatest counts, as the
+latest value does for MLflow."""
+
+METRICS: Final = "metrics"
+"""Table of all points of a store in SQL."""
+METRICS_COLUMNS: Final = ("run_uuid", "key", "step", "timestamp", "value", "is_nan")
+METRICS_INDEX: Final = ("run_uuid", "key", "step")
+ALL_STEPS: Final = (-(2**62), 2**62)
+"""Without bounds SQLite takes the index of the primary key, and reads the points of every run."""
+BULK_HISTORY: Final = "/ajax-api/2.0/mlflow/metrics/get-history-bulk-interval"
+"""What MLflow's own pages ask of a server."""
+_NO_SUCH_CALL: Final = (404, 405, 501)
+
+_SAMPLE: Final = "The client has no call for an even sample of many long histories."
+
+INTERNALS: Final = (
+    Internal(
+        "mlflow.tracking", "MlflowClient", "The client has no public way to its store.", "",
+        attributes=("_tracking_client",),
+    ),
+    Internal(
+        "mlflow.tracking._tracking_service.client", "TrackingServiceClient",
+        "The client has no public way to its store.", "", attributes=("store",),
+    ),
+    Internal(
+        "mlflow.store.tracking.sqlalchemy_store", "SqlAlchemyStore", _SAMPLE, "#11182",
+        {
+            "get_metric_history_bulk_interval": (
+                "self", "run_ids", "metric_key", "max_results", "start_step", "end_step",
+            ),
+        },
+        ("engine",),
+    ),
+    Internal(
+        "mlflow.store.tracking.dbmodels.models", "SqlMetric",
+        f"{_SAMPLE} Points are read by the index of run, key and step.", "#11182",
+        attributes=METRICS_COLUMNS,
+    ),
+    Internal(
+        "mlflow.store.tracking.rest_store", "RestStore", _SAMPLE, "#11182",
+        attributes=("get_host_creds",),
+    ),
+    Internal(
+        "mlflow.utils.rest_utils", "http_request", _SAMPLE, "#11182",
+        source=("timeout", "host_creds"),
+    ),
+    Internal(
+        "mlflow.utils.rest_utils", "verify_rest_response", _SAMPLE, "#11182",
+        {"": ("response", "endpoint", "expected_status")},
+    ),
+    Internal(
+        "mlflow.entities", "RunData",
+        "`metrics` has the latest values without their steps and times.", "",
+        {"to_proto": ("self",)},
+    ),
+    Internal(
+        "mlflow.system_metrics.system_metrics_monitor", "SystemMetricsMonitor",
+        "It ends at the first request that fails, and has no public way to learn of it.", "",
+        attributes=("_process",),
+    ),
+)  # fmt: skip
+
+
+def engine_of(client: MlflowClient) -> Any:
+    """SQLAlchemy's engine of a client whose store is in SQL; None for any other."""
+    return getattr(client._tracking_client.store, "engine", None)
+
+
+def sample_of_store(
+    client: MlflowClient, run_ids: Sequence[str], key: str, most: int
+) -> list[tuple[str, Record]]:
+    """An even sample of each run's history, by the store of this process, and the run's id."""
+    store: Any = client._tracking_client.store
+    held = store.get_metric_history_bulk_interval(run_ids, key, most, *ALL_STEPS)
+    return [(one.run_id, (one.step, one.timestamp, one.value)) for one in held]
+
+
+def sample_of_server(
+    client: MlflowClient, run_ids: Sequence[str], key: str, most: int, timeout_s: float
+) -> list[tuple[str, Record]] | None:
+    """As `sample_of_store`, by a server; None of one without the call that MLflow's pages use."""
+    rest: Any = importlib.import_module("mlflow.utils.rest_utils")
+    store: Any = client._tracking_client.store
+    start, end = ALL_STEPS
+    asked = {"run_ids": run_ids, "metric_key": key, "max_results": most}
+    reply = rest.http_request(
+        store.get_host_creds(),
+        BULK_HISTORY,
+        "GET",
+        timeout=timeout_s,
+        params={**asked, "start_step": start, "end_step": end},
+    )
+    if reply.status_code in _NO_SUCH_CALL:
+        return None
+    held = rest.verify_rest_response(reply, BULK_HISTORY).json().get("metrics", [])
+    return [  # what is 0 may be left out
+        (
+            one["run_id"],
+            (int(one.get("step", 0)), int(one.get("timestamp", 0)), float(one["value"])),
+        )
+        for one in held
+    ]
+
+
+def latest_points(run: Run) -> Iterable[Metric]:
+    """The latest point of each key, with key, value, timestamp and step."""
+    points: Iterable[Metric] = run.data.to_proto().metrics
+    return points
+
+
+def is_sampling(monitor: Any) -> bool:
+    """Whether a started monitor of system metrics still takes samples."""
+    return bool(monitor._process.is_alive())

@@ -52,7 +52,7 @@ from vit_ray.config import load_recipe
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
-from vit_ray.tracking.start_recorder import NAMESPACE
+from vit_ray.launch.run_host import NAMESPACE
 from vit_ray.train.checkpoint import folder_name
 
 ROOT = Path(__file__).parents[1]

@@ -42,11 +42,10 @@ from train_step import Alone
 
 from vit_ray.config import Recipe
 from vit_ray.config.schema import recipe_from_dict
-from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.run_host import RunControl, RunRecord, start_run
 from vit_ray.measure.meters import Compute
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.start_recorder import start_recorder
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.loop import RankContext, run_training
 from vit_ray.train.objective import build_objective, make_loss
@@ -104,11 +103,11 @@ def recorded(recipe: Recipe, name: str) -> Iterator[Recording]:
     """A run of its own, open inside the block."""
     log = Path(recipe.run_folder) / name / "metrics.jsonl"
     log.parent.mkdir(parents=True)
-    handle = start_recorder(RunOpening(recipe.tracking, name, log, None, {}, {}))
-    answer(handle.run_id.remote(), "the recorder")
-    yield Recording(RunLink(handle, 0))
-    answer(handle.finish.remote("FINISHED"), "the recorder")
-    handle.release()
+    run = start_run(RunOpening(recipe.tracking, name, log))
+    record = RunRecord(run)
+    record.run_id()
+    yield Recording(RunLink(record, RunControl(run), 0))
+    record.finish("FINISHED")
 
 
 class Steps:

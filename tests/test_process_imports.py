@@ -22,7 +22,7 @@ HEAVY = {
 RAY_DATA = {"ray", "ray.data", "pandas", "pyarrow"}
 KINDS = {
     "the host of the recorders": (
-        "import vit_ray.tracking.run_host, vit_ray.tracking.run_actor",
+        "import vit_ray.launch.run_host, vit_ray.tracking.system_metrics, vit_ray.tracking.tracker",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
     "a driver that starts a lane": (

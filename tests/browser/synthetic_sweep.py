@@ -24,8 +24,8 @@ from vit_ray.launch.run_metadata import (
     trained_params,
     training_cost,
 )
-from vit_ray.tracking.run_actor import Recorder
-from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker
 
 ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
 """Top-1 on the dev split by learning rate."""
@@ -45,12 +45,12 @@ def write_sweep(folder: Path) -> Recipe:
             "tracking.experiment=synthetic",
         ],
     )
-    parent = _recorder(recipe, "sweep")
-    assert parent._tracker.flush(60)
-    parent_id = parent.run_id()
+    parent = _tracker(recipe, "sweep")
+    assert parent.flush(60)
+    parent_id = parent.run_id
     for rate, accuracy in ACCURACIES.items():
         _record_trial(trial_recipe(recipe, {RATE: rate}), parent_id, accuracy)
-    parent.text("recipe.yaml", recipe_yaml(recipe))
+    parent.log.text("recipe.yaml", recipe_yaml(recipe))
     assert parent.finish("FINISHED")
     report(recipe)
     return recipe
@@ -58,21 +58,21 @@ def write_sweep(folder: Path) -> Recipe:
 
 def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None:
     trial = trial.with_changes(tracking={"parent_run_id": parent_id})
-    recorder = _recorder(trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1")
+    tracker = _tracker(trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1")
     for step in range(10, STEPS + 1, 10):
         loss = 2.3 / (1 + step / 20) + (1 - accuracy)
-        recorder.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
-    recorder.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
-    recorder.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
+        tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
+    tracker.log.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
+    tracker.log.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
     augmentation = augmentation_of(trial, trial.data.eval_augment)
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
     files = model_files(trial.model, augmentation, checkpoint, 10)
-    recorder.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)
-    assert recorder.finish("FINISHED")
+    tracker.log.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)
+    assert tracker.finish("FINISHED")
 
 
-def _recorder(recipe: Recipe, kind: str, **opening: Any) -> Recorder:
-    return Recorder(
+def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:
+    return Tracker.start(
         RunOpening(
             recipe.tracking.model_copy(update={"system_metrics": False}),
             recipe.name,

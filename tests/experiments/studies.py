@@ -45,13 +45,13 @@ def study_recipe(*arguments: Any, **study: Any) -> Recipe:
 
 
 class Calls:
-    """Stands for a recorder: every method takes calls from anywhere, and notes them."""
+    """Stands for record and control of a run: every method notes its call."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Any, ...]] = []
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.made.append((method, *args)))
+        return lambda *args: self.made.append((method, *args))
 
     def kinds(self) -> list[str]:
         """Of the events, in turn."""
@@ -64,8 +64,11 @@ class Parent:
     run_id = None
 
     def __init__(self) -> None:
-        self.recorder = Calls()
-        self.record = self
+        self.calls = Calls()
+        self.run: Any = self
+        self.record: Any = self.calls
+        self.control: Any = self.calls
+        self.calls.stop_reason = lambda: self.stop
         self.for_children: Any = self
         self.stop: str | None = None
         self.first: str | None = None
@@ -73,9 +76,6 @@ class Parent:
 
     def start_workers(self, first: Any) -> None:
         self.first = first and first.name
-
-    def ask(self, question: str, *_: Any) -> Any:
-        return self.stop if question == "stop_reason" else None
 
 
 def trained(is_complete: bool = True, **metrics: float) -> Any:

@@ -16,7 +16,7 @@ from vit_ray.launch.run import RunResult
 
 def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, Calls]:
     """What a trial comes to whose attempts end so, and the events of the sweep."""
-    recorder = Calls()
+    calls = Calls()
 
     def train(*_: Any, **__: Any) -> RunResult:
         outcome = outcomes.pop(0)
@@ -25,15 +25,14 @@ def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, 
         return outcome  # type: ignore[no-any-return]
 
     monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(stage, "answer", lambda *_: None)
 
     def run_here(count: int, train: Any, **_: Any) -> list[Any]:
         return [train(index, 0) for index in range(count)]
 
     monkeypatch.setattr(stage, "run_trials", run_here)
-    children = SimpleNamespace(recorder=recorder)
+    children = SimpleNamespace(run=SimpleNamespace(record=calls, control=calls))
     parent: Any = SimpleNamespace(for_children=children, is_nested=False, child_tags={})
-    return parent, recorder
+    return parent, calls
 
 
 def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:

@@ -170,7 +170,8 @@ def a_stage(folder: Path, events: Calls, *, is_nested: bool = False) -> stage.St
         whole.with_changes(name=f"s-{rate}", sweep=None, optim={"learning_rate": rate})
         for rate in RATES
     ]
-    children = SimpleNamespace(recorder=events)
+    run = SimpleNamespace(record=events, control=events, opening=None)
+    children = SimpleNamespace(run=run, node_id="here")
     tags = {"vit_ray.study_cell": "cell"} if is_nested else {}
     parent: Any = SimpleNamespace(for_children=children, is_nested=is_nested, child_tags=tags)
     return stage.Stage(whole, whole.sweep, trials, "sweep_trial", parent, [16] * len(trials))
@@ -179,9 +180,8 @@ def a_stage(folder: Path, events: Calls, *, is_nested: bool = False) -> stage.St
 @pytest.fixture
 def tagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
-    monkeypatch.setattr(stage, "answer", lambda *_: None)
     monkeypatch.setattr(stage, "run_trials", in_turns)
-    monkeypatch.setattr(stage, "tag_ended_run", lambda recipe, _, tags, __: found.update(tags))
+    monkeypatch.setattr(stage, "tag_ended_run", lambda recipe, _, tags, *__: found.update(tags))
     return found
 
 

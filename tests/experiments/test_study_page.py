@@ -171,6 +171,6 @@ def test_a_study_renews_its_page_at_each_cell_but_the_last(
     parent: Any = Parent()
     study._run_cells(
         study_of(recipe), cells, [resolved() for _ in cells], known, parent,
-        lambda: renewed.append(sum(call[0] == "child_ended" for call in parent.recorder.made)),
+        lambda: renewed.append(sum(call[0] == "child_ended" for call in parent.calls.made)),
     )  # fmt: skip
     assert renewed == [1, 2][finished_before:]

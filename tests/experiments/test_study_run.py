@@ -88,7 +88,7 @@ def test_a_failing_cell_is_retried_and_then_shown_as_failed(
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), parent, retries=2)
     assert tried == [cells[0].name, *[cells[1].name] * 3, cells[2].name]
     assert [one.error for one in found] == ["", "the node is gone", ""]
-    kinds = parent.recorder.kinds()
+    kinds = parent.calls.kinds()
     assert kinds == ["cell retried", "cell retried", "failed cell"]
     assert study._totals(found)["study/failed_cells"] == 1.0
 
@@ -108,7 +108,7 @@ def test_a_study_tells_the_accuracy_of_the_averaged_weights_where_there_are_any(
         monkeypatch, [replace(cells[0], recipe=changed)],
         lambda recipe, **_: trained(**metrics), Room(0, 1.7), parent,
     )  # fmt: skip
-    assert [made[-1] for made in parent.recorder.made if made[0] == "child_ended"] == [told]
+    assert [made[-1] for made in parent.calls.made if made[0] == "child_ended"] == [told]
     monkeypatch.setenv("COLUMNS", "200")
     assert print_study(study.StudyResult(found, 1, "id", None, "")) == 0
     shown = capsys.readouterr().out

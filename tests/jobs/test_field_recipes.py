@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.data.pictures import encoded
 from tests.jobs.headers import commands, header, stated_cost
 from tests.train.engine_runs import PLAIN_LINEAR
-from tests.train.fakes import DirectLink, FakeActor, write_now
+from tests.train.fakes import FakeRun, write_now
 from tests.train.ranks import run_ranks
 from vit_ray.commands.dry_run import describe_training
 from vit_ray.commands.plan import describe_plan, told_facts
@@ -40,6 +40,7 @@ from vit_ray.train.loop import RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy, roll_back
 from vit_ray.train.progress import Progress
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.train.run_link import RunLink
 from vit_ray.train.saving import CheckpointSaver
 from vit_ray.train.schedule import lr_at
 from vit_ray.train.setup import build_engine, choose_micro_batch, open_batches
@@ -177,10 +178,10 @@ def evaluation_batches(*_: Any) -> Iterator[Any]:
 def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Outcome:
     """Train from the newest checkpoint to step `steps` with the real parts of a worker."""
     torch.nn.functional.linear = PLAIN_LINEAR
-    actor, world_size = FakeActor(), torch.distributed.get_world_size()
+    actor, world_size = FakeRun(), torch.distributed.get_world_size()
     job = TrainJob(
         recipe, "train", CLASSES, IMAGES, steps, "print", recipe.run_folder, "auto", 0, 0.0, actor,
-        None, lambda bad: None,
+        actor, None, lambda bad: None,
     )  # fmt: skip
     folder = locate(recipe.run_folder)
     micro = choose_micro_batch(job, folder, world_size)
@@ -190,7 +191,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     if checkpoint is not None:
         engine.restore(checkpoint)
         progress = checkpoint.position.progress
-    link = DirectLink(actor, rank)
+    link = RunLink(actor, actor, rank)
     watchdog = Watchdog(progress.step, 600.0, link.beat, link.note_hang)
     writer = CheckpointWriter(folder, recipe.checkpoint, link.note_own, None)
     saver = CheckpointSaver(job, engine, writer, link, watchdog, write_now)

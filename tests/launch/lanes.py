@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.train.fakes import make_job
+from tests.train.fakes import FakeRun, make_job
 from vit_ray.launch import worker_group
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.worker_group import run_workers
@@ -23,7 +24,6 @@ class Lanes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
         self._ends, self.events = list(ends), []
         monkeypatch.setattr(worker_group, "borrowed_lane", self._lane)
-        monkeypatch.setattr(worker_group, "answer", lambda reference, _: reference)
 
     @contextlib.contextmanager
     def _lane(self, *_: Any, **__: Any) -> Iterator[Any]:
@@ -35,11 +35,9 @@ class Lanes:
             raise end
 
     def train(self, folder: Path, failure: Failure | None = None) -> None:
-        nothing = SimpleNamespace(remote=lambda: None)
-        event = SimpleNamespace(remote=lambda *entry: self.events.append(entry))
-        job = make_job(folder)
-        recorder = SimpleNamespace(run_id=nothing, event=event)
-        recorder.failure = SimpleNamespace(remote=lambda: failure)
-        object.__setattr__(job, "recorder", recorder)
+        run = FakeRun()
+        run.failed = failure
+        run.events = self.events
+        job = replace(make_job(folder), record=run, control=run)
         run_workers(job, {}, CLUSTER, use_gpu=False)
         assert self._ends == []

@@ -13,27 +13,24 @@ from vit_ray.launch.run import run_prepared
 from vit_ray.launch.worker_group import RunFailedError
 
 
-class Record:
-    """A run's record, which its actor has written up to step 7."""
+class OpenRun:
+    """A run whose host has seen it up to step 7; it keeps the metrics that are recorded."""
 
     def __init__(self) -> None:
-        self.recorder = SimpleNamespace()
-        self.asked: list[tuple[Any, ...]] = []
-
-    def ask(self, method: str, *values: Any) -> Any:
-        self.asked.append((method, *values))
-        return SimpleNamespace(step=7) if method == "status" else None
+        self.recorded: list[tuple[int, dict[str, float]]] = []
+        self.record = SimpleNamespace(metrics=lambda *call: self.recorded.append(call[:2]))
+        self.control = SimpleNamespace(status=lambda: SimpleNamespace(step=7))
 
 
 @pytest.mark.parametrize(("kind", "has_cost"), [("pretrain", True), ("evaluate", False)])
 def test_a_training_that_fails_has_the_compute_of_its_steps(
     monkeypatch: pytest.MonkeyPatch, kind: Any, has_cost: bool
 ) -> None:
-    record = Record()
+    opened = OpenRun()
 
     @contextmanager
     def open_record(*_: Any, **__: Any) -> Any:
-        yield record
+        yield opened
 
     def fail(*_: Any, **__: Any) -> None:
         raise RunFailedError("worker 1 died")
@@ -49,8 +46,7 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
     resolved: Any = SimpleNamespace(manifest=manifest, num_images=90, total_steps=20, streams={})
     with pytest.raises(RunFailedError, match="worker 1 died"):
         run_prepared(PreparedRun(load_recipe("digits"), kind, resolved))
-    metrics = [values for method, *values in record.asked if method == "metrics"]
-    assert [step for step, _ in metrics] == ([7] if has_cost else [])
-    for _, cost in metrics:
+    assert [step for step, _ in opened.recorded] == ([7] if has_cost else [])
+    for _, cost in opened.recorded:
         assert cost["study/images_seen"] == 7 * 128
         assert cost["study/exaflops"] > 0

@@ -29,8 +29,7 @@ from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run import RunResult, _log_model
-from vit_ray.tracking.run_actor import Recorder
-from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
@@ -75,20 +74,17 @@ def files_of(recipe: Any, checkpoint: str) -> dict[str, str]:
 def record(
     recipe: Any, checkpoint: str, register_as: str | None = None, is_sent: bool = True
 ) -> str:
-    """Id of a run that has logged the model, as a training's recorder does it."""
+    """Id of a run that has logged the model, as a training does it."""
     opening = RunOpening(
         recipe.tracking.model_copy(update={"system_metrics": False}),
         recipe.name,
         Path(recipe.run_folder) / "metrics.jsonl",
-        run_id=None,
-        params={},
-        tags={},
     )
-    recorder = Recorder(opening)
+    tracker = Tracker.start(opening)
     files = files_of(recipe, checkpoint)
-    recorder.model(files, recipe.name, 7, {"checkpoint": checkpoint}, register_as)
-    assert recorder.finish("FINISHED") is is_sent
-    run_id = recorder.run_id()
+    tracker.log.model(files, recipe.name, 7, {"checkpoint": checkpoint}, register_as)
+    assert tracker.finish("FINISHED") is is_sent
+    run_id = tracker.run_id
     assert run_id is not None
     return run_id
 
@@ -224,10 +220,12 @@ def test_a_full_disk_costs_the_model_and_nothing_else(
 
 def test_a_model_of_another_run_is_not_sent(trained: Any, tmp_path: Path) -> None:
     recipe, _, _ = trained
-    tracker = Tracker.start(recipe.tracking, "x", Path(recipe.run_folder) / "metrics.jsonl")
+    tracker = Tracker.start(
+        RunOpening(recipe.tracking, "x", Path(recipe.run_folder) / "metrics.jsonl")
+    )
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    tracker.model(foreign, "x", 1, {}, None)
+    tracker.log._append("model", path=str(foreign), name="x", step=1, params={}, register_as=None)
     tracker.finish()
     client = MlflowClient(recipe.tracking.uri)
     experiment = client.get_experiment_by_name("vit_ray")
@@ -249,13 +247,14 @@ def logged(run: Any, steps: int = 7) -> list[Any]:
     """What the recorder is asked for a run of seven steps that has come so far."""
     asked: list[Any] = []
     result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
-    _log_model(result, run, SimpleNamespace(ask=lambda *words: asked.append(words)))
+    record = SimpleNamespace(model=lambda *words: asked.append(words))
+    _log_model(result, run, SimpleNamespace(record=record))
     return asked
 
 
 def test_what_is_trained_to_its_end_is_logged_and_registered() -> None:
-    ((method, files, name, step, params, register_as),) = logged(prepared("pretrain"))
-    assert (method, name, step, register_as) == ("model", "run", 7, "tiny")
+    ((files, name, step, params, register_as),) = logged(prepared("pretrain"))
+    assert (name, step, register_as) == ("run", 7, "tiny")
     assert params["checkpoint"] == "/runs/run/step-00000007"
     flavor = yaml.safe_load(files["MLmodel"])["flavors"]["python_function"]
     assert flavor["config"] == {"checkpoint": "/runs/run/step-00000007"}

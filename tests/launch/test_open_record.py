@@ -1,4 +1,4 @@
-"""How the record of a run ends, whatever ends the run; the recorder is a fake one."""
+"""How the record of a run ends, whatever ends the run; it is a fake one."""
 
 import shutil
 from collections.abc import Callable
@@ -13,56 +13,44 @@ from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.open_record import OpenRecord, end_record, open_record
+from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.run_actor import lock_log
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.tracker import Status, Tracker
+from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log
+from vit_ray.tracking.tracker import Tracker
 
 
-class Recorder:
+class Record:
     """Answers at once, and remembers."""
 
-    def __init__(self, finish: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.is_released = False
-        self._finish = finish
+        self.openings: list[tuple[RunOpening, str | None]] = []
+        self.error: Exception | None = None
+        """Of the end."""
 
-    def __getattr__(self, name: str) -> Any:
-        recorder = self
+    def text(self, *args: Any, **_: Any) -> None:
+        self.calls.append(("text", *args))
 
-        class Method:
-            @staticmethod
-            def remote(*args: Any) -> Any:
-                recorder.calls.append((name, *args))
-                return recorder._finish if name == "finish" else None
-
-        return Method
-
-    def release(self) -> None:
-        self.is_released = True
+    def finish(self, status: Status) -> bool:
+        self.calls.append(("finish", status))
+        if self.error:
+            raise self.error
+        return True
 
     def ended(self) -> list[Any]:
         return [args[0] for name, *args in self.calls if name == "finish"]
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    made.openings = []
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    made = Record()
 
-    def start(opening: RunOpening, node_id: str | None) -> Recorder:
+    def start(opening: RunOpening, node_id: str | None) -> None:
         made.openings.append((opening, node_id))
-        return made
 
-    def answer(reference: Any, *_: Any) -> Any:
-        if isinstance(reference, Exception):
-            raise reference
-        return reference
-
-    monkeypatch.setattr(module, "start_recorder", start)
-    monkeypatch.setattr(module, "answer", answer)
+    monkeypatch.setattr(module, "start_run", start)
+    monkeypatch.setattr(module, "RunRecord", lambda _: made)
     return made
 
 
@@ -71,13 +59,12 @@ def opened(**options: Any) -> Any:
     return open_record(recipe, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
 
 
-def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(recorder: Recorder) -> None:
-    with opened() as record:
-        record.is_complete = True
+def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: Record) -> None:
+    with opened() as run:
+        run.is_complete = True
     with opened():
         pass
-    assert recorder.ended() == ["FINISHED", "KILLED"]
-    assert recorder.is_released
+    assert record.ended() == ["FINISHED", "KILLED"]
 
 
 @pytest.mark.parametrize(
@@ -90,39 +77,35 @@ def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(recorder
 )
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_an_error_ends_the_record_and_passes(
-    recorder: Recorder, error: BaseException, status: str, is_complete: bool
+    record: Record, error: BaseException, status: str, is_complete: bool
 ) -> None:
-    def work(record: OpenRecord) -> None:
-        record.is_complete = is_complete
+    def work(run: OpenRun) -> None:
+        run.is_complete = is_complete
         raise error
 
-    with pytest.raises(type(error)), opened() as record:
-        work(record)
-    assert recorder.ended() == [status]
-    assert recorder.is_released
+    with pytest.raises(type(error)), opened() as run:
+        work(run)
+    assert record.ended() == [status]
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("has not answered"), ray.exceptions.RayActorError()]
 )
-def test_the_result_stands_where_the_recorder_has_died(
-    recorder: Recorder, error: Exception
-) -> None:
-    recorder._finish = error
-    with opened() as record:
-        record.is_complete = True
-    assert recorder.is_released
+def test_the_result_stands_where_the_record_has_died(record: Record, error: Exception) -> None:
+    record.error = error
+    with opened() as run:
+        run.is_complete = True
 
 
-def test_what_a_run_is_told_joins_what_every_run_has(recorder: Recorder) -> None:
+def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
     with opened(run_id="abc", tags={"a": "b"}, node_id="n1", resume_step=3):
         pass
-    ((opening, node_id),) = recorder.openings
+    ((opening, node_id),) = record.openings
     assert (opening.run_id, opening.resume_step, node_id) == ("abc", 3, "n1")
     assert opening.tags["a"] == "b"
     assert opening.tags["vit_ray.data_fingerprint"] == "f" * 64
     assert opening.params["model.depth"] == "4"
-    assert recorder.calls[0][:2] == ("text", "recipe.yaml")
+    assert record.calls[0][:2] == ("text", "recipe.yaml")
 
 
 COST = {"study/exaflops": 0.5}
@@ -138,8 +121,8 @@ def trained(tmp_path: Path, empty_store: Path) -> Recipe:
 
 def driven(recipe: Recipe, status: Status | None) -> str:
     """The MLflow run of a driver that ended it so, or not at all."""
-    tracker = Tracker.start(recipe.tracking, recipe.name, metrics_log_path(recipe))
-    tracker.metrics(9, {"train/loss": 1.5})
+    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe)))
+    tracker.log.metrics(9, {"train/loss": 1.5})
     if status is None:
         tracker.close()
     else:
@@ -196,7 +179,9 @@ def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
 def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
-    tracker = Tracker.start(away.tracking, away.name, metrics_log_path(away), wait_s=0.0)
+    tracker = Tracker.start(
+        RunOpening(away.tracking, away.name, metrics_log_path(away)), wait_s=0.0
+    )
     tracker.finish("FINISHED", timeout_s=0.0)
     (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
     run_id = end_record(trained, None, 10, COST)
@@ -206,7 +191,7 @@ def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_p
 def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
     trained: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vit_ray.tracking.run_actor.RELEASE_S", 0.0)
+    monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
     run_id = driven(trained, None)
     with lock_log(metrics_log_path(trained), trained.name):
         assert end_record(trained, run_id, 10, COST) == run_id

@@ -19,14 +19,14 @@ from tests.launch.lanes import Lanes
 from tests.train.fakes import TOTAL, FakeEngine, Worker, make_job
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
-from vit_ray.launch import ray_policies, run
+from vit_ray.launch import run
+from vit_ray.launch.control import Event, RunStatus
 from vit_ray.launch.lane import LaneLostError
 from vit_ray.launch.placement_wait import StoppedWaitingError
 from vit_ray.launch.ray_policies import ConsecutiveFailurePolicy
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
-from vit_ray.tracking.run_status import Event, RunStatus
 from vit_ray.train.attempt import run_attempt
 from vit_ray.train.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.train.watchdog import Watchdog
@@ -34,7 +34,7 @@ from vit_ray.train.watchdog import Watchdog
 
 def driver_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> RunFailedError:
     """What the driver raises after the worker's attempt, whose failure went through processes."""
-    sent = pickle.loads(pickle.dumps(worker.actor.failure))
+    sent = pickle.loads(pickle.dumps(worker.actor.failed))
     with pytest.raises(RunFailedError) as caught:
         Lanes(monkeypatch, None).train(Path(worker.job.recipe.output), sent)
     return caught.value
@@ -80,8 +80,9 @@ def test_what_a_worker_refuses_ends_the_run_and_may_be_tried_again_by_the_sweep(
 def result_of(worker: Worker) -> Any:
     """What the driver makes of the worker's events."""
     events = [Event(kind, text, step, 0.0) for kind, text, step in worker.actor.events]
-    asked = {"status": RunStatus(events=events), "run_id": None, "hint": ""}
-    return run._result(worker.job, SimpleNamespace(ask=asked.get))  # type: ignore[arg-type]
+    control = SimpleNamespace(status=lambda: RunStatus(events=events))
+    record = SimpleNamespace(run_id=lambda: None, hint=lambda: "")
+    return run._result(worker.job, SimpleNamespace(control=control, record=record))  # type: ignore[arg-type]
 
 
 def test_a_training_that_was_stopped_has_not_failed(tmp_path: Path) -> None:
@@ -107,13 +108,9 @@ def test_an_evaluation_that_was_stopped_has_no_result(tmp_path: Path) -> None:
         result_of(worker)
 
 
-def decision(monkeypatch: pytest.MonkeyPatch, folder: Path, error: Exception, count: int) -> Any:
+def decision(folder: Path, error: Exception, count: int) -> Any:
     """The last of so many decisions on a worker's error, as Ray delivers it; one is allowed."""
-    fail = SimpleNamespace(remote=lambda *_: None)
-    recorder = SimpleNamespace(event=fail, fail=fail, failure=fail)
     job = make_job(folder, workers={"max_failures": 1})
-    object.__setattr__(job, "recorder", recorder)
-    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
     policy = ConsecutiveFailurePolicy(lambda: job)
     sent = pickle.loads(pickle.dumps(error))
     return [policy.make_decision(WorkerGroupError("failed", {0: sent})) for _ in range(count)][-1]
@@ -130,15 +127,15 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
         run_attempt(worker.link, worker.attempt)
     assert worker.kinds() == [EventKind.OUT_OF_MEMORY]
     smaller = caught.value
-    assert decision(monkeypatch, tmp_path, smaller, 9) is FailureDecision.RETRY
-    assert decision(monkeypatch, tmp_path, OSError("x"), 2) is FailureDecision.RAISE
+    assert decision(tmp_path, smaller, 9) is FailureDecision.RETRY
+    assert decision(tmp_path, OSError("x"), 2) is FailureDecision.RAISE
 
 
 def test_a_lost_node_costs_no_failure_and_a_lost_lane_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = ray.exceptions.RayActorError(preempted=True)
-    assert decision(monkeypatch, tmp_path, taken, 9) is FailureDecision.RETRY
+    assert decision(tmp_path, taken, 9) is FailureDecision.RETRY
     lanes = Lanes(monkeypatch, LaneLostError("x"), StoppedWaitingError("request"))
     lanes.train(tmp_path)
     assert [kind for kind, *_ in lanes.events] == [EventKind.WORKER_FAILED, EventKind.STOPPED]

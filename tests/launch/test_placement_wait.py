@@ -1,5 +1,6 @@
 """The wait for workers, on a clock of the test's own."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.train.fakes import make_job
-from vit_ray.launch import placement_wait
 from vit_ray.launch.placement_wait import (
     NoPlaceError,
     PlacementWait,
@@ -21,10 +21,9 @@ class Watched:
         self.now_s, self.told = 0.0, []
         self.stop: str | None = None
         job = make_job(folder, workers={"place_timeout_minutes": minutes})
-        event = SimpleNamespace(remote=lambda *entry: self.told.append(entry))
-        stop_reason = SimpleNamespace(remote=lambda: self.stop)
-        recorder = SimpleNamespace(event=event, stop_reason=stop_reason)
-        object.__setattr__(job, "recorder", recorder)
+        record: Any = SimpleNamespace(event=lambda *entry: self.told.append(entry))
+        control: Any = SimpleNamespace(stop_reason=lambda: self.stop)
+        job = replace(job, record=record, control=control)
         self.watch = PlacementWait(job, lambda: "needs a GPU", clock=lambda: self.now_s)
 
     def after(self, seconds: float, *, is_placed: bool = False) -> list[Any]:
@@ -34,11 +33,6 @@ class Watched:
             self.now_s += 5.0
             self.watch.check(is_placed=is_placed)
         return self.told
-
-
-@pytest.fixture(autouse=True)
-def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_wait, "answer", lambda reference, _: reference)
 
 
 def test_what_is_missing_is_told_every_minute(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Which failures end a run, how large an elastic group may be, and that it is saved before."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from tests.train.fakes import make_job
+from tests.train.fakes import FakeRun, make_job
 from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
     KEEP_REQUEST_S,
@@ -233,14 +233,12 @@ def _held(nodes: dict[str, dict[str, float]], worker: dict[str, float]) -> dict[
     return {name: {k: n * count for k, n in worker.items()} for name, count in fitting.items()}
 
 
-@ray.remote(num_cpus=0)
-class Workers:
-    """A recorder, and the workers behind it, who write a checkpoint when they are asked to."""
+class Workers(FakeRun):
+    """Record and control of a run, whose workers write a checkpoint when they are asked to."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder, self._step = locate(str(folder)), 0
-        self._failure: Failure | None = None
-        self._events: list[str] = []
 
     def request_save(self) -> None:
         self._step += 10
@@ -248,30 +246,16 @@ class Workers:
         taken = Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where)
         write_snapshot(taken, self._folder.child(folder_name(self._step)))
 
-    def event(self, kind: str, text: str, step: int) -> None:
-        self._events.append(f"{kind}: {text}")
-
-    def fail(self, failure: Failure | None) -> None:
-        self._failure = failure
-
-    def failure(self) -> Failure | None:
-        return self._failure
-
-    def events(self) -> list[str]:
-        return self._events
-
 
 @pytest.fixture
-def workers(ray_cluster: object, tmp_path: Path) -> Iterator[Any]:
-    actor = Workers.remote(tmp_path)  # type: ignore[attr-defined]
-    yield actor
-    ray.kill(actor)
+def workers(tmp_path: Path) -> Workers:
+    return Workers(tmp_path)
 
 
-def training(workers: Any, folder: Path, max_failures: int = 5) -> Callable[[], TrainJob]:
+def training(workers: Workers, folder: Path, max_failures: int = 5) -> Callable[[], TrainJob]:
     """What a lane's group is training."""
     job = make_job(folder, workers={"max_failures": max_failures})
-    job = replace(job, recorder=workers, run_folder=str(folder))
+    job = replace(job, record=workers, control=workers, run_folder=str(folder))
     return lambda: job
 
 
@@ -295,16 +279,16 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
     crash = failed(RuntimeError("Connection closed by peer"), RuntimeError("bad card"))
     assert policy.make_decision(crash) is FailureDecision.RETRY
     for _ in range(3):  # weeks, with checkpoints between
-        ray.get(workers.request_save.remote())
+        workers.request_save()
         assert policy.make_decision(crash) is FailureDecision.RETRY
     too_large = failed(SmallerMicroBatchError("8 images"), RuntimeError("Connection reset"))
     assert policy.make_decision(too_large) is FailureDecision.RETRY
     assert policy.make_decision(crash) is FailureDecision.RAISE
-    assert ray.get(workers.failure.remote()).reason == (
+    assert workers.failed.reason == (
         "worker 1: bad card; worker 0: Connection closed by peer "
         "(failure 2 with no new checkpoint between; workers.max_failures=1)"
     )
-    assert len(ray.get(workers.events.remote())) == 6
+    assert len(workers.events) == 6
 
 
 def told_training(
@@ -316,12 +300,9 @@ def told_training(
     def note(*entry: Any) -> None:
         told.append(" ".join(str(part) for part in entry))
 
-    nothing = SimpleNamespace(remote=lambda: None)
-    taken = SimpleNamespace(remote=note)
-    recorder = SimpleNamespace(event=taken, fail=taken, failure=nothing)
+    run: Any = SimpleNamespace(event=note, fail=note, failure=lambda: None)
     job = make_job(folder, workers={"max_failures": max_failures})
-    job = replace(job, recorder=recorder)
-    monkeypatch.setattr(ray_policies, "answer", lambda reference, _: reference)
+    job = replace(job, record=run, control=run)
     return lambda: job, told
 
 
@@ -348,11 +329,11 @@ def test_a_crash_while_a_group_starts_is_tried_again_and_counted(
         ray.exceptions.RayActorError(),
         ray.exceptions.RayTaskError("init", "trace", RuntimeError("connection closed")),
     ):
-        ray.get(workers.fail.remote(None))
+        workers.fail(None)
         policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=1))
         assert policy.make_decision(ControllerError(failure)) is FailureDecision.RETRY
         assert policy.make_decision(ControllerError(failure)) is FailureDecision.RAISE
-    ray.get(workers.fail.remote(None))
+    workers.fail(None)
     damaged = ControllerError(DamagedCheckpointError("every checkpoint is damaged"))
     policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     assert policy.make_decision(damaged) is FailureDecision.RAISE
@@ -404,5 +385,5 @@ def test_what_a_worker_calls_unrecoverable_is_not_tried_again(workers: Any, tmp_
     policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=-1))
     crash = failed(RuntimeError("bad card"))
     assert policy.make_decision(crash) is FailureDecision.RETRY
-    ray.get(workers.fail.remote(Failure("the data are bad")))
+    workers.fail(Failure("the data are bad"))
     assert policy.make_decision(crash) is FailureDecision.RAISE

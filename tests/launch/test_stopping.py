@@ -10,19 +10,17 @@ DRIVER = """
 import signal, time
 from vit_ray.launch.stopping import stopping_on_signals
 
-class Recorder:
+class Control:
     stop = None
-    class request_stop:
-        @staticmethod
-        def remote(reason):
-            Recorder.stop = reason
+    def request_stop(self, reason):
+        Control.stop = reason
 
 before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-with stopping_on_signals(Recorder()):
+with stopping_on_signals(Control()):
     print("training", flush=True)
-    while Recorder.stop is None:
+    while Control.stop is None:
         time.sleep(0.01)
-    print("asked to stop:", Recorder.stop, flush=True)
+    print("asked to stop:", Control.stop, flush=True)
     if input() == "land":
         print("checkpoint", flush=True)
 assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -14,12 +14,15 @@ import ray
 
 from tests.launch.lanes import CLUSTER, Lanes
 from tests.train.fakes import make_job
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch import lane
 from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, lane_environment
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
+from vit_ray.launch.run_host import HostedRun, RunControl
 from vit_ray.launch.worker_group import MOST_LANES, RunFailedError
 from vit_ray.outcomes import Failure
+from vit_ray.tracking.metrics_log import RunOpening
 
 
 def test_a_training_whose_lane_is_lost_goes_on_in_another(
@@ -188,8 +191,9 @@ def test_a_lane_is_lost_when_the_process_of_its_server_has_ended(
 def test_a_record_whose_process_has_ended_is_not_taken_for_a_lost_lane(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make_job(tmp_path)
-    object.__setattr__(job, "recorder", SimpleNamespace(stop_reason=raises(error)))
+    opening = RunOpening(TrackingConfig(), "run", tmp_path / "metrics.jsonl")
+    host = SimpleNamespace(ask=raises(error))
+    job = replace(make_job(tmp_path), control=RunControl(HostedRun(host, opening)))
     with pytest.raises(RuntimeError, match="the process of the run's record has died") as raised:
         lane_with(monkeypatch).run(job, {})
     assert not isinstance(raised.value, LaneEndedError)

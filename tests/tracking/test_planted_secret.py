@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.launch.hosts import recorded_here
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.report.page import build_report
-from vit_ray.tracking.run_actor import Recorder
-from vit_ray.tracking.run_status import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.train.progress import Progress
 from vit_ray.train.saving import make_position
 
@@ -39,13 +39,13 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     opening = RunOpening(
         config, "run", log_path, None, params, tags, None, datasets=data_inputs(plan)
     )
-    recorder = Recorder(opening)
-    recorder.text("recipe.yaml", recipe_yaml(recipe))
-    recorder.tag("note", f"it is at {ADDRESS}")
-    recorder.event("restart", f"cannot reach {ADDRESS}", 1)
-    recorder.request_stop(f"cannot reach {ADDRESS}")
-    recorder.metrics(1, {"train/loss": 1.0})
-    assert recorder.finish("FINISHED")
+    record, control = recorded_here(opening)
+    record.text("recipe.yaml", recipe_yaml(recipe))
+    record.tag("note", f"it is at {ADDRESS}")
+    record.event("restart", f"cannot reach {ADDRESS}", 1)
+    control.request_stop(f"cannot reach {ADDRESS}")
+    record.metrics(1, {"train/loss": 1.0})
+    assert record.finish("FINISHED")
     return recipe
 
 

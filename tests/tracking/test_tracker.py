@@ -22,8 +22,9 @@ from mlflow.tracking import MlflowClient
 from tests.ports import free_ports
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking import batch_sender, mlflow_client
-from vit_ray.tracking.metrics_log import MetricsLog, Sent
+from vit_ray.outcomes import EventKind
+from vit_ray.tracking import mlflow_client, sender
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
     experiment_id,
@@ -32,11 +33,15 @@ from vit_ray.tracking.mlflow_client import (
     redact_uri,
     safe_uri,
 )
-from vit_ray.tracking.mlflow_writer import RunWriter
+from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+def started(config, name, log_path, wait_s=10.0, **fields):
+    return Tracker.start(RunOpening(config, name, log_path, **fields), wait_s=wait_s)
 
 
 @pytest.fixture
@@ -67,14 +72,12 @@ def test_a_run_holds_what_was_recorded(config, log_path, tmp_path):
     table.parent.mkdir()
     table.write_text("a,b\n1,2\n")
     params = {f"section.key_{i}": str(i) for i in range(250)}  # more than one request takes
-    tracker = Tracker.start(
-        config, "first", log_path, params=params, tags={"vit_ray.kind": "pretrain"}
-    )
-    tracker.metrics(10, {"train/loss": 2.5, "train/lr": 1e-3})
-    tracker.metrics(20, {"train/loss": 2.0})
-    tracker.tag("vit_ray.cluster", "2 CPUs")
-    tracker.artifact_text("recipe.yaml", "name: first\n")
-    tracker.artifact(table, "tables")
+    tracker = started(config, "first", log_path, params=params, tags={"vit_ray.kind": "pretrain"})
+    tracker.log.metrics(10, {"train/loss": 2.5, "train/lr": 1e-3})
+    tracker.log.metrics(20, {"train/loss": 2.0})
+    tracker.log.tag("vit_ray.cluster", "2 CPUs")
+    tracker.log.text("recipe.yaml", "name: first\n")
+    tracker.log.artifact(table, "tables")
     assert tracker.finish()
 
     client = MlflowClient(config.uri)
@@ -93,8 +96,8 @@ def test_a_run_holds_what_was_recorded(config, log_path, tmp_path):
 
 def test_points_keep_the_time_they_were_recorded_at(config, log_path):
     before_ms = round(time.time() * 1000)
-    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "early", log_path, wait_s=5)
-    tracker.metrics(1, {"train/loss": 1.0})
+    tracker = started(config.model_copy(update={"uri": NOWHERE}), "early", log_path, wait_s=5)
+    tracker.log.metrics(1, {"train/loss": 1.0})
     after_ms = round(time.time() * 1000)
     tracker.finish(timeout_s=0.1)
     replay(log_path, config.uri)
@@ -104,9 +107,9 @@ def test_points_keep_the_time_they_were_recorded_at(config, log_path):
 
 
 def test_a_child_run_names_its_parent(config, log_path, tmp_path):
-    parent = Tracker.start(config, "study", tmp_path / "parent.jsonl")
+    parent = started(config, "study", tmp_path / "parent.jsonl")
     below = config.model_copy(update={"parent_run_id": parent.run_id})
-    child = Tracker.start(below, "cell", log_path)
+    child = started(below, "cell", log_path)
     assert child.finish()
     assert parent.finish("KILLED")
     client = MlflowClient(config.uri)
@@ -117,13 +120,13 @@ def test_a_child_run_names_its_parent(config, log_path, tmp_path):
 def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     config, log_path, tmp_path
 ):
-    first = Tracker.start(config, "long", log_path, params={"seed": "0", "workers": "2"})
+    first = started(config, "long", log_path, params={"seed": "0", "workers": "2"})
     for step in (10, 20, 30):
-        first.metrics(step, {"train/loss": 100.0 - step})
-    first.metrics(20, {"eval/top1": 0.5})
+        first.log.metrics(step, {"train/loss": 100.0 - step})
+    first.log.metrics(20, {"eval/top1": 0.5})
     assert first.flush(20)
     # The first attempt dies here; its checkpoint is of step 20. A new node has no old log.
-    second = Tracker.start(
+    second = started(
         config,
         "long",
         tmp_path / "elsewhere.jsonl",
@@ -132,8 +135,8 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
         resume_step=20,
     )
     for step in (30, 40):
-        second.metrics(step, {"train/loss": 100.5 - step})
-    second.metrics(40, {"eval/top1": 0.6})
+        second.log.metrics(step, {"train/loss": 100.5 - step})
+    second.log.metrics(40, {"eval/top1": 0.6})
     assert second.finish()
 
     assert second.run_id == first.run_id == _only_run(config.uri).info.run_id
@@ -149,7 +152,7 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
     assert run.data.tags["vit_ray.resumed_at_steps"] == "20"
     back = {"seed": "0", "workers": "2", "new": "1"}
-    third = Tracker.start(config, "long", tmp_path / "3", run_id=first.run_id, params=back)
+    third = started(config, "long", tmp_path / "3", run_id=first.run_id, params=back)
     assert third.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.tags["vit_ray.changed_params"] == "{}"
@@ -157,10 +160,10 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
 
 
 def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, log_path):
-    tracker = Tracker.start(config, "threads", log_path)
-    tracker.metrics(2, {"train/loss": 2.0})
+    tracker = started(config, "threads", log_path)
+    tracker.log.metrics(2, {"train/loss": 2.0})
     assert tracker.flush(20)
-    tracker.metrics(1, {"train/loss": 1.0})
+    tracker.log.metrics(1, {"train/loss": 1.0})
     assert tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (2, 2.0)]
 
@@ -170,15 +173,15 @@ def test_points_that_arrive_a_little_out_of_order_are_all_kept(config, log_path)
 def test_a_point_that_a_kill_lost_before_a_later_one_comes_with_the_repeated_steps(
     config, log_path, tmp_path, has_log, resume_step
 ):
-    first = Tracker.start(config, "killed", log_path)
+    first = started(config, "killed", log_path)
     for step in (1, 2, 3, 5):  # 4 was on its way, in another thread
-        first.metrics(step, {"train/loss": float(step)})
+        first.log.metrics(step, {"train/loss": float(step)})
     assert first.flush(20)
     first._points.end(5)
     log = log_path if has_log else tmp_path / "elsewhere.jsonl"
-    second = Tracker.start(config, "killed", log, run_id=first.run_id, resume_step=resume_step)
+    second = started(config, "killed", log, run_id=first.run_id, resume_step=resume_step)
     for step in (3, 4, 5, 6):
-        second.metrics(step, {"train/loss": float(step)})
+        second.log.metrics(step, {"train/loss": float(step)})
     assert second.finish()
     expected = [(step, float(step)) for step in range(1, 7)]
     assert _history(config.uri, first.run_id, "train/loss") == expected
@@ -186,13 +189,13 @@ def test_a_point_that_a_kill_lost_before_a_later_one_comes_with_the_repeated_ste
 
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
-    first = Tracker.start(config, "sweep", log_path, awaited_metric="eval/top1")
-    first.metrics(0, {"eval/top1": 0.5, "failed": 1.0}, is_again=True)
+    first = started(config, "sweep", log_path, awaited_metric="eval/top1")
+    first.log.metrics(0, {"eval/top1": 0.5, "failed": 1.0}, is_again=True)
     assert first.finish()
     time.sleep(0.002)  # MLflow's times are milliseconds
     log = log_path if has_log else tmp_path / "elsewhere.jsonl"
-    second = Tracker.start(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
-    second.metrics(0, {"eval/top1": 0.4, "failed": 0.0}, is_again=True)
+    second = started(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
+    second.log.metrics(0, {"eval/top1": 0.4, "failed": 0.0}, is_again=True)
     assert second.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.metrics == {"eval/top1": 0.4, "failed": 0.0}
@@ -201,30 +204,30 @@ def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, t
 
 def test_a_note_of_how_far_mlflow_has_a_log_may_have_more_or_less(log_path):
     log = MetricsLog(log_path)
-    log.append({"kind": "event", "event": {}})
+    log.event(EventKind.RESUMED, "a worker has died", 1)
     note = log_path.with_name(log_path.name + ".sent")
     note.write_text('{"offset": 3, "files_offset": 2, "run_id": "r", "attempt_ms": 7}')
-    assert log.sent() == Sent(3, 2, "r")
+    assert log.read_sent() == Sent(3, 2, "r")
     note.write_text('{"offset": 3}')
-    assert log.sent() == Sent(3)
+    assert log.read_sent() == Sent(3, 3)
     for damaged in ("[]", "{}", "3", '{"offset": "3"}', ""):
         note.write_text(damaged)
-        assert log.sent() == Sent()
+        assert log.read_sent() == Sent()
 
 
 def test_workers_that_repeat_steps_within_one_attempt_add_nothing(config, log_path):
-    tracker = Tracker.start(config, "restarted", log_path)
+    tracker = started(config, "restarted", log_path)
     for step in (*range(1, 700), *range(20, 705)):
-        tracker.metrics(step, {"train/loss": float(step)})
+        tracker.log.metrics(step, {"train/loss": float(step)})
     assert tracker.finish()
     expected = [(step, float(step)) for step in range(1, 705)]
     assert _history(config.uri, tracker.run_id, "train/loss") == expected
 
 
 def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config, log_path):
-    first = Tracker.start(config, "died", log_path)
+    first = started(config, "died", log_path)
     for step in (1, 2, 4):
-        first.metrics(step, {"train/loss": float(step)})
+        first.log.metrics(step, {"train/loss": float(step)})
     assert first.flush(20)
     later = round(time.time() * 1000)
     with open(log_path, "a") as file:  # as the process writes, whose thread does not come to send
@@ -232,9 +235,9 @@ def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config,
             record = {"kind": "metrics", "step": step, "values": {"train/loss": value}}
             file.write(json.dumps({**record, "time_ms": later}) + "\n")
     first._points.end(5)  # no more work for its thread: the process is gone
-    second = Tracker.start(config, "died", log_path, resume_step=4)
-    second.metrics(5, {"train/loss": 98.0})
-    second.metrics(6, {"train/loss": 6.0})
+    second = started(config, "died", log_path, resume_step=4)
+    second.log.metrics(5, {"train/loss": 98.0})
+    second.log.metrics(6, {"train/loss": 6.0})
     assert second.finish()
     expected = [(step, float(step)) for step in range(1, 7)]
     assert _history(config.uri, first.run_id, "train/loss") == expected
@@ -242,9 +245,9 @@ def test_a_process_that_dies_with_records_unsent_leaves_them_to_the_next(config,
 
 
 def test_a_finished_run_that_goes_on_is_running_again(config, log_path):
-    first = Tracker.start(config, "long", log_path)
+    first = started(config, "long", log_path)
     assert first.finish()
-    second = Tracker.start(config, "long", log_path)
+    second = started(config, "long", log_path)
     assert second.flush(20)
     assert second.run_id == first.run_id
     assert MlflowClient(config.uri).get_run(first.run_id).info.status == "RUNNING"
@@ -253,25 +256,25 @@ def test_a_finished_run_that_goes_on_is_running_again(config, log_path):
 
 def test_a_killed_process_leaves_half_a_line_and_loses_nothing_else(config, log_path):
     away = config.model_copy(update={"uri": NOWHERE})
-    first = Tracker.start(away, "killed", log_path)
-    first.metrics(1, {"train/loss": 3.0})
+    first = started(away, "killed", log_path)
+    first.log.metrics(1, {"train/loss": 3.0})
     first.finish(timeout_s=0.1)
     with open(log_path, "a") as file:
         file.write('{"kind": "metrics", "step": 2, "val')
-    second = Tracker.start(config, "killed", log_path, resume_step=1)
-    second.metrics(2, {"train/loss": 2.0})
+    second = started(config, "killed", log_path, resume_step=1)
+    second.log.metrics(2, {"train/loss": 2.0})
     assert second.finish()
     assert _history(config.uri, second.run_id, "train/loss") == [(1, 3.0), (2, 2.0)]
 
 
 def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):
-    first = Tracker.start(config, "one", log_path)
-    first.metrics(1, {"train/loss": 1.0})
+    first = started(config, "one", log_path)
+    first.log.metrics(1, {"train/loss": 1.0})
     assert first.finish()
-    other = Tracker.start(config, "two", log_path.with_name("two.jsonl"))
+    other = started(config, "two", log_path.with_name("two.jsonl"))
     assert other.finish()
-    again = Tracker.start(config, "two", log_path, run_id=other.run_id)
-    again.metrics(1, {"train/loss": 2.0})
+    again = started(config, "two", log_path, run_id=other.run_id)
+    again.log.metrics(1, {"train/loss": 2.0})
     assert again.finish()
     assert _history(config.uri, first.run_id, "train/loss") == [(1, 1.0)]
     assert _history(config.uri, other.run_id, "train/loss") == [(1, 2.0)]
@@ -279,29 +282,29 @@ def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):
 
 
 def test_a_run_that_is_gone_from_mlflow_is_made_anew(config, log_path):
-    tracker = Tracker.start(config, "orphan", log_path, run_id="0" * 32)
-    tracker.metrics(1, {"train/loss": 1.0})
+    tracker = started(config, "orphan", log_path, run_id="0" * 32)
+    tracker.log.metrics(1, {"train/loss": 1.0})
     assert tracker.finish()
     assert tracker.run_id == _only_run(config.uri).info.run_id != "0" * 32
 
 
 def test_values_that_are_not_finite_are_counted_across_restarts(config, log_path, tmp_path):
-    first = Tracker.start(config, "bad", log_path)
+    first = started(config, "bad", log_path)
     for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
-        first.metrics(step, {"train/loss": loss})
+        first.log.metrics(step, {"train/loss": loss})
     assert first.flush(20)
-    second = Tracker.start(config, "bad", tmp_path / "2.jsonl", run_id=first.run_id)
-    second.metrics(3, {"train/loss": float("nan")})
+    second = started(config, "bad", tmp_path / "2.jsonl", run_id=first.run_id)
+    second.log.metrics(3, {"train/loss": float("nan")})
     assert second.finish()
     assert _history(config.uri, first.run_id, "train/loss") == [(0, 1.0), (3, 2.0)]
     assert _history(config.uri, first.run_id, "train/loss_nonfinite") == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_a_record_that_mlflow_refuses_costs_only_itself(config, log_path, caplog):
-    tracker = Tracker.start(config, "odd", log_path)
-    tracker.metrics(1, {"train/loss": 1.0})
-    tracker.metrics(2, {"not#allowed": 1.0})
-    tracker.metrics(3, {"train/loss": 3.0})
+    tracker = started(config, "odd", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    tracker.log.metrics(2, {"not#allowed": 1.0})
+    tracker.log.metrics(3, {"train/loss": 3.0})
     assert not tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0), (3, 3.0)]
     assert [r for r in caplog.messages if "refuses" in r and "not#allowed" in r]
@@ -317,10 +320,10 @@ def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", refusing)
-    monkeypatch.setattr(batch_sender, "FIRST_BACKOFF_S", 0.01)
-    tracker = Tracker.start(config, "odd", log_path)
-    tracker.tag("poison", "x")
-    tracker.metrics(1, {"train/loss": 1.0})
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    tracker = started(config, "odd", log_path)
+    tracker.log.tag("poison", "x")
+    tracker.log.metrics(1, {"train/loss": 1.0})
     assert not tracker.finish()
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
 
@@ -344,11 +347,11 @@ def test_points_are_not_left_out_while_mlflow_is_slow_to_take_them(
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", slow)
-    monkeypatch.setattr(batch_sender, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(batch_sender, "LAST_BACKOFF_S", 0.01)
-    tracker = Tracker.start(config, "slow", log_path)
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.01)
+    tracker = started(config, "slow", log_path)
     for step in range(28):
-        tracker.metrics(step, {"train/loss": 1.0})
+        tracker.log.metrics(step, {"train/loss": 1.0})
     assert tracker.finish()
     assert failures == []
     assert len(_history(config.uri, tracker.run_id, "train/loss")) == 28
@@ -357,16 +360,16 @@ def test_points_are_not_left_out_while_mlflow_is_slow_to_take_them(
 def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_other_files(
     config, log_path, caplog, tmp_path
 ):
-    tracker = Tracker.start(config, "blocked", log_path)
+    tracker = started(config, "blocked", log_path)
     store = Path(MlflowClient(config.uri).get_run(tracker.run_id).info.artifact_uri[7:])
     store.mkdir(parents=True)
     (store / "tables").write_text("a file where the folder would be")
     table = log_path.with_name("table.csv")
     table.write_text("a,b\n1,2\n")
-    tracker.artifact(table, "tables")
-    tracker.artifact_text("note.txt", "kept")
+    tracker.log.artifact(table, "tables")
+    tracker.log.text("note.txt", "kept")
     for step in range(28):
-        tracker.metrics(step, {"train/loss": float(step)})
+        tracker.log.metrics(step, {"train/loss": float(step)})
     assert not tracker.finish(timeout_s=20)
     run = _only_run(config.uri)
     assert run.info.status == "FINISHED"
@@ -376,7 +379,7 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_ot
     assert [m for m in caplog.messages if f"does not have {table} of run" in m]
 
     (store / "tables").unlink()
-    again = Tracker.start(config, "blocked", log_path)
+    again = started(config, "blocked", log_path)
     assert again.finish()
     assert (store / "tables" / "table.csv").read_text() == "a,b\n1,2\n"
 
@@ -385,7 +388,7 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end_nor_ot
 def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     way, config, log_path, tmp_path
 ):
-    tracker = Tracker.start(config, "victim", log_path)
+    tracker = started(config, "victim", log_path)
     assert tracker.finish()
     folder = log_path.parent
     secret = tmp_path / "id_rsa"
@@ -401,7 +404,7 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     with open(log_path, "a") as file:
         file.write(json.dumps({"kind": "artifact", "path": str(path), "folder": "", "time_ms": 1}))
         file.write("\n")
-    Tracker.start(config, "victim", log_path).finish()
+    started(config, "victim", log_path).finish()
     done = replay(log_path, config.uri)
     assert ["is not in the run's folder" in text for text in done.refused] == [True]
     assert MlflowClient(config.uri).list_artifacts(tracker.run_id) == []
@@ -427,7 +430,7 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     ],
 )
 def test_a_damaged_record_costs_only_itself(line, config, log_path):
-    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "damaged", log_path)
+    tracker = started(config.model_copy(update={"uri": NOWHERE}), "damaged", log_path)
     tracker.finish(timeout_s=0.1)
     with open(log_path, "a") as file:
         file.write(line + "\n")
@@ -446,9 +449,9 @@ def test_a_sqlite_file_that_another_process_keeps_locked_is_given_up(config, log
 
 
 def test_a_step_with_more_values_than_one_request_takes(config, log_path):
-    tracker = Tracker.start(config, "wide", log_path)
-    tracker.metrics(1, {f"system/node-{i}/cpu": float(i) for i in range(1500)})
-    tracker.metrics(1, {f"more/node-{i}": float(i) for i in range(700)})
+    tracker = started(config, "wide", log_path)
+    tracker.log.metrics(1, {f"system/node-{i}/cpu": float(i) for i in range(1500)})
+    tracker.log.metrics(1, {f"more/node-{i}": float(i) for i in range(700)})
     assert tracker.finish()
     assert len(MlflowClient(config.uri).get_run(tracker.run_id).data.metrics) == 2200
 
@@ -456,10 +459,10 @@ def test_a_step_with_more_values_than_one_request_takes(config, log_path):
 def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
     config, log_path, tmp_path
 ):
-    tracker = Tracker.start(config, "copy", log_path, params={"seed": "1"}, tags={"a": "b"})
+    tracker = started(config, "copy", log_path, params={"seed": "1"}, tags={"a": "b"})
     for step in range(100):
-        tracker.metrics(step, {"train/loss": float(-step)})
-    tracker.metrics(100, {"train/loss": float("nan")})
+        tracker.log.metrics(step, {"train/loss": float(-step)})
+    tracker.log.metrics(100, {"train/loss": float("nan")})
     assert tracker.finish()
     other = f"sqlite:///{tmp_path}/other.db"
     assert replay(log_path, other).num_points == 101
@@ -474,8 +477,8 @@ def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
 
 
 def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
-    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
-    tracker.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
+    tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
     tracker.finish(timeout_s=0.1)
     job = [sys.executable, str(ROOT / "jobs" / "replay.py")]
     done = subprocess.run([*job, str(log_path), config.uri], capture_output=True, text=True)
@@ -499,7 +502,7 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
     ],
 )
 def test_a_bad_address_for_replay_is_a_message(uri, config, log_path, capsys):
-    tracker = Tracker.start(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
+    tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
     tracker.finish(timeout_s=0.1)
     assert run_replay(log_path, uri) in (1, 2)
     told = capsys.readouterr().err
@@ -514,14 +517,14 @@ def test_replay_of_something_else_is_refused(tmp_path):
 
 def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path, caplog):
     secret = "http://user:hunter2@127.0.0.1:9"
-    tracker = Tracker.start(
+    tracker = started(
         config.model_copy(update={"uri": secret}),
         "alone",
         log_path,
         params={"tracking.uri": secret},
     )
     for step in range(50):
-        tracker.metrics(step, {"train/loss": 1.0})
+        tracker.log.metrics(step, {"train/loss": 1.0})
     assert tracker.run_id is None
     assert not tracker.flush(2.5)
     assert not tracker.finish("FAILED", timeout_s=0.1)
@@ -539,9 +542,9 @@ def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         away = config.model_copy(update={"uri": uri})
-        tracker = Tracker.start(away, "held", log_path, wait_s=0.2)
+        tracker = started(away, "held", log_path, wait_s=0.2)
         for step in range(1000):
-            tracker.metrics(step, {"train/loss": 1.0})
+            tracker.log.metrics(step, {"train/loss": 1.0})
         assert tracker.run_id is None
         assert not tracker.finish("FAILED", timeout_s=0.2)
     assert replay(log_path, config.uri).num_points == 1000
@@ -550,22 +553,22 @@ def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
 def test_a_full_disk_loses_records_with_one_warning_but_not_the_training(config, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    tracker = Tracker.start(config, "full", blocked / "metrics.jsonl")
+    tracker = started(config, "full", blocked / "metrics.jsonl")
     for step in range(5):
-        tracker.metrics(step, {"train/loss": 1.0})
+        tracker.log.metrics(step, {"train/loss": 1.0})
     tracker.finish(timeout_s=1)
     assert len([m for m in caplog.messages if "cannot be kept" in m]) == 1
 
 
 def _record_in_process(uri, folder, name):
-    tracker = Tracker.start(
+    tracker = started(
         TrackingConfig(uri=uri, experiment="trials"),
         name,
         Path(folder) / f"{name}.jsonl",
         wait_s=60,
     )
     for step in range(200):
-        tracker.metrics(step, {"train/loss": float(step)})
+        tracker.log.metrics(step, {"train/loss": float(step)})
     sys.exit(0 if tracker.finish(timeout_s=60) else 1)
 
 
@@ -637,9 +640,9 @@ def test_a_password_that_is_part_of_a_value_leaves_the_record_as_it_is(config, l
         away = config.model_copy(update={"uri": f"http://u:{password}@127.0.0.1:9"})
         path = log_path.with_name(f"{password}.jsonl")
         params = {"optim.lr": "0.0010", "weight_decay": "0.10"}
-        tracker = Tracker.start(away, "short", path, params=params, tags={"note": "weight_decay"})
-        tracker.tag("steps", "1010")
-        tracker.artifact_text("recipe.yaml", "lr: 0.0010\nweight_decay: 0.10\n")
+        tracker = started(away, "short", path, params=params, tags={"note": "weight_decay"})
+        tracker.log.tag("steps", "1010")
+        tracker.log.text("recipe.yaml", "lr: 0.0010\nweight_decay: 0.10\n")
         tracker.finish(timeout_s=0.1)
         start, *records = map(json.loads, path.read_text().splitlines())
         assert (start["params"], start["tags"]) == (params, {"note": "weight_decay"})
@@ -705,18 +708,18 @@ def server(tmp_path):
 def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_path, caplog):
     server.start()
     config = TrackingConfig(uri=server.uri, experiment="trials")
-    tracker = Tracker.start(config, "outage", log_path, wait_s=60)
+    tracker = started(config, "outage", log_path, wait_s=60)
     run_id = tracker.run_id
     assert run_id is not None
-    tracker.metrics(0, {"train/loss": 0.0})
+    tracker.log.metrics(0, {"train/loss": 0.0})
     assert tracker.flush(60)
     server.stop()
     for step in range(1, 40):
-        tracker.metrics(step, {"train/loss": float(step)})
+        tracker.log.metrics(step, {"train/loss": float(step)})
     assert not tracker.flush(2)
-    tracker.artifact_text("note.txt", "kept through the outage")
+    tracker.log.text("note.txt", "kept through the outage")
     server.start()
-    tracker.metrics(40, {"train/loss": 40.0})
+    tracker.log.metrics(40, {"train/loss": 40.0})
     assert tracker.finish(timeout_s=60)
 
     assert [m for m in caplog.messages if run_id in m and "cannot be used" in m]
@@ -730,7 +733,7 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
 
 
 def test_the_hint_opens_the_runs(config, log_path):
-    tracker = Tracker.start(config, "shown", log_path)
+    tracker = started(config, "shown", log_path)
     assert tracker.finish()
     run = _only_run(config.uri)
     page = f"#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning"

@@ -1,4 +1,4 @@
-"""A run's actor, engine and parts of a worker without Ray and without DeepSpeed."""
+"""A run's record and control, engine and parts of a worker without Ray and without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,63 +23,52 @@ from vit_ray.train.job import TrainJob
 from vit_ray.train.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.train.nonfinite import NonfinitePolicy
 from vit_ray.train.progress import Progress
-from vit_ray.train.run_link import RunActor, RunLink
+from vit_ray.train.run_link import ControlsRun, Orders, RecordsRun, RunLink
 from vit_ray.train.saving import CheckpointSaver
 from vit_ray.train.watchdog import Watchdog
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 
 
-class FakeActor(RunActor):
-    """The actor's part, in this process: what it was sent, and what it answers."""
+class FakeRun(RecordsRun, ControlsRun):
+    """Record and control of a run, in this process: what was sent, and what is answered."""
 
     def __init__(self) -> None:
         self.events: list[tuple[EventKind, str, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.beats: list[tuple[int, int]] = []
         self.files: dict[str, bytes] = {}
-        self.failure: Failure | None = None
+        self.failed: Failure | None = None
         self.stop: str | None = None
         self.saves = 0
 
-    def poll(self, rank: int, step: int) -> tuple[str | None, int]:
+    def heartbeat(self, rank: int, step: int) -> Orders | None:
         self.beats.append((rank, step))
-        return self.stop, self.saves
+        return Orders(self.stop, self.saves)
+
+    def stop_reason(self) -> str | None:
+        return self.stop
+
+    def request_save(self) -> None:
+        self.saves += 1
+
+    def failure(self) -> Failure | None:
+        return self.failed
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.logged.append((step, values))
 
-    def event(self, kind: EventKind, text: str, step: int) -> None:
+    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
         self.events.append((kind, text, step))
 
-    def content(self, name: str, content: bytes, folder: str) -> None:
+    def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         self.files[name] = content
 
-    def fail(self, failure: Failure) -> None:
-        self.failure = failure
+    def fail(self, failure: Failure | None) -> None:
+        self.failed = failure
 
-    def run_id(self) -> str | None:
+    def run_id(self, wait_s: float) -> str | None:
         return "run-id"
-
-
-class DirectLink(RunLink):
-    """A link that calls the actor instead of sending to it."""
-
-    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._actor, method.__name__)(*args, **kwargs)
-
-    _send = _call
-
-    def beat(self, step: int) -> None:
-        self.stop_reason, self._saves_requested = self._actor.poll(self.rank, step)
-        if self._saves_seen is None:
-            self._saves_seen = self._saves_requested
-
-    def tracking_run_id(self) -> str | None:
-        return self._actor.run_id() if self.rank == 0 else None
-
-    def note_hang(self, text: str, step: int) -> None:
-        self._actor.event(EventKind.HUNG, f"worker {self.rank}: {text}", step)
 
 
 class OneRank:
@@ -228,8 +217,8 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     """A run of a few steps below `folder`."""
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
-        recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, None,
-        None, lambda bad: None,
+        recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(),
+        FakeRun(), None, lambda bad: None,
     )  # fmt: skip
 
 
@@ -254,13 +243,13 @@ class Worker:
 
     job: TrainJob
     engine: FakeEngine = field(default_factory=FakeEngine)
-    actor: FakeActor = field(default_factory=FakeActor)
+    actor: FakeRun = field(default_factory=FakeRun)
     evaluation_batches: Callable[[str, int], Iterable[Any]] = lambda name, start: []
     notice: Callable[[], Any] = lambda: None
     rank: int = 0
 
     def __post_init__(self) -> None:
-        self.link = DirectLink(self.actor, self.rank)
+        self.link = RunLink(self.actor, self.actor, self.rank)
         folder = locate(self.job.run_folder)
         train = self.job.recipe.train
         self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.train.engine_runs import build_engine
-from tests.train.fakes import FakeActor, FakeEngine, Worker, make_job
+from tests.train.fakes import FakeEngine, FakeRun, Worker, make_job
 from tests.train.pretended_device import PretendedGpu
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
@@ -120,7 +120,7 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
 
     job = make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"})
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeActor(), lambda name, start: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
     try:
         worker.hooks.evaluate(4)
     except EvaluationCutError as cut:
@@ -153,7 +153,7 @@ def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
     pool = np.arange(NUM_IMAGES) % 5
     job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
     engine = Engine(device=torch.device("cuda"))
-    assert Worker(job, engine, FakeActor(), lambda name, start: batches).hooks.evaluate(4)
+    assert Worker(job, engine, FakeRun(), lambda name, start: batches).hooks.evaluate(4)
     passes = len(batches) * (2 if is_few_shot else 1)
     assert len(seen) == passes
     assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
@@ -179,7 +179,7 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
     ):
         job = make_job(tmp_path, kind, data=data, checkpoint=kept)
-        worker = Worker(job, Engine(), FakeActor(), lambda name, start: streams[name])
+        worker = Worker(job, Engine(), FakeRun(), lambda name, start: streams[name])
         metrics = worker.hooks.evaluate(4)
         assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
 
@@ -205,7 +205,7 @@ def of_each_class(rank: int, folder: str) -> Any:
         answers=answers,
     )
     batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeActor(), lambda name, start: batches, rank=rank)
+    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
     return worker.hooks.evaluate(0), worker.actor.files
 
 

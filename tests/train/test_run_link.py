@@ -1,39 +1,26 @@
-"""A worker's link to the run's actor, with the actor's answers in place of Ray's."""
+"""A worker's link to record and control of its run, which are here."""
 
 import threading
-from typing import Any
 
 import pytest
 import ray
 
-from tests.train.fakes import FakeActor
-from vit_ray.train import run_link
-from vit_ray.train.run_link import RunLink
+from tests.train.fakes import FakeRun
+from vit_ray.outcomes import EventKind
+from vit_ray.train.run_link import DELIVERY_S, HANG_REPORT_S, Orders, RunLink
 from vit_ray.train.watchdog import Watchdog
 
 
-class Handle:
-    """As Ray's handle of an actor: `handle.method.remote(...)` gives what `ray.get` resolves."""
-
-    def __init__(self, actor: FakeActor) -> None:
-        self.actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.actor, name)
-        return type("Method", (), {"remote": staticmethod(lambda *a: lambda: method(*a))})
-
-
 @pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> FakeActor:
-    monkeypatch.setattr(run_link.ray, "get", lambda call, timeout=None: call())
-    return FakeActor()
+def actor() -> FakeRun:
+    return FakeRun()
 
 
-def link_of(actor: FakeActor, rank: int = 0) -> RunLink:
-    return RunLink(Handle(actor), rank)
+def link_of(actor: FakeRun, rank: int = 0) -> RunLink:
+    return RunLink(actor, actor, rank)
 
 
-def test_a_heartbeat_brings_back_why_to_stop(actor: FakeActor) -> None:
+def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
     link = link_of(actor, rank=3)
     link.beat(7)
     assert link.stop_reason is None
@@ -44,7 +31,7 @@ def test_a_heartbeat_brings_back_why_to_stop(actor: FakeActor) -> None:
 
 
 def test_a_save_request_is_taken_once_and_those_of_earlier_attempts_never(
-    actor: FakeActor,
+    actor: FakeRun,
 ) -> None:
     link = link_of(actor)
     actor.saves = 2
@@ -56,7 +43,7 @@ def test_a_save_request_is_taken_once_and_those_of_earlier_attempts_never(
     assert [link.take_save_request() for _ in range(3)] == [True, False, False]
 
 
-def test_only_rank_0_takes_a_save_request(actor: FakeActor) -> None:
+def test_only_rank_0_takes_a_save_request(actor: FakeRun) -> None:
     link = link_of(actor, rank=1)
     link.beat(1)
     actor.saves = 1
@@ -64,20 +51,38 @@ def test_only_rank_0_takes_a_save_request(actor: FakeActor) -> None:
     assert not link.take_save_request()
 
 
-def test_an_actor_that_is_gone_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(call: Any, timeout: float | None = None) -> Any:
-        assert timeout is not None, "it would wait for ever"
-        raise ray.exceptions.ActorDiedError
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.ActorDiedError(), RuntimeError("has not answered in 30 s")]
+)
+def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
+    class Gone(FakeRun):
+        def heartbeat(self, rank: int, step: int) -> Orders | None:
+            raise error
 
-    monkeypatch.setattr(run_link.ray, "get", gone)
-    link = link_of(FakeActor())
+        def event(self, kind: str, text: str, step: int, wait_s: float = 0.0) -> None:
+            raise error
+
+        def run_id(self, wait_s: float) -> str | None:
+            raise error
+
+    link = link_of(Gone())
     link.beat(1)
     link.note_hang("no step", 1)
     assert link.tracking_run_id() is None
     assert link.stop_reason is None
 
 
-def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeActor) -> None:
+def test_an_answer_without_news_changes_nothing(actor: FakeRun) -> None:
+    link = link_of(actor)
+    actor.stop, actor.saves = "SIGTERM", 2
+    link.beat(1)
+    actor.heartbeat = lambda rank, step: None  # type: ignore[method-assign]
+    link.beat(2)
+    assert link.stop_reason == "SIGTERM"
+    assert not link.take_save_request()
+
+
+def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRun) -> None:
     now_s, ended = [0.0], []
     for rank in (0, 1):
         link = link_of(actor, rank)
@@ -99,28 +104,29 @@ def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeAc
     assert all("MainThread: " in text and here in text for _, text, _ in actor.events)
 
 
-def test_the_run_id_is_asked_for_on_rank_0(actor: FakeActor) -> None:
+def test_the_run_id_is_asked_for_on_rank_0(actor: FakeRun) -> None:
     assert link_of(actor).tracking_run_id() == "run-id"
     assert link_of(actor, rank=1).tracking_run_id() is None
 
 
-def test_what_all_ranks_know_is_sent_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, str]] = []
-
-    class Sink:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def __getattr__(self, name: str) -> Any:
-            remote = staticmethod(lambda *_: sent.append((self.rank, name)))
-            return type("Method", (), {"remote": remote})
-
-    monkeypatch.setattr(run_link.ray, "get", lambda call, timeout: call)
+def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
     for rank in (0, 1):
-        link = RunLink(Sink(rank), rank)
+        link = link_of(actor, rank)
         link.log(1, {"train/loss": 1.0})
-        link.log(1, {})
-        link.note("resumed", "text", 1)
-        link.note_last("stopped", "text", 1)
-        link.note_own("preemption", "text", 1)
-    assert sent == [(0, "metrics"), (0, "event"), (0, "event"), (0, "event"), (1, "event")]
+        link.note(EventKind.RESUMED, "text", rank)
+        link.note_last(EventKind.STOPPED, "text", rank)
+        link.note_own(EventKind.PREEMPTION, "text", rank)
+    assert actor.logged == [(1, {"train/loss": 1.0})]
+    assert [(kind, rank) for kind, _, rank in actor.events] == [
+        ("resumed", 0), ("stopped", 0), ("preemption", 0), ("preemption", 1),
+    ]  # fmt: skip
+
+
+def test_the_last_event_is_waited_for_and_others_are_not(actor: FakeRun) -> None:
+    waits: list[float] = []
+    actor.event = lambda kind, text, step, wait_s=0.0: waits.append(wait_s)  # type: ignore[method-assign]
+    link = link_of(actor)
+    link.note(EventKind.RESUMED, "text", 1)
+    link.note_last(EventKind.STOPPED, "text", 1)
+    link.note_hang("no step", 1)
+    assert waits == [0.0, DELIVERY_S, HANG_REPORT_S]

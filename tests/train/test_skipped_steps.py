@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
-from tests.train.fakes import DirectLink, FakeActor, FakeHooks, short_recipe
+from tests.train.fakes import FakeHooks, FakeRun, short_recipe
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
@@ -15,6 +15,7 @@ from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import Batch, Ending, RankContext, run_training
 from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.train.progress import Progress
+from vit_ray.train.run_link import RunLink
 
 RANKS, MICRO, BAD = 2, 2, 2
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ def train_on(
     """Weights and averages, history and position after a step of each batch; rank 1's loss of `bad`
     is NaN."""
     engine = build_engine(train, RANKS, MICRO)
-    plain, actor = engine._loss_function, FakeActor()
+    plain, actor = engine._loss_function, FakeRun()
 
     def loss(module: Any, images: Any, labels: Any, samples: Any, step: int) -> torch.Tensor:
         value: torch.Tensor = plain(module, images, labels, samples, step)
@@ -35,7 +36,7 @@ def train_on(
     def describe(one: Batch) -> str:
         return describe_batch(engine, one, MICRO)
 
-    policy = NonfinitePolicy(train, DirectLink(actor, rank), describe, lambda: 0)
+    policy = NonfinitePolicy(train, RunLink(actor, actor, rank), describe, lambda: 0)
 
     class Hooks(FakeHooks):
         def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:

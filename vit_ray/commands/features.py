@@ -15,6 +15,7 @@ from vit_ray.launch.extraction import extract_features
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run_metadata import trained_params
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -63,11 +64,12 @@ def _record(recipe: Recipe, rows: list[FewShotRow]) -> None:
     log = metrics_log_path(recipe.with_changes(name=name))
     log.parent.mkdir(parents=True, exist_ok=True)
     tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
-    tracker = Tracker.start(recipe.tracking, name, log, params=trained_params(recipe), tags=tags)
+    params = trained_params(recipe)
+    tracker = Tracker.start(RunOpening(recipe.tracking, name, log, params=params, tags=tags))
     for row in rows:
-        tracker.metrics(0, row.metrics())
+        tracker.log.metrics(0, row.metrics())
     file = Path(log).with_name("few_shot.csv")
     file.write_text(table_csv(rows))
-    tracker.artifact(file)
+    tracker.log.artifact(file)
     tracker.finish()
     print(f"MLflow page: {tracker.hint}")

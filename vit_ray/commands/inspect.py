@@ -16,6 +16,7 @@ from vit_ray.evaluate.inspection_figures import inspect_model
 from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run_metadata import trained_params
 from vit_ray.storage import Location, locate
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -109,14 +110,16 @@ def _spread(files: list[Location], count: int) -> list[Location]:
 
 def _keep(recipe: Recipe, folder: Path, files: list[Path]) -> None:
     tracker = Tracker.start(
-        recipe.tracking,
-        f"{recipe.name}-inspection",
-        folder / ".mlflow.jsonl",
-        params=trained_params(recipe),
-        tags={"vit_ray.kind": "inspection"},
+        RunOpening(
+            recipe.tracking,
+            f"{recipe.name}-inspection",
+            folder / ".mlflow.jsonl",
+            params=trained_params(recipe),
+            tags={"vit_ray.kind": "inspection"},
+        )
     )
     for file in files:
-        tracker.artifact(file, "inspection")
+        tracker.log.artifact(file, "inspection")
     tracker.finish()
     print(f"MLflow page: {tracker.hint}")
 

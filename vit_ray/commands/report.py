@@ -10,10 +10,10 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.report.runs import require_store
+from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import runs_of_name
-from vit_ray.tracking.run_status import RUN_FOLDER
 
 MAX_FAILURES: Final = 10
 """Pages in a row that may fail for a store that does not answer, before a watch ends."""

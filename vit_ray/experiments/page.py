@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vit_ray.config import Recipe
-from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.launch.run_host import RunRecord
 from vit_ray.report.page import Written, parts_of, reload_s, write_report
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
 
@@ -46,19 +46,19 @@ def _place_of_page(recipe: Recipe) -> Path:
     return metrics_log_path(recipe).with_name("report.html")
 
 
-def page_of(recipe: Recipe, run_id: str | None, recorder: Any) -> Path | None:
+def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | None:
     """As `write_page` at the end of a long job, which must not fail because MLflow is away.
 
-    The page, its table and its figures are kept with the run that `recorder` records. It is the
+    The page, its table and its figures are kept with the run of `record`. It is the
     last one, and does not reload itself, although that run has not ended.
     """
     if run_id is None:
         return None
     try:
-        answer(recorder.flush.remote(FLUSH_S), "the run's record")
+        record.flush(FLUSH_S)
         page = write_page(recipe, run_id).page
         for path, folder in parts_of(page):
-            answer(recorder.artifact.remote(str(path), folder), "the run's record")
+            record.artifact(path, folder)
         return page
     except Exception as error:
         _tell_of_none(recipe, run_id, error)

@@ -12,7 +12,7 @@ import ray
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.lane import LaneShape, kept_lanes, start_kept_lane
-from vit_ray.launch.open_record import OpenRecord, open_record
+from vit_ray.launch.open_record import OpenRun, open_record
 from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path
 from vit_ray.launch.progress import shown_progress
 from vit_ray.launch.run import ParentRun
@@ -27,7 +27,7 @@ from vit_ray.tracking.past_runs import newest_run
 class OpenParent:
     """An open parent run."""
 
-    record: OpenRecord
+    run: OpenRun
     run_id: str | None
     """In MLflow; None while its server could not be reached."""
     for_children: ParentRun
@@ -57,7 +57,7 @@ def earlier_run(recipe: Recipe, kind: str) -> str | None:
         kind,
         recipe.tracking.parent_run_id,
         folder=recipe.run_folder,
-        noted_id=MetricsLog(metrics_log_path(recipe)).sent().run_id,
+        noted_id=MetricsLog(metrics_log_path(recipe)).read_sent().run_id,
     )
 
 
@@ -99,15 +99,15 @@ def open_parent(
             run_id=run_id,
             tags=tags,
             node_id=under.node_id if under else None,
-            parent=under.recorder if under else None,
-        ) as record,
-        shown_progress(record.recorder, recipe.name, total_steps, is_shown=under is None),
-        contextlib.nullcontext() if under else stopping_on_signals(record.recorder),
+            parent=under.run.opening if under else None,
+        ) as run,
+        shown_progress(run.control, recipe.name, total_steps, is_shown=under is None),
+        contextlib.nullcontext() if under else stopping_on_signals(run.control),
         kept_lanes(),
     ):
-        children = ParentRun(record.recorder, ray.get_runtime_context().get_node_id())
+        children = ParentRun(run, ray.get_runtime_context().get_node_id())
         is_nested = under is not None
-        yield OpenParent(record, record.ask("run_id"), children, is_nested, tags or {}, cluster)
+        yield OpenParent(run, run.record.run_id(), children, is_nested, tags or {}, cluster)
 
 
 def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:

@@ -36,5 +36,5 @@ def train_with_retries(
             if left == 0 or isinstance(error, RunDivergedError):
                 raise
             text = f"{recipe.name}: {error}; it is started again from its newest checkpoint"
-            parent.recorder.event.remote(retried, text, 0)
+            parent.run.record.event(retried, text, 0)
     raise AssertionError

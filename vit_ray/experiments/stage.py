@@ -18,7 +18,6 @@ from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.side_by_side import Room, room_of
 from vit_ray.experiments.trials import Outcome, run_trials
-from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.open_record import tag_ended_run
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.worker_group import RunDivergedError
@@ -93,8 +92,8 @@ class Stage:
         None if the sweep was told to stop: its trials have written checkpoints, and resume from
         them.
         """
-        recorder, first = self._parent.recorder, self._recipes[0]
-        recorder.begin_stage.remote(_STAGES[self._kind], len(self._recipes))
+        run, first = self._parent.run, self._recipes[0]
+        run.control.begin_stage(_STAGES[self._kind], len(self._recipes))
         outcomes = (
             self._run_in_turn()
             if self._is_nested
@@ -108,12 +107,12 @@ class Stage:
             )
         )
         while (index := self._best_stopped(outcomes)) is not None:
-            if answer(recorder.stop_reason.remote(), "the run's record"):
+            if run.control.stop_reason():
                 return None
             text = f"{self._label(index)}: every trial that was not stopped early has failed"
-            recorder.event.remote(EventKind.TRIAL_CONTINUED, text, 0)
+            run.record.event(EventKind.TRIAL_CONTINUED, text, 0)
             outcomes[index] = self.train(index, len(self._rungs[index]) - 1)
-        if answer(recorder.stop_reason.remote(), "the run's record"):
+        if run.control.stop_reason():
             return None
         return [self._trained(index, outcome) for index, outcome in enumerate(outcomes)]
 
@@ -139,11 +138,11 @@ class Stage:
 
     def train(self, index: int, rung: int) -> Outcome:
         """Train one up to a rung, of which the last is its end."""
-        recipe, recorder = self._recipes[index], self._parent.recorder
-        if reason := answer(recorder.stop_reason.remote(), "the run's record"):
+        recipe, control = self._recipes[index], self._parent.run.control
+        if reason := control.stop_reason():
             return _failed(reason)  # it was scheduled after the sweep was asked to stop
         if reason := self._diverged.reason(recipe):
-            recorder.child_ended.remote(self._label(index), None)
+            control.child_ended(self._label(index), None)
             return _failed(reason, TrialState.DIVERGED)
         until, is_last = self._rungs[index][rung], rung == len(self._rungs[index]) - 1
         if not is_last and until is not None and (known := self._passed(index, until)):
@@ -160,7 +159,7 @@ class Stage:
         top1 = result.metrics.get(deciding_metric(recipe))
         is_over = is_last or bool(result.ended)
         if is_over:
-            recorder.child_ended.remote(self._label(index), top1)
+            control.child_ended(self._label(index), top1)
         return {
             "index": index,
             "result": vars(result),
@@ -195,13 +194,13 @@ class Stage:
         )
 
     def _note_failure(self, index: int, error: Exception) -> Outcome:
-        label, recorder = self._label(index), self._parent.recorder
+        label, run = self._label(index), self._parent.run
         text = str(error) or repr(error)
-        recorder.child_ended.remote(label, None)
+        run.control.child_ended(label, None)
         if not isinstance(error, RunDivergedError):
             return _failed(text)
         if self._kind == "sweep_trial":
-            recorder.event.remote(EventKind.TRIAL_DIVERGED, f"{label}: {text}", 0)
+            run.record.event(EventKind.TRIAL_DIVERGED, f"{label}: {text}", 0)
             self._diverged.note(self._recipes[index], text)
         return _failed(text, TrialState.DIVERGED)
 
@@ -214,14 +213,20 @@ class Stage:
         result = RunResult(**outcome["result"])
         if state is TrialState.STOPPED_EARLY:
             tags = {"vit_ray.stopped_early": f"step {result.steps} of {result.total_steps}"}
-            tag_ended_run(self._recipes[index], result.run_id, tags, self._parent.recorder)
+            tag_ended_run(
+                self._recipes[index],
+                result.run_id,
+                tags,
+                self._parent.run.opening,
+                self._parent.node_id,
+            )
         return Trained(result, state)
 
     def _note_stop(self, index: int, step: int, is_new: bool) -> None:
-        self._parent.recorder.child_ended.remote(self._label(index), None)
+        self._parent.run.control.child_ended(self._label(index), None)
         if is_new:
             text = f"{self._label(index)}: after {step} steps, by its accuracy on the dev split"
-            self._parent.recorder.event.remote(EventKind.TRIAL_STOPPED, text, 0)
+            self._parent.run.record.event(EventKind.TRIAL_STOPPED, text, 0)
 
 
 def _failed(text: str, state: TrialState = TrialState.FAILED) -> Outcome:

@@ -92,11 +92,11 @@ def run_study(recipe: Recipe) -> StudyResult:
             results = _run_cells(
                 study_of(recipe), cells, resolved_runs, finished, parent, renew_page
             )
-        parent.record.ask("outcome", len(results), _totals(results))
-        page = page_of(recipe, parent.run_id, parent.record.recorder)
-        hint = parent.record.ask("hint")
+        parent.run.record.results(len(results), _totals(results))
+        page = page_of(recipe, parent.run_id, parent.run.record)
+        hint = parent.run.record.hint()
         outcome = StudyResult(results, len(cells), parent.run_id, page, hint)
-        parent.record.is_complete = outcome.is_complete
+        parent.run.is_complete = outcome.is_complete
         return outcome
 
 
@@ -164,7 +164,7 @@ def _run_cells(
     renew_page: Callable[[], None] = lambda: None,
 ) -> list[CellResult]:
     """Of all that have ended, in the order of the grid; of none that was stopped on request."""
-    parent.record.recorder.begin_stage.remote("cell", len(cells))
+    parent.run.control.begin_stage("cell", len(cells))
     run = _StudyRun(study, parent, finished, renew_page, len(cells))
     pairs = list(zip(cells, resolved_runs, strict=True))
     groups = [
@@ -209,7 +209,7 @@ class _StudyRun:
 
     def is_stopped(self) -> bool:
         """Whether the study was asked to stop."""
-        return bool(self.parent.record.ask("stop_reason"))
+        return bool(self.parent.run.control.stop_reason())
 
     def is_over(self, group: Group) -> bool:
         """Whether nothing is left to do of the group; notes the end of what is finished."""
@@ -266,7 +266,7 @@ class _StudyRun:
         )
 
     def _tell_of_branch(self, text: str) -> None:
-        self.parent.record.recorder.event.remote(EventKind.BRANCH, text, 0)
+        self.parent.run.record.event(EventKind.BRANCH, text, 0)
 
     def _transfer(self, result: CellResult) -> CellResult | None:
         """With accuracies on the tasks; None if it was stopped. One that fails ends no other."""
@@ -288,12 +288,12 @@ class _StudyRun:
         return replace(result, error="; ".join(errors), missing=())
 
     def _note_end(self, result: CellResult, resolved: ResolvedRun) -> None:
-        cell, recorder = result.cell, self.parent.record.recorder
+        cell, run = result.cell, self.parent.run
         self.ended[cell.name] = result
         if result.error:
-            recorder.event.remote(EventKind.CELL_FAILED, f"{cell.name}: {result.error}", 0)
-        recorder.child_step.remote(cell.name, resolved.total_steps)
-        recorder.child_ended.remote(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
+            run.record.event(EventKind.CELL_FAILED, f"{cell.name}: {result.error}", 0)
+        run.control.child_step(cell.name, resolved.total_steps)
+        run.control.child_ended(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
 
 
 def _told(error: Exception) -> str:

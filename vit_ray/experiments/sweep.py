@@ -210,7 +210,7 @@ def run_sweep(
     ) as parent:
         parent.start_workers(first_to_train(plan.trials))
         outcome = _run_and_record(plan, parent)
-        parent.record.is_complete = outcome is not None
+        parent.run.is_complete = outcome is not None
         return outcome
 
 
@@ -249,31 +249,31 @@ def _has_begun(recipe: Recipe, points: list[Point]) -> bool:
 
 
 def _run_and_record(plan: SweepPlan, parent: OpenParent) -> SweepResult | None:
-    recipe, record = plan.recipe, parent.record
+    recipe, record = plan.recipe, parent.run.record
 
     def record_choice(rows: list[SweepRow], chosen: SweepRow) -> None:
         for name, text in sweep_files(rows, chosen).items():
-            record.ask("text", name, text)
-        record.ask("tag", "vit_ray.best_trial_checkpoint", chosen.checkpoint)
+            record.text(name, text)
+        record.tag("vit_ray.best_trial_checkpoint", chosen.checkpoint)
 
     swept = run_planned(plan, parent, record_choice)
     if swept is None:
         return None
     table = sweep_table(recipe, swept.test_top1)
-    record.ask("text", PAPER_FILE, table.csv())
+    record.text(PAPER_FILE, table.csv())
     outcome = SweepResult(
         swept.rows,
         swept.chosen.point,
         swept.test_top1,
         parent.run_id,
-        record.ask("hint"),
+        record.hint(),
         [run.metrics["eval/top1"] for run in swept.finals] if recipe.train.averaging else [],
         table,
     )
-    record.ask("outcome", 0, sweep_metrics(outcome))
+    record.results(0, sweep_metrics(outcome))
     if parent.is_nested:
         return outcome
-    return replace(outcome, page=page_of(recipe, parent.run_id, record.recorder))
+    return replace(outcome, page=page_of(recipe, parent.run_id, record))
 
 
 @dataclass(frozen=True)

@@ -143,11 +143,11 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             if row is None:
                 return None
             rows.append(row)
-        parent.record.ask("outcome", 0, vtab_metrics(rows))
+        parent.run.record.results(0, vtab_metrics(rows))
         is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-        parent.record.ask("text", "vtab/tasks.csv", vtab_table(rows, is_papers).csv())
-        outcome = VtabResult(rows, parent.run_id, parent.record.ask("hint"), is_papers)
-        parent.record.is_complete = outcome.is_complete
+        parent.run.record.text("vtab/tasks.csv", vtab_table(rows, is_papers).csv())
+        outcome = VtabResult(rows, parent.run_id, parent.run.record.hint(), is_papers)
+        parent.run.is_complete = outcome.is_complete
         return outcome
 
 
@@ -170,7 +170,7 @@ def _run_task(
     task: VtabTask, recipe: Recipe, plan: ResolvedRun | SweepPlan | None, parent: OpenParent
 ) -> TaskResult | None:
     """None if it was stopped on request. A task that fails does not end the others."""
-    if parent.record.ask("stop_reason"):
+    if parent.run.control.stop_reason():
         return None
     if plan is None:
         return TaskResult(task, error="absent: no converted data")
@@ -180,7 +180,7 @@ def _run_task(
         return _train_task(task, recipe, plan, parent)
     except (RunFailedError, ValueError) as error:
         told = (str(error).strip() or repr(error)).splitlines()[0]
-        parent.record.recorder.event.remote(EventKind.TASK_FAILED, f"{task.name}: {told}", 0)
+        parent.run.record.event(EventKind.TASK_FAILED, f"{task.name}: {told}", 0)
         resolved = plan.resolved if isinstance(plan, SweepPlan) else plan
         return TaskResult(task, num_images=resolved.num_images, error=f"failed: {told}")
 
@@ -204,7 +204,7 @@ def _train_task(
 def _sweep_task(task: VtabTask, plan: SweepPlan, parent: OpenParent) -> TaskResult | None:
     def record_choice(rows: list[SweepRow], chosen: SweepRow) -> None:
         for name, text in sweep_files(rows, chosen).items():
-            parent.record.ask("text", f"vtab/{task.name}/{name.rpartition('/')[2]}", text)
+            parent.run.record.text(f"vtab/{task.name}/{name.rpartition('/')[2]}", text)
 
     swept = run_planned(plan, replace(parent, child_tags=_tags(task)), record_choice)
     if swept is None:

@@ -21,6 +21,7 @@ from vit_ray.config.model_family import model_family
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run_metadata import git_commit, trained_params
+from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.train.model_speed import ModelSpeed, measure_model
 
@@ -137,14 +138,15 @@ def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
         "vit_ray.cluster": str(cluster),
         "vit_ray.git_commit": git_commit(),
     }
-    tracker = Tracker.start(
-        recipe.tracking, recipe.name, log, params=trained_params(recipe), tags=tags
+    params = trained_params(recipe)
+    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log, params=params, tags=tags))
+    tracker.log.metrics(
+        0, {key: value for one in row.speeds for key, value in one.metrics().items()}
     )
-    tracker.metrics(0, {key: value for one in row.speeds for key, value in one.metrics().items()})
-    tracker.tag("vit_ray.error", row.error)
+    tracker.log.tag("vit_ray.error", row.error)
     file = log.with_name("batches.csv")
     file.write_text(_batches_csv(row.speeds))
-    tracker.artifact(file)
+    tracker.log.artifact(file)
     tracker.finish("FAILED" if row.error else "FINISHED")
 
 

@@ -7,35 +7,41 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from vit_ray.config import Recipe
-from vit_ray.launch.actor_calls import answer
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
+from vit_ray.launch.run_host import RunControl, RunRecord, start_run
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.metrics_log import MetricsLog
-from vit_ray.tracking.run_handle import RunHandle
-from vit_ray.tracking.run_status import RunOpening
-from vit_ray.tracking.start_recorder import start_recorder
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Status, lock_log
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class OpenRecord:
-    """The open record of a run."""
+class OpenRun:
+    """A run that is recorded and controlled."""
 
-    recorder: RunHandle
+    opening: RunOpening
+    record: RunRecord
+    control: RunControl
     is_complete: bool = False
     """Set when the work is complete; a block that ends without it was stopped."""
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """The answer of a method of the recorder."""
-        return answer(getattr(self.recorder, method).remote(*args), "the run's record")
+    @classmethod
+    def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
+        """Open a run as `start_run`."""
+        run = start_run(opening, node_id)
+        return cls(opening, RunRecord(run), RunControl(run))
+
+    def finish(self, status: Status) -> None:
+        """End its record, without which the result is valid."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            self.record.finish(status)
 
 
 @contextmanager
@@ -49,7 +55,7 @@ def open_record(
     tags: Mapping[str, str] | None = None,
     node_id: str | None = None,
     **opening: Any,
-) -> Iterator[OpenRecord]:
+) -> Iterator[OpenRun]:
     """Record inside this block.
 
     The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
@@ -61,7 +67,7 @@ def open_record(
         node_id: the node that writes to MLflow; None for this one.
         opening: other fields of `RunOpening`.
     """
-    recorder = start_recorder(
+    run = OpenRun.start(
         RunOpening(
             recipe.tracking,
             recipe.name,
@@ -74,27 +80,22 @@ def open_record(
         ),
         node_id,
     )
-    recorder.text.remote("recipe.yaml", recipe_yaml(recipe))
-    record = OpenRecord(recorder)
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    run.record.text("recipe.yaml", recipe_yaml(recipe), wait_s=0.0)
+    status: Status = "FAILED"
     try:
-        yield record
-        status = "FINISHED" if record.is_complete else "KILLED"
+        yield run
+        status = "FINISHED" if run.is_complete else "KILLED"
     except (RunStoppedError, KeyboardInterrupt):
         status = "KILLED"
         raise
     finally:
-        # The result is valid without its record.
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            record.ask("finish", status)
-        with contextlib.suppress(ray.exceptions.RayError):
-            recorder.release()
+        run.finish(status)
 
 
 def tag_ended_run(
-    recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunHandle
+    recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunOpening, node_id: str
 ) -> None:
-    """Tag the record of a run that was stopped and will not go on; without it where it fails."""
+    """Tag the record of a run that was stopped and will not be continued; a failure is ignored."""
     opening = RunOpening(
         recipe.tracking,
         recipe.name,
@@ -104,11 +105,7 @@ def tag_ended_run(
         tags=dict(tags),
         parent=parent,
     )
-    record = OpenRecord(start_recorder(opening))
-    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-        record.ask("finish", "KILLED")
-    with contextlib.suppress(ray.exceptions.RayError):
-        record.recorder.release()
+    OpenRun.start(opening, node_id).finish("KILLED")
 
 
 def end_record(
@@ -129,7 +126,6 @@ def end_record(
         return run_id
     # Here and not above, for it is rare: they import MLflow, which takes seconds.
     from vit_ray.tracking.past_runs import is_finished
-    from vit_ray.tracking.run_actor import lock_log
     from vit_ray.tracking.tracker import Tracker
 
     # The log may lie on another machine: a run that has ended is not opened again.
@@ -141,7 +137,7 @@ def end_record(
         logger.warning("%s", error)
         return run_id
     with lock:
-        tracker = Tracker.start(recipe.tracking, recipe.name, log_path, run_id=run_id)
-        tracker.metrics(step, metrics)
+        tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log_path, run_id))
+        tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)
         return tracker.run_id or run_id

@@ -11,7 +11,6 @@ from typing import Final
 
 import ray
 
-from vit_ray.launch.actor_calls import answer
 from vit_ray.outcomes import EventKind
 from vit_ray.train.job import TrainJob
 
@@ -50,7 +49,7 @@ class PlacementWait:
         if is_placed:
             self._since_s = self._told_s = now_s
             return
-        if reason := answer(self._job.recorder.stop_reason.remote(), "the run's record"):
+        if reason := self._job.control.stop_reason():
             raise StoppedWaitingError(reason)
         if now_s - self._told_s < TELL_S:
             return
@@ -59,7 +58,7 @@ class PlacementWait:
         limit_minutes = self._job.recipe.workers.place_timeout_minutes
         if now_s - self._since_s > 60 * limit_minutes:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
-        self._job.recorder.event.remote(EventKind.NO_PLACE, text, 0)
+        self._job.record.event(EventKind.NO_PLACE, text, 0)
 
 
 def describe_missing(

@@ -7,23 +7,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from vit_ray.tracking.run_status import RunStatus
+from vit_ray.launch.control import RunStatus
+from vit_ray.launch.run_host import RunControl
 
 POLL_S = 0.5
+STATUS_S = 10.0
 LINE_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
 def shown_progress(
-    recorder: Any, name: str, total_steps: int, *, is_shown: bool = True
+    control: RunControl, name: str, total_steps: int, *, is_shown: bool = True
 ) -> Iterator[None]:
-    """Show how far the recorder's run is while the block runs."""
+    """Show how far the run is while the block runs."""
     if not is_shown:
         yield
         return
@@ -31,7 +32,7 @@ def shown_progress(
     console = Console(file=sys.stderr)
     show = _show_bar if console.is_terminal else _show_lines
     thread = threading.Thread(
-        target=show, args=(recorder, name, total_steps, ended, console), daemon=True
+        target=show, args=(control, name, total_steps, ended, console), daemon=True
     )
     thread.start()
     try:
@@ -98,15 +99,15 @@ class Pace:
         return time_left(status.step, step, self._total, now_s - since_s)
 
 
-def _poll(recorder: Any) -> RunStatus | None:
+def _poll(control: RunControl) -> RunStatus | None:
     try:
-        return ray.get(recorder.status.remote(), timeout=10)
-    except ray.exceptions.RayError:
-        return None  # it is busy or gone; the driver's own call will tell
+        return control.status(STATUS_S)
+    except (ray.exceptions.RayError, RuntimeError):
+        return None  # it is busy or gone; the driver's own call will report it
 
 
 def _show_bar(
-    recorder: Any, name: str, total: int, ended: threading.Event, console: Console
+    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
 ) -> None:
     columns = (
         TextColumn("{task.description}"),
@@ -121,7 +122,7 @@ def _show_bar(
         seen, pace = 0, Pace(total)
         while True:
             is_last = ended.wait(POLL_S)
-            status = _poll(recorder)
+            status = _poll(control)
             if status is not None:
                 seen = _print_events(status, seen, console, name)
                 figures = describe(status, _IN_THE_BAR) or "starting"
@@ -132,12 +133,12 @@ def _show_bar(
 
 
 def _show_lines(
-    recorder: Any, name: str, total: int, ended: threading.Event, console: Console
+    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
 ) -> None:
     seen, last_line_s, pace = 0, 0.0, Pace(total)
     while True:
         is_last = ended.wait(POLL_S)
-        status = _poll(recorder)
+        status = _poll(control)
         if status is not None:
             seen = _print_events(status, seen, console, name)
             eta = pace.left(status)

@@ -22,7 +22,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
-from vit_ray.launch.actor_calls import PROCESS_DIED, answer
+from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.ray_internals import (
     ControllerCallback,
@@ -122,8 +122,8 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         if _is_wait_for_place(training_failed_error):
             return super().make_decision(training_failed_error)  # the driver tells it
         text = cause(training_failed_error)
-        job.recorder.event.remote(EventKind.WORKER_FAILED, text, 0)
-        if answer(job.recorder.failure.remote(), "the run's record"):
+        job.record.event(EventKind.WORKER_FAILED, text, 0)
+        if job.control.failure():
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
@@ -133,7 +133,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
                 f"{text} (failure {self._count} with no new checkpoint between; "
                 f"workers.max_failures={most})"
             )
-            answer(job.recorder.fail.remote(Failure(reason)), "the run's record")
+            job.control.fail(Failure(reason))
             return FailureDecision.RAISE
         return FailureDecision.RETRY
 
@@ -275,7 +275,7 @@ class SaveBeforeResize(ControllerCallback):
         if job is None or job.kind != "train":
             return
         before = newest_step(job.run_folder)
-        job.recorder.request_save.remote()
+        job.control.request_save()
         deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
         while newest_step(job.run_folder) <= before and time.monotonic() < deadline:
             time.sleep(0.5)

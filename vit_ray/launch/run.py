@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import ray
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 from vit_ray.config import Recipe, require
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.mlflow_model import model_files
-from vit_ray.launch.open_record import OpenRecord, end_record, open_record
+from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.paper_tables import PAPER_FILE, evaluation_table
 from vit_ray.launch.preflight import (
     Kind,
@@ -83,8 +83,8 @@ class RunResult:
 class ParentRun:
     """The sweep or study that a run is part of."""
 
-    recorder: Any
-    """Recorder of the parent run, which shows how far its children are."""
+    run: OpenRun
+    """The parent, which shows how far its children are."""
     node_id: str
     """Node of the parent's driver, where MLflow is written."""
 
@@ -158,30 +158,29 @@ def run_prepared(
         tags={**(tags or {}), **_origin(prepared)},
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
-        parent=parent.recorder if parent else None,
+        parent=parent.run.opening if parent else None,
         measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
         awaited_metric="dev/top1" if kind == "sweep_trial" else None,
-    ) as record:
-        recorder = record.recorder
+    ) as run:
         for note, text in prepared.notes:
-            recorder.event.remote(note, text, position.step if position else 0)
-        job = _job(prepared, cluster, recorder)
+            run.record.event(note, text, position.step if position else 0)
+        job = _job(prepared, cluster, run)
         with (
-            shown_progress(recorder, recipe.name, resolved.total_steps, is_shown=parent is None),
+            shown_progress(run.control, recipe.name, resolved.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
-            stopping_on_signals(recorder) if parent is None else contextlib.nullcontext(),
+            stopping_on_signals(run.control) if parent is None else contextlib.nullcontext(),
         ):
             try:
                 run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
-                _record_cost_of_failure(prepared, record)
+                _record_cost_of_failure(prepared, run)
                 raise
-        result = _with_cost(_result(job, record), prepared, record)
-        record.is_complete = result.is_complete
+        result = _with_cost(_result(job, run), prepared, run)
+        run.is_complete = result.is_complete
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
-            record.ask("text", PAPER_FILE, table.csv())
+            run.record.text(PAPER_FILE, table.csv())
         try:
-            _log_model(result, prepared, record)
+            _log_model(result, prepared, run)
         except (ray.exceptions.RayError, RuntimeError) as error:  # the result stands without it
             logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
@@ -197,7 +196,7 @@ def _origin(prepared: PreparedRun) -> dict[str, str]:
     return {INIT_RUN: run_id} if run_id else {}
 
 
-def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJob:
+def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     return TrainJob(
         recipe=recipe,
@@ -210,7 +209,8 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, recorder: Any) -> TrainJo
         new_head=prepared.new_head,
         few_shot_classes=resolved.few_shot_classes,
         ray_ready_s=cluster.ready_s,
-        recorder=recorder,
+        record=run.record,
+        control=run.control,
         lock_number=prepared.lock_number,
         note_bad_images=_bad_images(recipe, resolved).note,
         few_shot_labels=_few_shot_labels(resolved),
@@ -230,8 +230,8 @@ def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
     return BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
 
 
-def _result(job: TrainJob, record: OpenRecord) -> RunResult:
-    status = record.ask("status")
+def _result(job: TrainJob, run: OpenRun) -> RunResult:
+    status = run.control.status()
     folder = locate(job.run_folder)
     checkpoint = newest_checkpoint(folder) if job.kind == "train" else None
     steps = checkpoint.position.step if checkpoint else 0
@@ -246,7 +246,7 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
             "events, make room there and run the same command again"
         )
     return RunResult(
-        run_id=record.ask("run_id"),
+        run_id=run.record.run_id(),
         name=job.recipe.name,
         steps=steps,
         total_steps=job.total_steps,
@@ -254,37 +254,37 @@ def _result(job: TrainJob, record: OpenRecord) -> RunResult:
         ended=ended,
         metrics=with_best(status.metrics),
         checkpoint=result_checkpoint(folder, checkpoint).folder.uri if checkpoint else "",
-        hint=record.ask("hint"),
+        hint=run.record.hint(),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
 
 
-def _with_cost(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> RunResult:
+def _with_cost(result: RunResult, prepared: PreparedRun, run: OpenRun) -> RunResult:
     """Add the training's cost to the record and to the result."""
     if not prepared.trains:
         return result
     cost = training_cost(prepared.recipe, prepared.resolved, result.steps)
-    record.ask("metrics", result.steps, cost)  # before the end, which comes next
+    run.record.metrics(result.steps, cost, ANSWER_LIMIT_S)  # before the end, which comes next
     return replace(result, metrics={**result.metrics, **cost})
 
 
-def _record_cost_of_failure(prepared: PreparedRun, record: OpenRecord) -> None:
+def _record_cost_of_failure(prepared: PreparedRun, run: OpenRun) -> None:
     """What has been computed of a training that failed."""
     if prepared.trains:
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the failure is reported
-            step = record.ask("status").step
-            record.ask("metrics", step, training_cost(prepared.recipe, prepared.resolved, step))
+            step = run.control.status().step
+            cost = training_cost(prepared.recipe, prepared.resolved, step)
+            run.record.metrics(step, cost, ANSWER_LIMIT_S)
 
 
-def _log_model(result: RunResult, prepared: PreparedRun, record: OpenRecord) -> None:
+def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
     """What has been trained to its end, and has a head, as a model of MLflow."""
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
         augmentation = augmentation_of(recipe, recipe.data.eval_augment)
         num_classes = prepared.resolved.manifest.num_classes
-        record.ask(
-            "model",
+        run.record.model(
             model_files(recipe.model, augmentation, result.checkpoint, num_classes),
             recipe.name,
             result.steps,

@@ -25,7 +25,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun
-from vit_ray.tracking.run_status import RUN_FOLDER
+from vit_ray.tracking.metrics_log import RUN_FOLDER
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
 GIT_S: Final = 10.0

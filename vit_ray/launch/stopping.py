@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 REASONS: Final = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -17,9 +17,16 @@ class RunStoppedError(RuntimeError):
     """A run without checkpoints (an evaluation) was stopped on request."""
 
 
+class Stoppable(Protocol):
+    """The control of a run."""
+
+    def request_stop(self, reason: str) -> None:
+        """Returns at once: it is called in the handler of a signal."""
+
+
 @contextmanager
-def stopping_on_signals(recorder: Any) -> Iterator[None]:
-    """Inside the block the first of these signals stops the run of `recorder`, and those under it.
+def stopping_on_signals(control: Stoppable) -> Iterator[None]:
+    """Inside the block the first of these signals stops the run, and those under it.
 
     Ray's own processes block SIGINT, which a terminal sends to all of them.
     """
@@ -31,7 +38,7 @@ def stopping_on_signals(recorder: Any) -> Iterator[None]:
         for each in REASONS:
             signal.signal(each, signal.SIG_DFL)
         reason = REASONS[signal.Signals(number)]
-        recorder.request_stop.remote(reason)
+        control.request_stop(reason)
         _tell(f"{reason}: ending, a training after one more checkpoint; again to end at once\n")
 
     before = {number: signal.signal(number, on_signal) for number in REASONS}

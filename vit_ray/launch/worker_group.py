@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.launch.actor_calls import answer
+from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.lane import LaneEndedError, LaneLostError, LaneShape, borrowed_lane
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
@@ -47,12 +47,12 @@ def run_workers(
         if not isinstance(error, LaneLostError):
             break
         text = f"{error}; the training goes on with new workers"
-        job.recorder.event.remote(EventKind.WORKER_FAILED, text, 0)
+        job.record.event(EventKind.WORKER_FAILED, text, 0)
     # A worker's own reason says more than the time-outs of those that waited for it.
-    failure: Failure | None = answer(job.recorder.failure.remote(), "the run's record")
+    failure = job.control.failure()
     if isinstance(error, StoppedWaitingError) and failure is None:
         text = f"{error}; no workers were running, so no checkpoint was written for it"
-        answer(job.recorder.event.remote(EventKind.STOPPED, text, 0), "the run's record")
+        job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
         return
     if failure is None and error is not None:
         failure = Failure(cause(error.__cause__ or error))
@@ -68,7 +68,7 @@ def _run_in_lane(
     try:
         with borrowed_lane(shape, is_private=cluster.is_private) as lane:
             # While the lane's workers import: what keeps the record from being opened ends the run.
-            answer(job.recorder.run_id.remote(), "the run's record")
+            job.record.run_id(ANSWER_LIMIT_S)
             lane.run(job, streams)
     except (LaneEndedError, NoPlaceError) as ended:
         return ended

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.tracking.metrics_log import RUN_FOLDER
 from vit_ray.tracking.mlflow_api import Metric, MlflowClient, Run, RunTag
 from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri
-from vit_ray.tracking.run_status import RUN_FOLDER
 
 Answer = TypeVar("Answer")
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.mlflow_internals import is_sampling
 from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
@@ -71,3 +76,29 @@ class SystemMetrics:
         while is_sampling(monitor) and not self._ends.wait(self._interval_s):
             pass
         monitor.finish()
+
+
+class NodeSampler:
+    """Runs as an actor on each node: its system metrics go straight into the run."""
+
+    def __init__(self, run_id: str, uri: str, node_id: str) -> None:
+        self._metrics = SystemMetrics(run_id, uri, node_id).start()
+
+
+def sample_nodes(run_id: str, uri: str) -> list[Callable[[], None]]:
+    """Sample every node until the functions that are returned are called.
+
+    Of a SQLite file's run only this node is sampled, which alone has the file.
+    """
+    own = SystemMetrics(run_id, uri, "node-0").start()
+    if not uri.startswith(("http://", "https://")):
+        return [own.stop]
+    here = ray.get_runtime_context().get_node_id()
+    alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    others: list[Any] = [
+        ray.remote(NodeSampler)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(run_id, uri, f"node-{index}")
+        for index, node in enumerate(sorted(set(alive) - {here}), start=1)
+    ]
+    return [own.stop, *(partial(ray.kill, other) for other in others)]

@@ -99,7 +99,7 @@ class Attempt:
         try:
             figures = self.hooks.evaluator.evaluate(0, self.hooks.is_stopping)
         except EvaluationCutError:
-            text = f"{self._stop_reason(0)}; the evaluation has no figures"
+            text = f"{self._stop_reason()}; the evaluation has no figures"
             self.link.note_last(EventKind.STOPPED, text, 0)
         else:
             self.link.log(0, figures)
@@ -123,12 +123,12 @@ class Attempt:
         self.watchdog.pause()  # the steps are over, and waiting has limits of its own
         self.hooks.saver.wait_until_written()
         if ending is not Ending.FINISHED:
-            reason = progress.ended or self._stop_reason(progress.step)
+            reason = progress.ended or self._stop_reason()
             text = f"{reason}; {self._last_save(progress.step)}"
             self.link.note_last(EventKind.STOPPED, text, progress.step)
 
-    def _stop_reason(self, step: int) -> str:
-        return self.link.current_stop_reason(step) or "another worker was asked to stop"
+    def _stop_reason(self) -> str:
+        return self.link.current_stop_reason() or "another worker was asked to stop"
 
     def _last_save(self, step: int) -> str:
         """Report whether the save before the stop was committed, once all ranks have written."""
@@ -161,8 +161,13 @@ class WorkerHooks(LoopHooks):
     ray_ready_s: float
     compile_s: Callable[[], float] = lambda: 0.0
     """What compiling has taken so far."""
-    _has_logged: bool = field(default=False, init=False)
+    _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
+
+    @property
+    def log(self) -> Callable[[int, dict[str, float]], None]:
+        """The link's, for the metrics of a step."""
+        return self.link.log
 
     def note_step(self, step: int) -> None:
         """For the watchdog, and through its heartbeat for the display.
@@ -172,30 +177,34 @@ class WorkerHooks(LoopHooks):
         """
         self.watchdog.note_step(step)
         self.saver.check()
+        self._note_start(step)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """With the first, the time since Ray was up, and what of it went into compiling."""
-        if not self._has_logged:  # the loop logs the first step of every attempt
-            self._has_logged = True
+    def _note_start(self, step: int) -> None:
+        """Log, once, how long it took since Ray was up, and how much of that was compiling."""
+        if not self._has_started:
+            self._has_started = True
             since_ray_s = time.time() - self.ray_ready_s
-            metrics = {**metrics, "startup/first_step_s": since_ray_s}
+            metrics = {"startup/first_step_s": since_ray_s}
             text = f"{since_ray_s:.1f} s after Ray was up"
             if compiled_s := self.compile_s():
                 metrics["startup/compile_s"] = compiled_s
                 text += f", {compiled_s:.1f} s of them torch.compile's"
             self.link.note(EventKind.FIRST_STEP, text, step)
-        self.link.log(step, metrics)
+            self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy."""
         wants_save = partial(self.save_is_wanted, step)
         try:
-            return self.evaluator.evaluate(step, self.is_stopping, wants_save)
+            figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
             text = f"for {reason}; there are no figures of it"
             self.link.note(EventKind.EVALUATION_CUT, text, step)
             raise
+        if figures:
+            self._note_start(step)  # of an attempt without steps, which only evaluates
+        return figures
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""

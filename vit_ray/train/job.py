@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluate.answers import Answers
+from vit_ray.train.run_link import ControlsRun, RecordsRun
 
 if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
     from vit_ray.models.weights.state_dicts import NewHead
@@ -44,8 +45,9 @@ class TrainJob:
     few_shot_classes: int
     ray_ready_s: float
     """Unix time at which Ray was up, for the time to the first step."""
-    recorder: Any
-    """Handle of the run's actor; workers use it through `run_link.RunLink` only."""
+    record: RecordsRun
+    """Workers use it, and `control`, through `run_link.RunLink` only."""
+    control: ControlsRun
     lock_number: int | None
     """Of the driver's lock of the run's folder; None where nothing is written there."""
     note_bad_images: Callable[[dict[int, str]], None]

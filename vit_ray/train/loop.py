@@ -86,8 +86,9 @@ class LoopHooks(Protocol):
     def note_step(self, step: int) -> None:
         """`step` steps are completed."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take metrics of a step; must not block."""
+    @property
+    def log(self) -> Callable[[int, dict[str, float]], None]:
+        """Takes metrics of a step; must not block."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the model; the same figures on every rank.

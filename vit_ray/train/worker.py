@@ -87,7 +87,7 @@ def _train(assignment: Assignment, lane: LaneLink, place: RankPlace) -> None:
     job = assignment.job
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     device = training_device(assignment.use_gpu)
-    link = RunLink(job.recorder, place.rank)
+    link = RunLink(job.record, job.control, place.rank)
     group = f"{lane.group} {assignment.number}"
     streams = assignment.streams.for_rank(group, place.rank, place.world_size)
     with joined_process_group(

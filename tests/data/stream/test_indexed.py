@@ -19,8 +19,8 @@ from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare import shard_images
 from vit_ray.data.prepare.convert import convert
 from vit_ray.data.prepare.restart_markers import (
+    Libjpeg,
     RewrittenJpeg,
-    Writer,
     restart_writer,
     with_restart_markers,
 )
@@ -107,7 +107,7 @@ def test_a_cache_smaller_than_a_batch_changes_nothing(sets: tuple[Manifest, Mani
 def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Manifest:
     """A data set in whose indices some numbers are others than those of the files."""
 
-    def wrong(image: bytes, writer: Writer) -> RewrittenJpeg | None:
+    def wrong(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
         found = with_restart_markers(image, writer)
         if found is None:
             return None

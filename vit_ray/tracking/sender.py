@@ -6,42 +6,43 @@ is retried with growing pauses.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from typing import Final
 
 from vit_ray.tracking.metrics_log import FILES, SENT_KINDS, MetricsLog, Record
 from vit_ray.tracking.mlflow_api import MlflowException
-from vit_ray.tracking.mlflow_writer import MAX_METRICS, ForeignFileError, RunWriter
+from vit_ray.tracking.mlflow_client import redact_uri, safe_uri
+from vit_ray.tracking.mlflow_run import MAX_METRICS, ForeignFileError, RunWriter
 
-BATCH_INTERVAL_S = 1.0  # metrics are gathered this long before they are sent
-FIRST_BACKOFF_S = 1.0
-LAST_BACKOFF_S = 60.0
-MAX_TRIES = 4  # of a record that MLflow does not take although it takes others of its kind
-FILE_TRIES_AT_END = 3
-# The request itself is wrong, so trying again does not help.
-_REJECTIONS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
+BATCH_INTERVAL_S: Final = 1.0
+"""Metrics are gathered this long before they are sent."""
+FIRST_BACKOFF_S: Final = 1.0
+LAST_BACKOFF_S: Final = 60.0
+MAX_TRIES = 4
+"""Of a record that MLflow does not take although it takes others of its kind."""
+FILE_TRIES_AT_END: Final = 3
+_REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
+"""The request itself is wrong, so trying again does not help."""
+
+logger = logging.getLogger(__name__)
 
 
 class Sender(ABC):
-    """A thread that sends its part of a log, from an offset on, until it is told to end."""
+    """A thread that sends its part of a log, from an offset on, until it is ended."""
 
     def __init__(self, name: str, log: MetricsLog, writer: RunWriter, offset: int) -> None:
-        self._log = log
-        self._writer = writer
+        self._log, self._writer = log, writer
         self._offset = offset
+        """Bytes of the log up to which MLflow has this sender's part."""
         self._backoff_s = 0.0
         self._ends = False
         self._wake = threading.Event()
         self._progress = threading.Condition()
         self._num_tries = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    @property
-    def offset(self) -> int:
-        """Bytes of the log up to which MLflow has this sender's part."""
-        return self._offset
 
     def start(self) -> None:
         """Begin to send."""
@@ -53,22 +54,22 @@ class Sender(ABC):
         self._wake.set()
         self._thread.join(join_s)
 
-    def wait_for_tries(self, count: int, wait_s: float) -> None:
-        """Wait until so many passes have been made since the start."""
+    def wait_for_try(self, wait_s: float) -> None:
+        """Wait until a first pass has been made."""
         with self._progress:
-            self._progress.wait_for(lambda: self._num_tries >= count, wait_s)
+            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
 
-    def flush(self, goal: int, deadline: float, max_tries: int | None = None) -> bool:
+    def flush(self, goal: int, deadline: float, max_tries: float = float("inf")) -> bool:
         """Wait until the log is sent up to a byte; False when it is not by then.
 
         Args:
             deadline: by `time.monotonic`.
             max_tries: give up after so many passes.
         """
-        tried_before = self._num_tries
+        last_try = self._num_tries + max_tries
         with self._progress:
             while self._offset < goal and (left_s := deadline - time.monotonic()) > 0:
-                if max_tries is not None and self._num_tries - tried_before >= max_tries:
+                if self._num_tries >= last_try:
                     break
                 self._wake.set()
                 self._progress.wait(min(left_s, 0.5))
@@ -95,51 +96,49 @@ class Sender(ABC):
             self._offset = offset
             self._progress.notify_all()
 
+    def _warn(self, text: str, error: Exception) -> None:
+        reason = redact_uri(str(error), self._writer.uri).partition("\n")[0]
+        logger.warning("%s (%s)", text, reason)
+
 
 class PointSender(Sender):
     """Start, metrics, tags and end, in their order; it also finds or creates the run."""
 
-    def __init__(
-        self,
-        log: MetricsLog,
-        writer: RunWriter,
-        offset: int,
-        *,
-        on_progress: Callable[[], None],
-        on_away: Callable[[Exception], None],
-        on_back: Callable[[], None],
-        on_refusal: Callable[[Exception], None],
-    ) -> None:
-        """
-        Args:
-            on_progress: MLflow has more of the log.
-            on_away, on_back: called once each time that MLflow becomes unavailable or available.
-            on_refusal: MLflow takes other records, but not this one, which is left out.
-        """
+    def __init__(self, log: MetricsLog, writer: RunWriter, offset: int) -> None:
         super().__init__("mlflow-points", log, writer, offset)
-        self._on_progress, self._on_refusal = on_progress, on_refusal
-        self._on_away, self._on_back = on_away, on_back
         self._failed_tries = 0
         self.is_away = False
         self.num_refused = 0
-        """Records that were left out."""
+        """Records that MLflow does not take although it takes others; they are left out."""
 
     def _advance(self) -> None:
-        """Send what there is; after any error MLflow counts as away, and is retried later."""
+        """After any error MLflow counts as away, and is retried later."""
         try:
             if self._writer.run_id is None:
                 self._writer.connect()
-                self._on_progress()
+                self._log.mark_sent(run_id=self._writer.run_id)
             while (found := next_batch(self._log, self._offset, files=False))[1] > self._offset:
                 self._send(found[0])
                 self._failed_tries = 0
                 self._note_back()  # before whoever waits for this offset looks at the files
                 self._moved_to(found[1])
-                self._on_progress()
+                self._log.mark_sent(offset=found[1])
             self._note_back()
         except Exception as error:
             self._failed_tries += 1
-            self._note_away(error)
+            self._back_off()
+            if not self.is_away:
+                self.is_away = True
+                name = self._writer.run_id or self._log.path.stem
+                text = f"MLflow at {safe_uri(self._writer.uri)} cannot be used: run {name} "
+                self._warn(f"{text}continues, its metrics wait in {self._log.path}", error)
+
+    def _note_back(self) -> None:
+        self._backoff_s = 0.0
+        if self.is_away:
+            self.is_away = False
+            uri = safe_uri(self._writer.uri)
+            logger.info("MLflow at %s is back: run %s", uri, self._writer.run_id)
 
     def _send(self, records: list[Record]) -> None:
         if not records:
@@ -152,12 +151,13 @@ class PointSender(Sender):
             if len(records) > 1:
                 for record in records:
                     self._send([record])
-            else:
-                self.num_refused += 1
-                self._on_refusal(error)
+                return
+            self.num_refused += 1
+            if self.num_refused == 1:
+                self._warn(f"MLflow refuses a record of run {self._writer.run_id}", error)
 
     def _is_refusal(self, error: Exception, kind: str) -> bool:
-        """Whether MLflow rejects the record, or keeps failing on it while it takes its like.
+        """Whether MLflow rejects the record, or keeps failing on it while it takes similar ones.
 
         Points, and the end, wait for as long as MLflow or the way to it fails: writing them may
         be slow where a tag is written at once.
@@ -168,40 +168,16 @@ class PointSender(Sender):
             return False
         return self._failed_tries >= MAX_TRIES and self._writer.takes_writes(kind)
 
-    def _note_away(self, error: Exception) -> None:
-        self._back_off()
-        if not self.is_away:
-            self.is_away = True
-            self._on_away(error)
-
-    def _note_back(self) -> None:
-        self._backoff_s = 0.0
-        if self.is_away:
-            self.is_away = False
-            self._on_back()
-
 
 class FileSender(Sender):
     """Texts and artifacts; one that fails does not hold up the others."""
 
     def __init__(
-        self,
-        log: MetricsLog,
-        writer: RunWriter,
-        offset: int,
-        points: PointSender,
-        *,
-        on_progress: Callable[[], None],
-        on_failure: Callable[[str, Exception], None],
+        self, log: MetricsLog, writer: RunWriter, offset: int, points: PointSender
     ) -> None:
-        """
-        Args:
-            points: finds the run first, and knows whether MLflow is away.
-            on_failure: called once for each file that could not be stored.
-        """
+        """`points` finds the run first, and knows whether MLflow is away."""
         super().__init__("mlflow-files", log, writer, offset)
         self._points = points
-        self._on_progress, self._on_failure = on_progress, on_failure
         self._read_to = offset
         self._waiting: dict[int, Record] = {}  # by the offset before it
 
@@ -224,7 +200,7 @@ class FileSender(Sender):
         else:
             self._backoff_s = 0.0
         self._moved_to(min(self._waiting, default=self._read_to))
-        self._on_progress()
+        self._log.mark_sent(files_offset=self._offset)
 
     def _send(self, offset: int, record: Record) -> None:
         try:
@@ -232,7 +208,8 @@ class FileSender(Sender):
         except Exception as error:
             is_final = isinstance(error, ForeignFileError) or _is_rejection(error)
             if is_final or offset not in self._waiting:
-                self._on_failure(file_name(record), error)
+                name = file_name(record)
+                self._warn(f"run {self._writer.run_id}: {name} cannot be stored with it", error)
             if not is_final:
                 self._waiting[offset] = record
                 return

@@ -1,8 +1,8 @@
 """Writes the records of a metrics log into one MLflow run, each point once.
 
-Everything here may raise what MLflow raises; `tracking` decides what that means. A step that a key
+Everything here may raise what MLflow raises; `sender` decides what that means. A step that a key
 already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
-replay logs a step twice; but for the outcome of a parent run, of which the newest counts.
+replay logs a step twice. The exception is a metric that is recorded again: the newest value counts.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
 from vit_ray.mlflow_internals import latest_points
-from vit_ray.tracking.metrics_log import Record
+from vit_ray.tracking.metrics_log import STARTUP, Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
     DatasetInput,
     InputTag,
+    LoggedModel,
+    LoggedModelOutput,
     Metric,
     MlflowClient,
     MlflowException,
@@ -28,15 +32,16 @@ from vit_ray.tracking.mlflow_api import (
     RunTag,
 )
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
-from vit_ray.tracking.model_sender import send_model
 
-MAX_METRICS = 1000  # per log_batch call: limits of MLflow's REST API
-MAX_PARAMS = 100
-MAX_PARAM_CHARS = 6000
-MAX_TAG_CHARS = 5000
-ORIGIN = "vit_ray.spool"  # tag that finds the run of a log again
-
-NONFINITE = "_nonfinite"
+MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
+MAX_PARAMS: Final = 100
+MAX_PARAM_CHARS: Final = 6000
+MAX_TAG_CHARS: Final = 5000
+ORIGIN: Final = "vit_ray.spool"  # tag that finds the run of a log again
+STEP_TAG: Final = "vit_ray.step"
+"""Tag that finds the model of a run's step again, which a cut-off attempt has begun to log."""
+NONFINITE: Final = "_nonfinite"
+_NOT_IN_MODEL_NAMES: Final = re.compile(r"[/:.%\"']")
 
 logger = logging.getLogger(__name__)
 
@@ -48,34 +53,30 @@ class ForeignFileError(ValueError):
 class RunWriter:
     """One MLflow run, found or created by `connect`."""
 
-    def __init__(
-        self,
-        uri: str,
-        start: Record,
-        folder: Path,
-        run_id: str | None,
-    ) -> None:
+    def __init__(self, uri: str, first: Record, folder: Path, run_id: str | None) -> None:
         """
         Args:
             uri: tracking server or absolute SQLite address.
-            start: the record that opened the log: run name, experiment, parent.
+            first: the record that opened the log: run name, experiment, parent.
             folder: the run's own; what a record names outside of it is never sent.
             run_id: the run to continue, if one is known.
         """
         self.run_id: str | None = None
         self.experiment_id: str | None = None
-        self._uri = uri
-        self._start = start
+        self.uri = uri
+        self.opening = first
+        """The start record of what is sent next: which group `eval/` is of, and since when."""
+        self._first = first
         self._folder = folder.resolve()
         self._wanted = run_id
         self._client: MlflowClient | None = None
         self._seen: dict[str, SeenSteps] | None = None
         self._latest_ms: dict[str, int] = {}
         self._num_nonfinite: dict[str, float] = {}
-        self._senders: dict[str, Callable[[Record], None]] = {
+        self._senders: dict[str, Callable[[Record], object]] = {
             "start": self._send_start,
             "tag": lambda r: self._tag(r["key"], r["value"]),
-            "text": self._send_text,
+            "text": lambda r: self.client.log_text(self._id, r["text"], r["name"]),
             "artifact": self._send_artifact,
             "model": self._send_model,
             "finish": lambda r: self.client.set_terminated(self._id, r["status"]),
@@ -94,7 +95,7 @@ class RunWriter:
 
     def connect(self) -> None:
         """Find the run and what it already holds, or create it."""
-        self._client = open_client(self._uri)
+        self._client = open_client(self.uri)
         run = self._find() or self._create()
         self.experiment_id = str(run.info.experiment_id)
         self.run_id = run.info.run_id
@@ -121,18 +122,20 @@ class RunWriter:
         if records and records[0]["kind"] == "metrics":
             return self._send_metrics(records)
         for record in records:
-            sender = self._senders.get(record["kind"])
-            if sender is not None:
-                sender(record)
+            if record["kind"] in self._senders:
+                self._senders[record["kind"]](record)
         return 0
 
     def _find(self) -> Run | None:
-        if self._wanted is not None:
-            run = _existing(self.client, self._wanted)
-            if run is not None:
+        try:
+            run = self.client.get_run(self._wanted) if self._wanted else None
+            if run is not None and run.info.lifecycle_stage == "active":
                 return run
-        experiment = self.client.get_experiment_by_name(self._start["experiment"])
-        for origin in filter(None, (self._wanted, self._start["spool_id"])):
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        experiment = self.client.get_experiment_by_name(self._first["experiment"])
+        for origin in filter(None, (self._wanted, self._first["spool_id"])):
             if experiment is None:
                 break
             found = self.client.search_runs(
@@ -143,23 +146,38 @@ class RunWriter:
         return None
 
     def _create(self) -> Run:
-        tags = {ORIGIN: self._wanted or self._start["spool_id"]}
-        if self._start["parent_run_id"]:
-            tags["mlflow.parentRunId"] = self._start["parent_run_id"]
+        tags = {ORIGIN: self._wanted or self._first["spool_id"]}
+        if self._first["parent_run_id"]:
+            tags["mlflow.parentRunId"] = self._first["parent_run_id"]
         return self.client.create_run(
-            experiment_id(self.client, self._uri, self._start["experiment"]),
-            start_time=self._start["time_ms"],
+            experiment_id(self.client, self.uri, self._first["experiment"]),
+            start_time=self._first["time_ms"],
             tags=tags,
-            run_name=self._start["run_name"],
+            run_name=self._first["run_name"],
         )
 
     def _send_start(self, record: Record) -> None:
         run = self.client.get_run(self._id)
+        self.opening = record
         self._seen = self._steps_of(run, record["resume_step"])
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
         self._send_params(record["params"], run)
-        self._send_datasets(record.get("datasets") or ())
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=one["name"],
+                    digest=one["digest"],
+                    source_type="vit_ray",
+                    source=json.dumps({"uri": one["source"]}),
+                    profile=json.dumps(one["profile"]),
+                ),
+                [InputTag("mlflow.data.context", one["context"])],
+            )
+            for one in record.get("datasets") or ()
+        ]
+        if inputs:
+            self.client.log_inputs(self._id, inputs)
         awaited = record.get("awaited_metric")
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self._id, awaited, math.nan, record["time_ms"], 0)
@@ -185,23 +203,6 @@ class RunWriter:
         if changed or (params and CHANGED_PARAMS in run.data.tags):
             self._tag(CHANGED_PARAMS, json.dumps(changed))
 
-    def _send_datasets(self, datasets: Sequence[Record]) -> None:
-        inputs = [
-            DatasetInput(
-                Dataset(
-                    name=one["name"],
-                    digest=one["digest"],
-                    source_type="vit_ray",
-                    source=json.dumps({"uri": one["source"]}),
-                    profile=json.dumps(one["profile"]),
-                ),
-                [InputTag("mlflow.data.context", one["context"])],
-            )
-            for one in datasets
-        ]
-        if inputs:
-            self.client.log_inputs(self._id, inputs)
-
     def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
         """What a run has, by key.
 
@@ -224,24 +225,31 @@ class RunWriter:
         return found
 
     def _send_metrics(self, records: Sequence[Record]) -> int:
-        if self._seen is None:  # the log goes on in the middle of an attempt
+        if self._seen is None:  # the log is continued in the middle of an attempt
             self._seen = self._steps_of(self.client.get_run(self._id))
+        group = f"{self.opening.get('measured_on', 'eval')}/"
         new: dict[str, set[int]] = {}
         counts = dict(self._num_nonfinite)
         points: list[Metric] = []
         for record in records:
+            step, time_ms = record["step"], record["time_ms"]
             for key, value in record["values"].items():
+                if key.startswith("eval/"):
+                    key = group + key.removeprefix("eval/")
                 # MLflow would store inf as 1.8e308, which ruins every chart; a count is honest.
                 is_finite = math.isfinite(value)
                 key = key if is_finite else key + NONFINITE
-                step, steps = record["step"], new.setdefault(key, set())
-                is_newer = record.get("again") and record["time_ms"] > self._latest_ms.get(key, 0)
-                if not is_newer and (step in steps or step in self._seen.get(key, ())):
+                latest_ms = self._latest_ms.get(key, 0)
+                is_newer = record.get("again") and time_ms > latest_ms
+                is_known = step in new.get(key, ()) or step in self._seen.get(key, ())
+                if key == STARTUP:
+                    is_known |= key in new or latest_ms >= self.opening["time_ms"]
+                if is_known and not is_newer:
                     continue
-                steps.add(step)
+                new.setdefault(key, set()).add(step)
                 if not is_finite:
                     value = counts[key] = counts.get(key, 0.0) + 1.0
-                points.append(Metric(key, value, record["time_ms"], step))
+                points.append(Metric(key, value, time_ms, step))
         for first in range(0, len(points), MAX_METRICS):
             self.client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
         # Only now: a batch that failed must be sent again in full.
@@ -252,37 +260,68 @@ class RunWriter:
             self._seen.setdefault(key, SeenSteps()).add(steps)
         return len(points)
 
-    def _send_text(self, record: Record) -> None:
-        self.client.log_text(self._id, record["text"], record["name"])
-
     def _send_artifact(self, record: Record) -> None:
         path = Path(record["path"])
-        if not self._is_there(path):
-            return
-        send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
-        send(self._id, str(path), record["folder"] or None)
+        if self._is_there(path):
+            send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+            send(self._id, str(path), record["folder"] or None)
 
     def _send_model(self, record: Record) -> None:
-        if self._is_there(Path(record["path"])):
-            send_model(self.client, self.client.get_run(self._id), record)
+        """Log a folder in MLflow's model format; what an earlier attempt did is not repeated."""
+        if not self._is_there(Path(record["path"])):
+            return
+        client, run, step = self.client, self.client.get_run(self._id), record["step"]
+        found = client.search_logged_models(
+            [run.info.experiment_id],
+            f"source_run_id = '{self._id}' AND tags.`{STEP_TAG}` = '{step}'",
+            max_results=1,
+        )
+        model: LoggedModel = (
+            found[0]
+            if found
+            else client.create_logged_model(
+                run.info.experiment_id,
+                name=_NOT_IN_MODEL_NAMES.sub("_", record["name"]),
+                source_run_id=self._id,
+                tags={STEP_TAG: str(step)},
+                params=record["params"],
+            )
+        )
+        if model.status != "READY":
+            client.log_model_artifacts(model.model_id, record["path"])
+            model = client.finalize_logged_model(model.model_id, "READY")
+        outputs = run.outputs.model_outputs if run.outputs else ()
+        if model.model_id not in [output.model_id for output in outputs]:
+            client.log_outputs(self._id, [LoggedModelOutput(model.model_id, step)])
+        if record["register_as"]:
+            self._register(model, record["register_as"])
+
+    def _register(self, model: LoggedModel, name: str) -> None:
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        # Not `models:/ID`, which a SQLite store looks up in MLflow's global store.
+        source = model.artifact_location
+        known = self.client.search_model_versions(f"name = '{name}' AND run_id = '{self._id}'")
+        if source not in [version.source for version in known]:
+            self.client.create_model_version(name, source, self._id, model_id=model.model_id)
 
     def _is_there(self, path: Path) -> bool:
-        """Whether a file or folder that a record names is still there, and the run's own."""
+        """Whether a file or folder that a record names is still there.
+
+        Raises:
+            ForeignFileError: some of it, links followed, is not in the run's folder; a log that was
+                tampered with could name any file.
+        """
         if not path.exists():
             logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
             return False
-        self._check_own(path)
-        return True
-
-    def _check_own(self, path: Path) -> None:
-        """All that would be sent lies in the run's folder, links followed.
-
-        Raises:
-            ForeignFileError: some of it does not; a log that was tampered with could name any file.
-        """
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):
                 raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
+        return True
 
     def _tag(self, key: str, value: str) -> None:
         self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])
@@ -315,13 +354,3 @@ class SeenSteps:
             lowest = sorted(self._above)[:num_over]
             self.add_up_to(lowest[-1])
             self._above.difference_update(lowest)
-
-
-def _existing(client: MlflowClient, run_id: str) -> Run | None:
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
-    return run if run.info.lifecycle_stage == "active" else None

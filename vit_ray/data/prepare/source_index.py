@@ -192,7 +192,7 @@ def index_units(units: list[SourceUnit], staging: Location, num_cpus: float) -> 
     then = {
         IndexedUnit(unit).name: fact["version"] for unit, fact in zip(known, facts, strict=True)
     }
-    now = versions_of(known, num_cpus)
+    now = versions_of(known, num_cpus) if known else {}
     missing = [
         unit
         for unit in units

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.commands import cli
 from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.compare import parse_words
@@ -24,11 +24,9 @@ def uri(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     client = MlflowClient(uri)
     experiment = client.create_experiment("mine")
     for name, top1, rate in (("a", 0.5, "0.1"), ("b", 0.75, "0.3")):
-        run_id = client.create_run(experiment, run_name=name).info.run_id
-        metrics = [Metric("eval/top1", top1, 0, 1)]
-        metrics += [Metric("train/loss", 3 / (1 + step * top1), 0, step) for step in range(5)]
-        client.log_batch(run_id, metrics, [Param("optim.learning_rate", rate)])
-        client.set_terminated(run_id)
+        curve = [(step, 3 / (1 + step * top1)) for step in range(5)]
+        params = {"optim.learning_rate": rate}
+        store_run(client, experiment, name, {"eval/top1": top1}, params, curve=curve)
     return uri
 
 

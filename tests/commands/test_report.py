@@ -10,6 +10,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.commands import report as command
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.schema import recipe_from_dict
@@ -30,10 +31,8 @@ def recipe(tmp_path, empty_store):
 def _run(recipe, name, folder=None):
     client = open_client(recipe.tracking.uri)
     experiment = experiment_id(client, recipe.tracking.uri, "trials")
-    tags = {"vit_ray.run_folder": folder} if folder else {}
-    run_id = client.create_run(experiment, run_name=name, tags=tags).info.run_id
-    client.log_metric(run_id, "eval/top1", 0.5)
-    return run_id
+    tags = {"vit_ray.run_folder": folder}
+    return store_run(client, experiment, name, {"eval/top1": 0.5}, tags=tags, status=None)
 
 
 def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recipe, capsys):

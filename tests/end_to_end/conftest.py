@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import constant_recipe
-from vit_ray.config import Recipe
-from vit_ray.launch.run import RunResult, train
+from tests.end_to_end.runs import Finished, constant_recipe
+from vit_ray.launch.run import train
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +15,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def straight(worker_pool: None, digits: Digits, folder: Path) -> tuple[Recipe, RunResult]:
+def straight(worker_pool: None, digits: Digits, folder: Path) -> Finished:
     """A run of 24 steps without a stop."""
     recipe = constant_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
     return recipe, train(recipe)

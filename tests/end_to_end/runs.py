@@ -17,9 +17,12 @@ from mlflow import MlflowClient
 from tests.conftest import ROOT, Digits, Head
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.launch.run import RunResult
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import folder_name, open_checkpoint
 from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
+
+Finished = tuple[Recipe, RunResult]
 
 
 def constant_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:

@@ -8,18 +8,16 @@ import ray
 from mlflow import MlflowClient
 
 from tests.conftest import Digits
-from tests.end_to_end.runs import runs_of
+from tests.end_to_end.runs import Finished, runs_of
 from tests.recipes import small_recipe
-from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
-from vit_ray.launch.run import RunResult
 from vit_ray.storage import locate
 from vit_ray.train.checkpoint import open_checkpoint
 
 
 def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
-    straight: tuple[Recipe, RunResult], digits: Digits, tmp_path: Path
+    straight: Finished, digits: Digits, tmp_path: Path
 ) -> None:
     recipe = small_recipe(
         "sweep",

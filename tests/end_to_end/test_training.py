@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
     Driver,
+    Finished,
     checkpoint_steps,
     constant_recipe,
     curve,
@@ -21,9 +22,8 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import lock
-from vit_ray.config import Recipe
 from vit_ray.launch.preflight import metrics_log_path
-from vit_ray.launch.run import RunResult, evaluate, finetune, train
+from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
@@ -36,7 +36,7 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 GOLDEN_STEPS = 12
 
 
-def test_it_learns_and_says_where_its_checkpoint_is(straight: tuple[Recipe, RunResult]) -> None:
+def test_it_learns_and_says_where_its_checkpoint_is(straight: Finished) -> None:
     recipe, result = straight
     assert result.is_complete
     assert result.metrics["train/loss"] < 2.25  # ln 10 = 2.303 is chance
@@ -74,9 +74,7 @@ def test_the_best_evaluation_is_the_result_and_its_weights_are_handed_on(
     assert train(recipe).metrics["eval/top1"] == accuracies[best]
 
 
-def test_its_mlflow_run_holds_figures_recipe_code_and_data(
-    straight: tuple[Recipe, RunResult],
-) -> None:
+def test_its_mlflow_run_holds_figures_recipe_code_and_data(straight: Finished) -> None:
     recipe, result = straight
     assert result.run_id is not None
     run = MlflowClient(recipe.tracking.uri).get_run(result.run_id)
@@ -95,7 +93,7 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
 
 
-def test_its_loss_curve_is_the_golden_one(straight: tuple[Recipe, RunResult]) -> None:
+def test_its_loss_curve_is_the_golden_one(straight: Finished) -> None:
     """A change of the order, the crops or the sums shows here. Where it is meant, renew the file:
 
     RENEW_GOLDEN=1 python -m pytest tests/end_to_end/test_training.py -k golden
@@ -111,9 +109,7 @@ def test_its_loss_curve_is_the_golden_one(straight: tuple[Recipe, RunResult]) ->
     assert losses == pytest.approx(golden["losses"], rel=2e-5, abs=0)
 
 
-def test_the_trace_of_the_chosen_steps_is_kept_with_it(
-    straight: tuple[Recipe, RunResult], tmp_path: Path
-) -> None:
+def test_the_trace_of_the_chosen_steps_is_kept_with_it(straight: Finished, tmp_path: Path) -> None:
     recipe, result = straight
     client = MlflowClient(recipe.tracking.uri)
     name = "profile/trace-steps-3-4.json.gz"
@@ -125,7 +121,7 @@ def test_the_trace_of_the_chosen_steps_is_kept_with_it(
 
 
 def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(
-    straight: tuple[Recipe, RunResult],
+    straight: Finished,
 ) -> None:
     recipe, result = straight
     client = MlflowClient(recipe.tracking.uri)
@@ -140,38 +136,34 @@ def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(
     assert again.metrics["eval/top1"] == result.metrics["eval/top1"]
 
 
-def test_an_existing_run_is_refused_where_the_recipe_says_so(
-    straight: tuple[Recipe, RunResult],
-) -> None:
+def test_an_existing_run_is_refused_where_the_recipe_says_so(straight: Finished) -> None:
     recipe, _ = straight
     with pytest.raises(ValueError, match="resume=false, but a run 'straight' exists"):
         train(recipe.with_changes(resume=False))
 
 
-def test_a_run_of_another_batch_is_not_continued(straight: tuple[Recipe, RunResult]) -> None:
+def test_a_run_of_another_batch_is_not_continued(straight: Finished) -> None:
     recipe, _ = straight
     other = recipe.with_changes(train={"global_batch_size": 128})
     with pytest.raises(ValueError, match="global_batch_size was 64 and is 128"):
         train(other)
 
 
-def test_a_finished_run_is_not_given_out_as_one_of_another_recipe(
-    straight: tuple[Recipe, RunResult],
-) -> None:
+def test_a_finished_run_is_not_given_out_as_one_of_another_recipe(straight: Finished) -> None:
     recipe, _ = straight
     with pytest.raises(ValueError, match=r"optim.learning_rate was 0.01 and is 0.02"):
         train(recipe.with_changes(optim={"learning_rate": 0.02}))
 
 
 @pytest.fixture(scope="module")
-def in_parts(digits: Digits, folder: Path) -> list[tuple[Recipe, RunResult]]:
+def in_parts(digits: Digits, folder: Path) -> list[Finished]:
     """The straight run's first 16 steps in two runs of 8."""
     first = constant_recipe("in-parts", digits, folder, optim={"steps": 8})
     return [(recipe, train(recipe)) for recipe in (first, first.with_changes(optim={"steps": 16}))]
 
 
 def test_a_longer_run_goes_on_where_the_shorter_ended(
-    straight: tuple[Recipe, RunResult], in_parts: list[tuple[Recipe, RunResult]]
+    straight: Finished, in_parts: list[Finished]
 ) -> None:
     """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
     recipe, result = in_parts[1]
@@ -184,9 +176,7 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(
     assert steps == [1, 4, 8, 9, 12, 16]
 
 
-def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(
-    straight: tuple[Recipe, RunResult],
-) -> None:
+def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(straight: Finished) -> None:
     recipe, result = straight
     again = recipe.with_changes(
         name="evaluation", init_from=f"{recipe.output}/{recipe.name}", train={"averaging": 0.0}
@@ -226,7 +216,7 @@ def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
 
 @pytest.mark.slow
 def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
-    ray_cluster: Head, straight: tuple[Recipe, RunResult], digits: Digits, folder: Path
+    ray_cluster: Head, straight: Finished, digits: Digits, folder: Path
 ) -> None:
     recipe = constant_recipe(
         "small-memory",
@@ -296,7 +286,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
 
 
 def test_one_worker_under_another_stage_goes_on_with_the_same_batches(
-    straight: tuple[Recipe, RunResult], in_parts: list[tuple[Recipe, RunResult]]
+    straight: Finished, in_parts: list[Finished]
 ) -> None:
     recipe = in_parts[1][0].with_changes(
         optim={"steps": STEPS}, workers={"num_workers": 1}, train={"zero_stage": 3}

@@ -4,9 +4,9 @@ import shutil
 import statistics
 
 import pytest
-from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.report.compare import compare
 
 # Top-1 of the two seeds of each row, in either study.
@@ -24,12 +24,7 @@ class Store:
 
     def run(self, name, metrics=None, params=None, tags=None, *, is_there=False):
         place = self.experiments[self.there if is_there else self.here]
-        run_id = self.client.create_run(place, run_name=name, tags=tags or {}).info.run_id
-        points = [Metric(key, value, 0, 100) for key, value in (metrics or {}).items()]
-        texts = [Param(key, str(value)) for key, value in (params or {}).items()]
-        self.client.log_batch(run_id, metrics=points, params=texts)
-        self.client.set_terminated(run_id)
-        return run_id
+        return store_run(self.client, place, name, metrics, params, tags)
 
     def study(self, name, side, **changes):
         parent = self.run(name, tags={"vit_ray.kind": "study"})

@@ -9,9 +9,10 @@ import sqlite3
 from html import unescape
 
 import pytest
-from mlflow.entities import Metric, Param
+from mlflow.entities import Param
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.report.page import build_report
 from vit_ray.report.runs import Archive, PastEvent
 
@@ -33,12 +34,11 @@ class Store:
         known = {"vit_ray.kind": kind, **{f"vit_ray.{key}": text for key, text in tags.items()}}
         if kind == "study_cell":
             known["mlflow.parentRunId"] = self.study
-        run = self.client.create_run(self.experiment, MADE + start, known, name)
-        values = (metrics or {}).items()
-        self.client.log_batch(run.info.run_id, [Metric(key, v, MADE, 9) for key, v in values])
-        if status != "RUNNING":
-            self.client.set_terminated(run.info.run_id, status)
-        return run.info.run_id
+        ended = status if status != "RUNNING" else None
+        times = {"start_ms": MADE + start, "time_ms": MADE}
+        return store_run(
+            self.client, self.experiment, name, metrics, tags=known, status=ended, **times
+        )
 
     def page(self, folder):
         path = build_report(self.uri, self.study, folder / "page.html")

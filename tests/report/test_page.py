@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
-from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.report.figures import PAPER
 from vit_ray.report.page import build_report
 
@@ -47,26 +47,14 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def _run(client, experiment, name, *, params=None, tags=None, metrics=None, curve=(), end=True):
-    run_id = client.create_run(experiment, run_name=name, tags=tags or {}).info.run_id
-    points = [Metric(key, value, 0, 100) for key, value in (metrics or {}).items()]
-    points += [Metric("train/loss", loss, 0, step) for step, loss in curve]
-    client.log_batch(
-        run_id, metrics=points, params=[Param(k, str(v)) for k, v in (params or {}).items()]
-    )
-    if end:
-        client.set_terminated(run_id)
-    return run_id
-
-
 @pytest.fixture(scope="module")
 def study(empty_store, tmp_path_factory):
     """A study of four models by two data sizes, one cell of which never finished."""
     uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
     client = MlflowClient(uri)
     experiment = client.create_experiment("scaling")
-    parent = _run(client, experiment, "digits-study", tags={"vit_ray.kind": "study"})
-    _run(client, experiment, "unrelated", metrics={"eval/top1": 0.999})
+    parent = store_run(client, experiment, "digits-study", tags={"vit_ray.kind": "study"})
+    store_run(client, experiment, "unrelated", metrics={"eval/top1": 0.999})
     expected = {}
     for i, (model, gmacs) in enumerate(MODELS.items()):
         for fraction in (0.25, 1.0):
@@ -89,10 +77,12 @@ def study(empty_store, tmp_path_factory):
             params = {"model.name": model, "data.fraction": fraction, "optim.epochs": 10.0}
             params |= {"data.train": TRAINED_ON[i % len(TRAINED_ON)], "note": EVIL}
             curve = [(step, 2.3 / (1 + step / 50 + i)) for step in range(0, 1000, 2)]
-            _run(client, experiment, name, params=params, tags=tags, metrics=metrics, curve=curve)
+            store_run(
+                client, experiment, name, params=params, tags=tags, metrics=metrics, curve=curve
+            )
             expected[name] = metrics
     tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
-    _run(client, experiment, f"cell-dead {EVIL}", tags=tags, end=False)
+    store_run(client, experiment, f"cell-dead {EVIL}", tags=tags, status=None)
     return uri, parent, expected
 
 
@@ -232,7 +222,7 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment("sweeps")
-    parent = _run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
+    parent = store_run(client, experiment, "tune", tags={"vit_ray.kind": "sweep"})
     trials = [("sweep_trial", 0.001, 0, 0.8), ("sweep_trial", 0.003, 0, 0.99)]
     trials += [("finetune", 0.003, seed, top1) for seed, top1 in enumerate((0.94, 0.95, 0.96))]
     for stage, rate, seed, top1 in trials:
@@ -241,7 +231,7 @@ def test_a_sweep_is_a_table_of_rates_with_the_final_mean(tmp_path):
         params = {"optim.learning_rate": rate, "seed": seed}
         name = f"{stage}-{rate}-{seed}"
         key = "dev/top1" if stage == "sweep_trial" else "eval/top1"
-        _run(client, experiment, name, params=params, tags=tags, metrics={key: top1})
+        store_run(client, experiment, name, params=params, tags=tags, metrics={key: top1})
     text = Page(build_report(uri, parent, tmp_path / "r.html").read_text()).text
     assert "Test top-1 95.00 +- 1.00 % over 3 seeds, learning rate 0.003." in text
     # Neither the dev split's 99 nor the best seed's 96.
@@ -253,7 +243,7 @@ def test_a_plain_training_without_study_numbers_still_makes_a_page(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
     experiment = client.create_experiment("plain")
-    _run(client, experiment, "one", curve=[(0, 2.0), (10, 1.0)])
+    store_run(client, experiment, "one", curve=[(0, 2.0), (10, 1.0)])
     text = build_report(uri, "plain", tmp_path / "r.html").read_text()
     assert "Training loss" in text
     assert "Accuracy against compute" not in text

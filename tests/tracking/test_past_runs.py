@@ -5,6 +5,7 @@ import shutil
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.stored_runs import store_run
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 from vit_ray.tracking.past_runs import finished_children, newest_run
@@ -19,12 +20,8 @@ def tracking(tmp_path, empty_store):
 def _run(tracking, name, *, parent=None, kind=None, status=None, start=None, folder=None):
     client = open_client(tracking.uri)
     given = {"mlflow.parentRunId": parent, "vit_ray.kind": kind, "vit_ray.run_folder": folder}
-    tags = {key: value for key, value in given.items() if value}
     experiment = experiment_id(client, tracking.uri, tracking.experiment)
-    run_id = client.create_run(experiment, start_time=start, tags=tags, run_name=name).info.run_id
-    if status:
-        client.set_terminated(run_id, status)
-    return run_id
+    return store_run(client, experiment, name, tags=given, status=status, start_ms=start)
 
 
 def test_the_newest_run_of_a_name_without_a_parent_is_found(tracking):

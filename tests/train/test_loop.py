@@ -1,6 +1,8 @@
 """The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +30,18 @@ from vit_ray.train.progress import Progress
 
 
 def run(
-    engine: FakeEngine, hooks: FakeHooks, chosen: Recipe, progress: Progress | None = None
+    engine: FakeEngine,
+    hooks: FakeHooks,
+    chosen: Recipe,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    stream: Any = None,
+    **context: Any,
 ) -> Ending:
     progress = progress or Progress()
-    context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
-    stream = batches(progress.step)
-    return run_training(engine, stream, chosen, context, hooks, progress, Compute(1_000_000))
+    place = replace(RankContext(TOTAL, 0, 1, MICRO, OneRank()), **context)
+    stream = stream or batches(progress.step)
+    return run_training(engine, stream, chosen, place, hooks, progress, Compute(1), clock)
 
 
 def test_each_micro_batch_is_passed_once_and_in_order() -> None:
@@ -54,12 +62,9 @@ def test_passes_and_hooks_are_given_the_step() -> None:
 @pytest.mark.parametrize("count", [0, MICRO, BATCH - 1, 2 * BATCH])
 def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
     engine = FakeEngine()
-    context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
     stream = ({k: np.resize(v, (count, *v.shape[1:])) for k, v in b.items()} for b in batches())
     with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
-        run_training(
-            engine, stream, short_recipe(), context, FakeHooks(), Progress(), Compute(1_000_000)
-        )
+        run(engine, FakeHooks(), short_recipe(), stream=stream)
     assert engine.seen == engine.rates == []
 
 
@@ -68,10 +73,7 @@ def test_a_run_in_parts_is_the_run_in_one_with_an_evaluation_at_the_end_of_each(
     run(whole, FakeHooks(), chosen)
     parts, hooks, progress = FakeEngine(), FakeHooks(), Progress()
     for until in (3, 7, None):
-        context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=until)
-        ended = run_training(
-            parts, batches(progress.step), chosen, context, hooks, progress, Compute(1_000_000)
-        )
+        ended = run(parts, hooks, chosen, progress, until_step=until)
         assert (ended, progress.step) == (Ending.FINISHED, until or TOTAL)
         assert not progress.evaluation_due
         assert progress.is_over(TOTAL) == (until is None)
@@ -139,11 +141,7 @@ def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> N
     assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
     assert (whole.step, whole.best_eval_loss) == (10, 1.5)
     for until in (3, 7, None):
-        context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=until)
-        run_training(
-            FakeEngine(), batches(parts.step), chosen, context, LossesByStep(), parts,
-            Compute(1_000_000),
-        )  # fmt: skip
+        run(FakeEngine(), LossesByStep(), chosen, parts, until_step=until)
         assert parts.step == (until or TOTAL)
     parts.train_seconds, parts.metrics = whole.train_seconds, whole.metrics
     parts.worker_seconds = whole.worker_seconds
@@ -153,8 +151,7 @@ def test_a_measure_at_the_end_of_a_part_does_not_count_for_early_stopping() -> N
 def test_an_evaluation_that_is_due_is_made_behind_the_end_of_a_part_too() -> None:
     hooks, progress = FakeHooks(), Progress(step=TOTAL, evaluation_due=True)
     chosen = short_recipe(evaluate={"every_steps": 4})
-    context = RankContext(TOTAL, 0, 1, MICRO, OneRank(), until_step=3)
-    run_training(FakeEngine(), batches(TOTAL), chosen, context, hooks, progress, Compute(1_000_000))
+    run(FakeEngine(), hooks, chosen, progress, until_step=3)
     assert f"evaluate {TOTAL}" in hooks.order
     assert not progress.evaluation_due
 
@@ -178,10 +175,8 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
 
     hooks, mine = FakeHooks(), BATCH // 4
     stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
-    context = RankContext(TOTAL, 0, 4, mine, FourRanks())
-    run_training(
-        FakeEngine(), stream, short_recipe(), context, hooks, Progress(), Compute(1_000_000)
-    )
+    place = {"world_size": 4, "micro_batch_size": mine, "collectives": FourRanks()}
+    run(FakeEngine(), hooks, short_recipe(), stream=stream, **place)
     metrics = hooks.logged[0][1]
     assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
     assert metrics["train/grad_norm"] == 1.0 + 1.5
@@ -204,12 +199,8 @@ def test_it_saves_by_steps_and_once_at_the_end() -> None:
 
 def test_it_saves_by_the_clock() -> None:
     hooks, now = FakeHooks(), iter(range(0, 100_000, 7))
-    context = RankContext(TOTAL, 0, 1, MICRO, OneRank())
     chosen = short_recipe(checkpoint={"every_minutes": 1.0})
-    run_training(
-        FakeEngine(), batches(), chosen, context, hooks, Progress(), Compute(1),
-        clock=lambda: float(next(now)),
-    )  # fmt: skip
+    run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
 
@@ -271,12 +262,12 @@ class Ticking:
 def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -> None:
     hooks, progress = FakeHooks(), Progress()
     for world_size, until in ((4, 5), (2, TOTAL)):
-        context = RankContext(TOTAL, 0, world_size, MICRO, OneRank(), until_step=until)
-        mine = ({k: v[: BATCH // world_size] for k, v in one.items()} for one in batches())
-        one_pass = replace(context, micro_batch_size=BATCH // world_size)
-        run_training(
-            FakeEngine(), mine, short_recipe(), one_pass, hooks, progress, Compute(1), Ticking()
-        )
+        share = BATCH // world_size
+        run(
+            FakeEngine(), hooks, short_recipe(), progress, Ticking(),
+            ({k: v[:share] for k, v in one.items()} for one in batches()),
+            world_size=world_size, until_step=until, micro_batch_size=share,
+        )  # fmt: skip
     first = progress.train_seconds / 2  # five steps each, by a clock of steps that last alike
     assert first > 0
     days = (4 * first + 2 * first) / 86_400
@@ -368,11 +359,8 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
 
 
 def test_a_stream_that_ends_too_soon_is_an_error() -> None:
-    context = RankContext(TOTAL + 1, 0, 1, MICRO, OneRank())
     with pytest.raises(RuntimeError, match="ended before step 10"):
-        run_training(
-            FakeEngine(), batches(), short_recipe(), context, FakeHooks(), Progress(), Compute(1)
-        )
+        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
 class CountingWaits(TorchDispatchMode):

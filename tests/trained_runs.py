@@ -21,12 +21,7 @@ def tiny_recipe(folder: Path, **sections: Any) -> Recipe:
     return recipe_with("small", **{**defaults, **sections})
 
 
-def write_run(
-    folder: Path,
-    model: nn.Module,
-    average: nn.Module | None = None,
-    **told: Any,
-) -> str:
+def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None, **told: Any) -> str:
     """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
 
     Its recipe has a model only where its keys are `told`.

@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.data.s3_server import (
-    forget_clients,
-    serve_conditional_s3,
-    serve_s3,
-    this_process_uses,
-)
+from tests.data.s3_server import forget_clients, serve_conditional_s3, serve_s3, this_process_uses
 from vit_ray import lock, s3
 from vit_ray.storage import locate
 

@@ -166,9 +166,7 @@ def test_print_is_one_page_wide_and_light(study_page: Path, browser: webdriver.C
     assert browser.execute_script(ground) == "rgb(255, 255, 255)"
 
 
-def test_a_script_that_somebody_brought_into_the_page_does_not_run(
-    shown: webdriver.Chrome,
-) -> None:
+def test_a_script_that_somebody_brought_into_the_page_does_not_run(shown: webdriver.Chrome) -> None:
     brought = (
         "const script = document.createElement('script');"
         "script.textContent = 'window.brought = true';"

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.command_line import run_cli
-from vit_ray.commands.plan import (
-    data_facts,
-    describe_plan,
-    plan_stage,
-    planned_cluster,
-    told_facts,
-)
+from vit_ray.commands.plan import data_facts, describe_plan, plan_stage, planned_cluster, told_facts
 from vit_ray.config import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]

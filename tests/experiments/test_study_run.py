@@ -303,9 +303,7 @@ def test_a_finished_cell_still_gets_the_transfers_that_it_misses(
     monkeypatch.setattr(study, "run_transfer", transfer)
     monkeypatch.setattr(study, "task_tags", lambda cell, task: {"tag": task.name})
     monkeypatch.setattr(study, "add_to_finished", lambda *args: stored.append(args[1:]))
-    before = {
-        cells[0].name: CellResult(cells[0], {"eval/top1": 0.5}, "id", True, missing=tasks),
-    }
+    before = {cells[0].name: CellResult(cells[0], {"eval/top1": 0.5}, "id", True, missing=tasks)}
     (found,) = run_cells(monkeypatch, cells[:1], None, Room(0, 1.7), Parent(), before)
     assert found.metrics == {"eval/top1": 0.5, "transfer/pets_top1": 0.7}
     assert found.error == "transfer to cars: no such data set"

@@ -51,11 +51,7 @@ RECIPE = recipe_with(
 
 @pytest.mark.parametrize(
     ("share", "start", "most", "tried", "found"),
-    [
-        (30, 10, 14, [10, 30], 10),
-        (24, 2, 7, [2, 4, 6, 8], 6),
-        (6, 1, 1, [2], None),
-    ],
+    [(30, 10, 14, [10, 30], 10), (24, 2, 7, [2, 4, 6, 8], 6), (6, 1, 1, [2], None)],
 )
 def test_images_that_are_mixed_are_tried_in_pairs(
     share: int,

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.test_imports import MODULES, PACKAGE, imported
+from tests.modules import MODULES, PACKAGE, imported
 from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
 from vit_ray.internals import Internal
 

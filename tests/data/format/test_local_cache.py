@@ -199,7 +199,7 @@ def test_processes_share_a_folder_within_the_bound(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd()]))
     sets = [write_rows(tmp_path / name, LABELS, size) for name, size in (("a", 4000), ("b", 5000))]
     cache = LocalCache(str(tmp_path / "cache"), 40_000)
-    with multiprocessing.get_context("fork").Pool(4, _forget_idle) as pool:
+    with multiprocessing.get_context("forkserver").Pool(4, _forget_idle) as pool:
         jobs = [(one.path, cache, 40) for one in sets * 2]
         assert pool.starmap(_read_again_and_again, jobs, chunksize=1) == [40] * 4
     assert not [name for name in entries(cache) if name.endswith(".tmp")]

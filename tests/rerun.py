@@ -6,8 +6,10 @@ without it nothing is run twice. The same test twice in ten runs fails.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,12 @@ def read_history(file: Path) -> dict[str, str | None]:
     """The test that was run twice, by run, oldest run first; None where none was."""
     if not file.exists():
         return {}
-    return dict(json.loads(line) for line in file.read_text().splitlines())
+    history = {}
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a line that was cut while it was written
+            run, test = json.loads(line)
+            history[run] = test
+    return history
 
 
 def refusal(history: dict[str, str | None], run: str, failed: list[str]) -> str | None:
@@ -62,7 +69,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     history = read_history(file)
     history.setdefault(run, None)
     failed = reporter.stats.get("failed", []) + reporter.stats.get("error", [])
-    names = [report.nodeid for report in failed]
+    names = list(dict.fromkeys(report.nodeid for report in failed))
     if names and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
         reason = refusal(history, run, names)
         if reason is None:
@@ -73,11 +80,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             reporter.write_line(f"\n{failed[0].longreprtext}")
             reporter.stats.pop("failed", None)
             reporter.stats.pop("error", None)
-            reporter.stats.setdefault("passed", []).extend(failed)
+            reporter.stats.setdefault("passed", []).extend(failed[:1])
         config.stash[_RERUN] = reason or f"failed, and passed when run again alone: {names[0]}"
-    file.parent.mkdir(parents=True, exist_ok=True)
     kept = list(history.items())[-NUM_RUNS:]
-    file.write_text("".join(json.dumps(item) + "\n" for item in kept))
+    new = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text("".join(json.dumps(item) + "\n" for item in kept))
+        new.replace(file)
+    except OSError as error:
+        reporter.write_line(f"rerun: no history is kept: {error}")
 
 
 def _failure_alone(name: str) -> str | None:
@@ -90,7 +102,8 @@ def _failure_alone(name: str) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return f"{name} took more than {LIMIT_S} s when run again alone"
-    return None if done.returncode == 0 else done.stdout[-3000:]
+    has_passed = done.returncode == 0 and re.search(r"^(=+ )?1 passed", done.stdout, re.MULTILINE)
+    return None if has_passed else done.stdout[-3000:]
 
 
 def pytest_terminal_summary(

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 SUBNET = "198.18.7"  # of 198.18.0.0/15, which RFC 2544 keeps for tests of networks
@@ -34,7 +34,7 @@ def missing() -> str | None:
     """Why this machine cannot have hosts, or None."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
-    for program in ("ip", "nsenter", "unshare", "mount"):
+    for program in ("ip", "tc", "ps", "hostname", "nsenter", "unshare", "mount"):
         if shutil.which(program) is None:
             return f"there is no {program}"
     probe = f"vr{os.getpid()}probe"
@@ -42,8 +42,11 @@ def missing() -> str | None:
         _run("ip", "netns", "add", probe)
         _run("nsenter", f"--net=/run/netns/{probe}", "unshare", "--pid", "--fork",
              "--mount-proc", "--uts", "--ipc", "--mount", "true")  # fmt: skip
-    except subprocess.CalledProcessError as error:
-        return f"namespaces are refused: {error.stderr.strip()}"
+        _run("ip", "-n", probe, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
+        _run("tc", "-n", probe, "qdisc", "replace", "dev", "va", *_rate(8))
+    except subprocess.SubprocessError as error:
+        return f"namespaces are refused: {getattr(error, 'stderr', None) or error}"
     finally:
         subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return None
@@ -62,13 +65,12 @@ class Host:
     _namespace: str
     _first: subprocess.Popen[bytes]
     _pid: int
-    _started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
         self, *command: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.Popen[str]:
         """Start a process on the host; its output is a pipe, standard error included."""
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [*self._enter(), *command],
             cwd=cwd,
             env={**os.environ, **(environment or {})},
@@ -76,8 +78,6 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self._started.append(process)
-        return process
 
     def serve(
         self, log: str, *command: str, environment: Mapping[str, str] | None = None
@@ -117,7 +117,7 @@ class Host:
 
     def slow(self, megabits_per_s: float) -> None:
         """Limit what the host sends and what it receives."""
-        rate = ["root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "50ms"]
+        rate = _rate(megabits_per_s)
         _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *rate)
         _run("tc", "-n", self._switch, "qdisc", "replace", "dev", self._port, *rate)
 
@@ -228,9 +228,11 @@ class Network:
 def network() -> Iterator[Network]:
     """A network without hosts, whose namespaces and files go at the end."""
     folder = Path(tempfile.mkdtemp(prefix="vrh", dir="/tmp"))
-    with Network(folder) as made:
-        yield made
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with Network(folder) as made:
+            yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 RAY = str(Path(sys.executable).parent / "ray")
@@ -299,6 +301,10 @@ def wait_for_nodes(
 def _child_of(process: subprocess.Popen[bytes]) -> int:
     """The host's first process, as this machine numbers it."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def _rate(megabits_per_s: float) -> list[str]:
+    return ["root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "50ms"]
 
 
 def _run(*command: str) -> None:

@@ -1,5 +1,6 @@
 """Hosts reach each other, are cut off, slowed, lost and start again, and leave nothing behind."""
 
+import os
 import subprocess
 import sys
 import time
@@ -25,12 +26,16 @@ def answers(host: Host, address: str, port: int) -> bool:
     return host.run(sys.executable, "-c", script)[0] == 0
 
 
-def serve(host: Host, port: int) -> None:
-    host.serve("http.log", sys.executable, "-m", "http.server", str(port))
-    deadline = time.monotonic() + 20
-    while not answers(host, host.address, port):
+def wait_for_answer(host: Host, address: str, port: int) -> None:
+    deadline = time.monotonic() + 30
+    while not answers(host, address, port):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def serve(host: Host, port: int, *options: str) -> None:
+    host.serve("http.log", sys.executable, "-m", "http.server", str(port), *options)
+    wait_for_answer(host, host.address, port)
 
 
 def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
@@ -39,9 +44,9 @@ def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
     _, one, two = pair
     assert one.run("hostname") == (0, "one\n")
     assert two.address in one.run("getent", "hosts", "two")[1]
-    sleeper = one.serve("sleep.log", "sleep", "77")
-    assert "sleep 77" in one.processes()
-    assert "sleep 77" not in two.processes()
+    sleeper = one.serve("sleep.log", "sleep", f"77{os.getpid()}")
+    assert f"sleep 77{os.getpid()}" in one.processes()
+    assert f"sleep 77{os.getpid()}" not in two.processes()
     for place, shared in (
         ("/dev/shm/mark", False),
         ("/var/tmp/mark", False),
@@ -56,22 +61,20 @@ def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
 def test_a_host_is_cut_off_and_comes_back(pair: tuple[Network, Host, Host]) -> None:
     _, one, two = pair
     serve(one, 8101)
-    assert answers(two, one.address, 8101)
+    wait_for_answer(two, one.address, 8101)
     one.cut()
     assert not answers(two, one.address, 8101)
     assert answers(one, one.address, 8101)  # its own interface is up
     one.heal()
-    assert answers(two, one.address, 8101)
+    wait_for_answer(two, one.address, 8101)
 
 
 def test_a_slow_host_sends_no_faster_than_its_rate(pair: tuple[Network, Host, Host]) -> None:
     _, one, two = pair
     (one.folder / "blob").write_bytes(bytes(2_000_000))
-    one.serve("http.log", sys.executable, "-m", "http.server", "8102", "-d", str(one.folder))
+    serve(one, 8102, "-d", str(one.folder))
     fetch = "import urllib.request as u; print(len(u.urlopen('http://one:8102/blob').read()))"
-    deadline = time.monotonic() + 20
-    while not answers(two, one.address, 8102):
-        assert time.monotonic() < deadline
+    wait_for_answer(two, one.address, 8102)
     one.slow(8)
     start_s = time.monotonic()
     assert two.run(sys.executable, "-c", fetch) == (0, "2000000\n")
@@ -83,27 +86,27 @@ def test_a_lost_host_has_no_process_and_starts_again_at_its_address(
     pair: tuple[Network, Host, Host],
 ) -> None:
     net, one, two = pair
-    two.serve("sleep.log", "sleep", "78")
+    two.serve("sleep.log", "sleep", f"78{os.getpid()}")
     two.lose()
     assert two.processes() == []
     ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
-    assert "sleep 78" not in ps
+    assert f"sleep 78{os.getpid()}" not in ps
     again = net.join("two")
     assert again.address == two.address
     serve(again, 8103)
-    assert answers(one, again.address, 8103)
+    wait_for_answer(one, again.address, 8103)
 
 
 def test_nothing_is_left_of_a_network() -> None:
     if reason := hosts.missing():
         pytest.skip(reason)
     with hosts.network() as net:
-        net.join("one").serve("sleep.log", "sleep", "79")
+        net.join("one").serve("sleep.log", "sleep", f"79{os.getpid()}")
         folder = net._folder
     listed = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert f"{net._token}" not in listed
     assert (
-        "sleep 79"
+        f"sleep 79{os.getpid()}"
         not in subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
     )
     assert not Path(folder).exists()

@@ -77,7 +77,9 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
             gradients = [p.grad for p in block.parameters() if p.grad is not None]
             found.append([output, leaf.grad, *gradients])
         for ours, theirs in zip(*found, strict=True):
-            largest = max(largest, float((ours - theirs).abs().max() / theirs.abs().max()))
+            assert ours.isfinite().all()
+            scale = theirs.abs().max().clamp_min(1e-6)  # gradients are 0 where all branches drop
+            largest = max(largest, float((ours - theirs).abs().max() / scale))
     assert counters["stats"]["unique_graphs"] > 0
     return largest
 
@@ -86,7 +88,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind: str) -> None:
     (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
-    assert 0 < largest < 1e-4  # rounding of float32; one element dropped elsewhere is above 1e-1
+    assert largest < 1e-4  # rounding of float32; one element dropped elsewhere is above 1e-1
 
 
 def draws() -> dict[str, Callable[[Tensor], Any]]:
@@ -158,7 +160,9 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
 
         logits, code = run_and_get_code(step)
         found.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
-    largest = max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+    assert all(tensor.isfinite().all() for tensors in found for tensor in tensors)
+    norms = [(float((a - b).norm()), float(b.norm())) for a, b in zip(*found, strict=True)]
+    largest = max(difference / max(norm, 1e-6) for difference, norm in norms)
     assert "cpp_fused" in "".join(code)
     return largest, FOLDED_PRODUCT.findall("".join(code))
 

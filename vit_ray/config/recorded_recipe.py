@@ -13,6 +13,8 @@ from vit_ray.config.schema import Recipe
 
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
 """Tag of the parameters, as JSON, that have changed since the run was created."""
+INIT_RUN: Final = "vit_ray.init_run"
+"""Tag of the run whose weights it began with."""
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:

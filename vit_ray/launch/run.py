@@ -13,6 +13,7 @@ import ray
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
+from vit_ray.config.recorded_recipe import INIT_RUN
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
@@ -38,7 +39,6 @@ from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.outcomes import EventKind
-from vit_ray.report.runs import INIT_RUN
 from vit_ray.storage import locate
 from vit_ray.train.job import TrainJob
 from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint

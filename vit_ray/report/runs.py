@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray.config.decisive import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.model_family import model_family
-from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import EVALUATIONS, with_best
 from vit_ray.report.groups import (
@@ -41,8 +41,6 @@ TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder of a run's checkpoints."""
-INIT_RUN: Final = "vit_ray.init_run"
-"""Tag of the run whose weights it began with."""
 _DIGEST: Final = 32
 """Characters of a fingerprint that MLflow keeps of a data set."""
 RUN_ID = re.compile(r"[0-9a-f]{32}")

@@ -252,7 +252,6 @@ def test_a_recipe_decides_it() -> None:
             r"data\.augment: randaugment_magnitude=12\.0 is above 10",
         ),
         ({"randaugment": "timm"}, {"decode": "device"}, r"data: augment\.randaugment=timm.*host"),
-        ({}, {"eval_augment": {"randaugment": "timm"}}, r"data: eval_augment\.randaugment=timm"),
     ],
 )
 def test_wrong_values_are_refused(augment: Any, data: Any, message: str) -> None:

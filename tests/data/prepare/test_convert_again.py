@@ -396,3 +396,24 @@ def test_a_record_of_another_set_is_refused(serial: None, tmp_path: Path) -> Non
     record.unlink()
     with pytest.raises(ValueError, match=r"already holds a data set, without source.json"):
         convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
+
+
+def test_an_extension_that_is_refused_leaves_the_set_as_it_was_and_can_be_mended(
+    serial: None, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "images", tmp_path / "set"
+    write_files(source, range(12))
+    convert(str(source), str(target), **SMALL)
+    before = pictures_of(target)
+    write_files(source, range(16))
+    broken = source / "cat" / "012.jpg"
+    broken.write_bytes(b"no image")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 of 4 files of the source are not usable"):
+            convert(str(source), str(target), **SMALL, extend=True)
+        assert verify(str(target), compares_source=False).problems == []
+        assert pictures_of(target) == before
+    broken.write_bytes(jpeg(12, 40, 50))
+    convert(str(source), str(target), **SMALL, extend=True)
+    assert verify(str(target), compares_source=False).problems == []
+    assert len(pictures_of(target)) == 16

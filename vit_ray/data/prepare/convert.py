@@ -321,7 +321,7 @@ _PLAN: Final = "plan.json"
 _HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 """What `AtomicOutput` appends to a file's name."""
 _STAGED: Final = re.compile(
-    r"(settings|plan|source|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
+    r"(settings|plan|source|rejected|damaged|index-[0-9a-f]{16}|list-\d{5,}|shard-\d{6,})\.(json|parquet|bin)"
     rf"({_HALF_WRITTEN})?"
 )
 _LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
@@ -494,9 +494,10 @@ def _index(
     record = read_record(folder)
     assert record is not None
     kept = folder.child(VERSIONS_FOLDER).child(before.fingerprint)
-    for name in (*_LISTS, REPORT_FILE, SOURCE_FILE):
-        kept.child(name).write(folder.child(name).read())
-    keep_manifest(folder, kept)
+    if not kept.child(MANIFEST_FILE).exists():
+        for name in (*_LISTS, REPORT_FILE, SOURCE_FILE):
+            kept.child(name).write(folder.child(name).read())
+        keep_manifest(folder, kept)
     return index_of_growth(
         record, before, units, staging, scratch, keep_damaged=keep_damaged, num_cpus=num_cpus
     )
@@ -673,9 +674,11 @@ def _commit(
     written: list[_ShardResult] = []
     counts = np.zeros(len(conversion.classes), np.int64)
     num_rejected = num_damaged = 0
+    # A set that is extended keeps its own lists until nothing can refuse the extension.
+    place = folder if base is None else staging
     with (
-        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output,
-        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
+        parquet_output(place.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as output,
+        parquet_output(place.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
     ):
         if base is not None:
             for name, target in ((REJECTED_FILE, output), (DAMAGED_FILE, damaged)):
@@ -693,9 +696,12 @@ def _commit(
                 counts[int(label)] += count
             if result.rows:
                 written.append(replace(result, rejected=[], damaged=[], label_counts={}))
-    _check_rejected(folder, shown, num_rejected, conversion.num_images, max_rejected_fraction)
+    _check_rejected(place, shown, num_rejected, conversion.num_images, max_rejected_fraction)
     _check_shards(conversion, folder, written)
     check_lock(staging, lock_number)
+    if base is not None:
+        for name in _LISTS:
+            folder.child(name).write(staging.child(name).read())
     report = ConvertReport(
         num_images=conversion.num_images - num_rejected,
         num_classes=len(conversion.classes),

@@ -112,7 +112,10 @@ def _damage_of(image: bytes, libjpeg: Libjpeg | None) -> str:
     """What libjpeg warns of when it decodes a JPEG file; empty for nothing."""
     if libjpeg is None or not image.startswith(START):
         return ""
-    return "; ".join((libjpeg.ask(WARNINGS, image) or b"").decode().splitlines())
+    warnings = libjpeg.ask(WARNINGS, image)
+    return (
+        "libjpeg cannot read it" if warnings is None else "; ".join(warnings.decode().splitlines())
+    )
 
 
 def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:

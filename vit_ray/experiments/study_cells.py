@@ -203,6 +203,11 @@ def _refuse_unbranched(study: StudyConfig, cells: list[Cell]) -> None:
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, under which "
                 "a shorter run is no part of a longer one; set optim.schedule=cooldown"
             )
+        if study.branch and cell.recipe.keeps_best:
+            raise ValueError(
+                f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may lie "
+                "before the branch; turn checkpoint.keep_best and train.early_stopping off"
+            )
 
 
 def training_of(recipe: Recipe) -> str:

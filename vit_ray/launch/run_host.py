@@ -145,7 +145,7 @@ class RunHost:
                         log.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
                 log.finish(status)
                 self._close(key, run)
-            return self._ended[key]
+            return self._ended.get(key, NoRun.UNKNOWN)
 
     def status_of(self, log_path: str) -> RunStatus | None:
         """Of the run that writes this log; None if there is none here."""
@@ -157,10 +157,10 @@ class RunHost:
         return run.control if run else None
 
     def _close(self, key: str, run: _OpenRun) -> None:
-        for stop in run.stop_sampling:
-            stop()
         is_sent = False
         try:
+            for stop in run.stop_sampling:
+                stop()
             is_sent = run.tracker.close()
         finally:
             self._ended[key] = is_sent
@@ -214,8 +214,12 @@ class HostedRun:
             RuntimeError: the host has not answered in time, or the run cannot be opened.
             RayError: the host has died for good.
         """
-        if self.opened is not None:
-            self.answer(self.opened, limit_s)
+        if (opened := self.opened) is not None:
+            try:
+                self.answer(opened, limit_s)
+            except ray.exceptions.RayTaskError:
+                self.opened = None  # it failed: the next call tries again
+                raise
             self.opened = None
         call = getattr(self.host, method)
         for _ in range(2):

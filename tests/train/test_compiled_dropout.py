@@ -131,6 +131,15 @@ def test_compiled_draws_are_bit_for_bit_those_of_eager_code_and_fold_no_product(
     assert found == dict.fromkeys(draws(), (True, []))
 
 
+def test_whoever_draws_from_keys_is_compiled_here() -> None:
+    """A module that is new here belongs into `draws`, `BLOCKS` or a family."""
+    users = set()
+    for path in (ROOT / "vit_ray").rglob("*.py"):
+        if re.search(r"^from vit_ray\.models\.counter_random import", path.read_text(), re.M):
+            users.add(path.stem)
+    assert users == {"axial", "dropout", "encoder", "masked", "mixing", "objective", "vit"}
+
+
 def test_the_search_for_folded_products_finds_them() -> None:
     folded = "auto tmp1 = (-7046029254386353131L) + ((-7046029254386353131L)*x1);"
     assert FOLDED_PRODUCT.search(folded)

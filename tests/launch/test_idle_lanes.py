@@ -27,6 +27,9 @@ class FakeLane:
 opened: list[FakeLane] = []
 
 
+pytestmark = pytest.mark.usefixtures("own_lanes")
+
+
 def test_a_lane_that_is_started_has_the_place_of_idle_ones_of_other_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -95,6 +95,7 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
     assert calls == [left]
 
 
+@pytest.mark.usefixtures("own_lanes")
 def test_a_lane_that_is_started_early_is_the_first_trainings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Tests of figures that no processor may change, and those of them that were kept or published.
 NUMERIC := tests/models tests/evaluate tests/data/images tests/data/order $(addprefix tests/train/test_, \
-  golden.py engine.py collectives.py evaluation.py objective.py optim.py schedule.py)
+  golden.py engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
 PUBLISHED := tests/models/weights tests/data/images/test_crops.py tests/train/test_golden.py
 # The same libraries without the newer instructions of x86; elsewhere this changes nothing.
 GENERIC := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OPENCV_CPU_DISABLE=AVX2,AVX512-SKX

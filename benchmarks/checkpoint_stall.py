@@ -41,14 +41,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
-from vit_ray.data.prepare.convert import convert
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import list_checkpoints
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
 KINDS = ["weight", "exp_avg", "exp_avg_sq", "average"]

@@ -36,7 +36,7 @@ MIB = 1 << 20
 CONVERT = """
 import json, sys, time
 import ray
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 
 source, target, shard_mib, kind = sys.argv[1:]
 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -11,6 +11,7 @@ too, and for a run that goes on in the middle of an epoch.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -83,7 +84,7 @@ optim: {{epochs: 14}}
 
 def plan_first_task(prepared: Any, start_fraction: float) -> tuple[int, int]:
     """Tasks of the first segment, and rows of the first full task."""
-    from vit_ray.data.order.partition import Partition, cut_segments, read_tasks
+    from vit_ray.data.order.partition import Partition, read_tasks
     from vit_ray.data.order.samples import rows_per_group
     from vit_ray.data.stream.batches import BatchReader, StreamJob
 
@@ -93,10 +94,9 @@ def plan_first_task(prepared: Any, start_fraction: float) -> tuple[int, int]:
     partition = Partition(WORLD_SIZE, GLOBAL_BATCH // WORLD_SIZE)
     counts = rows_per_group(spec.manifest, spec.rows)
     job = StreamJob(spec, partition, start, is_training=True, counts=counts)
-    bounds = cut_segments(
-        partition, (stop - start) // WORLD_SIZE, task_rows=1024, first_tasks=512, later_tasks=8192
-    )
-    tasks = read_tasks(partition, *bounds[0], job.shape)
+    ranks, last = range(WORLD_SIZE), (stop - start) // WORLD_SIZE
+    planned = read_tasks(partition, 0, last, job.shape, ranks)
+    tasks = list(itertools.islice(planned, 8 * WORLD_SIZE))
     reader = BatchReader(job)
     rows = sum(
         len(reader._rows_at(start + partition.offsets(*block)).samples)

@@ -184,7 +184,8 @@ def read_epoch(folder: Path, batch: int, world_size: int, window_rows: int) -> t
     ShardReader.content = counted  # type: ignore[method-assign]
     try:
         rows = IMAGES // batch * partition.batch_size_per_rank
-        tasks = [list(task.blocks()) for task in read_tasks(partition, 0, rows, job.shape)]
+        planned = read_tasks(partition, 0, rows, job.shape, range(world_size))
+        tasks = [list(task.blocks()) for task in planned]
         full = [blocks for blocks in tasks if len(blocks) > 1]
         images = sum(last - first for blocks in full for _, first, last in blocks)
         begun_s = time.process_time()

@@ -48,12 +48,14 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
+from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import load_recipe
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
+from vit_ray.launch.control import RunStatus
 from vit_ray.launch.run import train
 from vit_ray.launch.run_host import NAMESPACE
-from vit_ray.train.checkpoint import folder_name
+from vit_ray.tracking.metrics_log import MetricsLog
 
 ROOT = Path(__file__).parents[1]
 BAD_PASS = 100
@@ -100,11 +102,12 @@ class Run:
                 continue
             try:
                 host = ray.get_actor(actor["name"], namespace=NAMESPACE)
-                status = ray.get(host.status_of.remote(str(self._log_path)), timeout=5)
-            except (ValueError, ray.exceptions.RayError):
-                continue  # the driver before, which is ending
-            if status is not None:
-                return int(status.step)
+                key = MetricsLog(self._log_path).opened()[0]["opening"]
+                status = ray.get(host.ask.remote(key, "control.status"), timeout=5)
+            except (IndexError, ValueError, ray.exceptions.RayError):
+                continue  # no log yet, or the driver before, which is ending
+            if isinstance(status, RunStatus):
+                return status.step
         return 0
 
     def wait_for(self, step: int) -> None:
@@ -117,9 +120,8 @@ class Run:
     def event_s(self, kind: str, since_s: float) -> float | None:
         """Unix time of the first event of a kind after another time."""
         lines = (json.loads(line) for line in self._log_path.read_text().splitlines())
-        events = [line["event"] for line in lines if line.get("kind") == "event"]
-        times = [e["time_s"] for e in events if e["kind"] == kind and e["time_s"] > since_s]
-        return min(times, default=None)
+        times = [line["time_ms"] / 1000 for line in lines if line.get("event") == kind]
+        return min((time_s for time_s in times if time_s > since_s), default=None)
 
     def pauses_s(self) -> list[float]:
         """Seconds between the steps that were logged, those of warming up left out."""

@@ -40,8 +40,9 @@ import torch
 from process_cpu import StartedProcesses
 from train_step import Alone
 
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.launch.cluster import connect
 from vit_ray.launch.run_host import RunControl, RunRecord, start_run
 from vit_ray.measure.meters import Compute
@@ -49,8 +50,7 @@ from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.loop import RankContext, run_training
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.progress import Progress
-from vit_ray.train.run_link import RunLink
+from vit_ray.worker.run_link import RunLink
 
 BAR, CLASSES, PORT = 0.01, 10, "29521"
 SIZES = {

@@ -203,7 +203,7 @@ def prepare(folder: Path) -> None:
     import ray
     import ray.data
 
-    from vit_ray.data.prepare.convert import convert
+    from vit_ray.data.prepare.conversion import convert
     from vit_ray.data.prepare.digits import write_digits
 
     write_digits(folder / "images")

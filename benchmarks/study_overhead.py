@@ -3,11 +3,11 @@
     python jobs/scaling_study.py jobs/recipes/study_cifar10_short.yaml
     python benchmarks/study_overhead.py sqlite:///mlflow.db cifar10-study-short
 
-Cells are laid into as many lanes as ran side by side. A lane's time goes from the start of the
-study to the end of the last cell in it, and for one lane to the end of the study, which writes its
+Cells are laid into as many pools as ran side by side. A pool's time goes from the start of the
+study to the end of the last cell in it, and for one pool to the end of the study, which writes its
 page there. From that the cells' own times are taken: training, from its first step to its last,
 and the evaluation after it. What is left is the study's: starting, preparing, saving, recording.
-A lane that ends early, because no cell waits any more, is no overhead. Run the study on a quiet
+A pool that ends early, because no cell waits any more, is no overhead. Run the study on a quiet
 machine, from its start to its end in one go.
 """
 
@@ -58,26 +58,26 @@ def cell_times(client: MlflowClient, run: Run) -> CellTimes:
     )
 
 
-def lanes_of(cells: list[CellTimes]) -> list[list[CellTimes]]:
-    """Each cell in the lane that has been free for the longest, or in a new one."""
-    lanes: list[list[CellTimes]] = []
+def pools_of(cells: list[CellTimes]) -> list[list[CellTimes]]:
+    """Each cell in the pool that has been free for the longest, or in a new one."""
+    pools: list[list[CellTimes]] = []
     for cell in sorted(cells, key=lambda one: one.start_s):
-        free = [lane for lane in lanes if lane[-1].end_s <= cell.start_s]
+        free = [pool for pool in pools if pool[-1].end_s <= cell.start_s]
         if free:
-            min(free, key=lambda lane: lane[-1].end_s).append(cell)
+            min(free, key=lambda pool: pool[-1].end_s).append(cell)
         else:
-            lanes.append([cell])
-    return lanes
+            pools.append([cell])
+    return pools
 
 
 def overhead(cells: list[CellTimes], start_s: float, end_s: float) -> tuple[float, float, int]:
-    """Share of the lanes' time that is the study's own, that time in all, and how many lanes."""
-    lanes = lanes_of(cells)
-    ends = sorted(lane[-1].end_s for lane in lanes)
+    """Share of the pools' time that is the study's own, that time in all, and how many pools."""
+    pools = pools_of(cells)
+    ends = sorted(pool[-1].end_s for pool in pools)
     ends[-1] = max(ends[-1], end_s)
     whole_s = sum(end - start_s for end in ends)
     busy_s = sum(one.training_s + one.evaluation_s for one in cells)
-    return 1 - busy_s / whole_s, whole_s, len(lanes)
+    return 1 - busy_s / whole_s, whole_s, len(pools)
 
 
 def study_of(client: MlflowClient, experiment: str) -> tuple[Run, list[Run]]:
@@ -115,17 +115,17 @@ def main() -> None:
     client = MlflowClient(options.uri)
     study, runs = study_of(client, options.experiment)
     cells = [cell_times(client, run) for run in runs]
-    share, whole_s, num_lanes = overhead(
+    share, whole_s, num_pools = overhead(
         cells, study.info.start_time / 1000, study.info.end_time / 1000
     )
     own = [one.end_s - one.start_s - one.training_s - one.evaluation_s for one in cells]
     print("| | s |\n|---|---|")
-    print(f"| {num_lanes} lanes, from the study's start to their ends | {whole_s:.1f} |")
+    print(f"| {num_pools} pools, from the study's start to their ends | {whole_s:.1f} |")
     print(f"| training {len(cells)} cells | {sum(one.training_s for one in cells):.1f} |")
     print(f"| evaluating them | {sum(one.evaluation_s for one in cells):.1f} |")
     print(f"| within a run, beside these: median | {statistics.median(own):.2f} |")
     print(f"| within a run, beside these: most | {max(own):.2f} |")
-    print(f"\nThe study's own: {share:.1%} of the lanes' time (bar: {BAR:.0%}).")
+    print(f"\nThe study's own: {share:.1%} of the pools' time (bar: {BAR:.0%}).")
 
 
 if __name__ == "__main__":

@@ -136,12 +136,12 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     """This project's loop and engine, without Ray, on batches that lie ready."""
     import numpy as np
 
+    from vit_ray.checkpoints.training_progress import Progress
     from vit_ray.measure.meters import Compute
     from vit_ray.models import build_model
     from vit_ray.train.engine import DeepSpeedEngine
     from vit_ray.train.loop import RankContext, run_training
     from vit_ray.train.objective import classification_loss, normalize
-    from vit_ray.train.progress import Progress
 
     recipe = recipe_of(args, "", "").with_changes(train={"zero_stage": zero_stage})
     use_gpu = torch.cuda.is_available()
@@ -228,7 +228,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
     import cv2
     import numpy as np
 
-    from vit_ray.data.prepare.convert import convert
+    from vit_ray.data.prepare.conversion import convert
     from vit_ray.launch.cluster import connect
     from vit_ray.launch.run import train
 
@@ -252,7 +252,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
 
 
 def recipe_of(args: argparse.Namespace, data: str, folder: str) -> Any:
-    from vit_ray.config.schema import recipe_from_dict
+    from vit_ray.config.recipe import recipe_from_dict
 
     steps = args.steps + WARM_UP + 1
     tree = {

@@ -31,16 +31,16 @@ import torch
 
 from vit_ray.commands.convert import convert_from, convert_of
 from vit_ray.commands.features import print_few_shot
+from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.quickstart import is_converted
-from vit_ray.commands.tables import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.prepare.digits import write_digits
-from vit_ray.experiments.few_shot import FewShotRow, run_few_shot
+from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.cluster import connect
-from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.run import RunResult, train
+from vit_ray.launch.worker_pool import kept_pools
 
 TARGETS = ("vehicles", "digits")
 PRETRAINED, SCRATCH = "pre-trained on 8 classes", "from scratch"
@@ -103,7 +103,7 @@ def run(overrides: list[str]) -> str:
     connect(base)
     sweeps: dict[tuple[str, str], SweepResult] = {}
     few_shot: dict[str, list[FewShotRow]] = {}
-    with kept_lanes():
+    with kept_pools():
         with timed("pretrain"):
             pretrained = train(base)
         if print_result(pretrained):

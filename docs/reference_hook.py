@@ -12,7 +12,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from vit_ray.commands.catalog import COMMANDS
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config.help import SectionHelp, describe_sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 

@@ -36,7 +36,7 @@ import ray
 
 from tests.ports import free_ports
 from tests.rerun import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]
@@ -162,9 +162,9 @@ def ray_cluster(ray_head: Head) -> Iterator[Head]:
 @pytest.fixture(scope="session")
 def worker_pool(ray_cluster: Head) -> Iterator[None]:
     """Trainings of one shape follow one another in one worker group, as in a sweep."""
-    from vit_ray.launch.lane import kept_lanes
+    from vit_ray.launch.worker_pool import kept_pools
 
-    with kept_lanes():
+    with kept_pools():
         yield
 
 

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 SUBNET = "198.18.7"  # of 198.18.0.0/15, which RFC 2544 keeps for tests of networks
 SHARED_MEMORY_MIB = 1500
 _NUMBERS = itertools.count()
@@ -50,6 +52,14 @@ def missing() -> str | None:
     finally:
         subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return None
+
+
+def require() -> None:
+    """Skip the test where this machine cannot have hosts; fail where it was said to have them."""
+    if reason := missing():
+        if os.environ.get("VIT_RAY_HAS_HOSTS"):
+            pytest.fail(f"no hosts, though VIT_RAY_HAS_HOSTS is set: {reason}")
+        pytest.skip(reason)
 
 
 @dataclass

@@ -15,8 +15,7 @@ from tests.hosts import Host, Network
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Network, Host, Host]]:
-    if reason := hosts.missing():
-        pytest.skip(reason)
+    hosts.require()
     with hosts.network() as net:
         yield net, net.join("one"), net.join("two", private=["/var/tmp"])
 
@@ -98,8 +97,7 @@ def test_a_lost_host_has_no_process_and_starts_again_at_its_address(
 
 
 def test_nothing_is_left_of_a_network() -> None:
-    if reason := hosts.missing():
-        pytest.skip(reason)
+    hosts.require()
     with hosts.network() as net:
         net.join("one").serve("sleep.log", "sleep", f"79{os.getpid()}")
         folder = net._folder

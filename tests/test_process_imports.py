@@ -25,16 +25,16 @@ KINDS = {
         "import vit_ray.launch.run_host, vit_ray.tracking.system_metrics, vit_ray.tracking.tracker",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
-    "a driver that starts a lane": (
-        "import vit_ray.launch.run, vit_ray.launch.lane",
+    "a driver that starts a pool": (
+        "import vit_ray.launch.run, vit_ray.launch.worker_pool",
         RAY_DATA | {"cv2", "ray.train", "rich"},
     ),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
-    "a lane's server": ("import vit_ray.launch.lane_server", RAY_DATA | {"cv2"}),
+    "a pool's server": ("import vit_ray.launch.pool_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.ray_policies", RAY_DATA | {"ray.train"}),
     "a training worker": (
-        "from vit_ray.train.engine import warm_up_process\n"
-        "import vit_ray.train.worker; warm_up_process()",
+        "from vit_ray.train.deepspeed_config import warm_up_process\n"
+        "import vit_ray.worker.worker; warm_up_process()",
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),
     "a trial's process": ("import ray.tune", RAY_DATA | {"ray.train", "ray.tune", "rich"}),

@@ -74,7 +74,7 @@ def test_groups_of_workers_are_placed_under_a_name_and_their_number(
     module = importlib.import_module("ray.train.v2._internal.execution.worker_group.worker_group")
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(module, "placement_group", lambda **options: asked.append(options))
-    ray_internals.name_placement_groups("lane-7")
+    ray_internals.name_placement_groups("pool-7")
     group = SimpleNamespace(
         resources_per_worker={"CPU": 2.0},
         num_workers=2,
@@ -84,5 +84,31 @@ def test_groups_of_workers_are_placed_under_a_name_and_their_number(
     scaling = ray.train.ScalingConfig(num_workers=2)
     for _ in range(2):
         module.WorkerGroup._create_placement_group(None, scaling, group)
-    assert [one["name"] for one in asked] == ["lane-7-0", "lane-7-1"]
+    assert [one["name"] for one in asked] == ["pool-7-0", "pool-7-1"]
     assert asked[1]["bundles"] == [{"CPU": 2.0}] * 2
+
+
+def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's own share of 64 servers on nodes of 16 CPUs would be none."""
+    autoscaler = ray_internals.RateBasedClusterAutoscaler
+    plain = autoscaler.get_total_resources
+    cluster = {"CPU": 1024.0, "object_store_memory": 6400.0, "memory": 640.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+    nodes = [{"NodeID": "here", "Resources": {"object_store_memory": 300.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    try:
+        ray_internals.give_datasets(1 / 64, 512)
+        part = autoscaler.get_total_resources(None)
+        assert (part.cpu, part.object_store_memory, part.memory) == (8, 100, 10)
+        ray_internals.give_datasets(1 / 2, 512)
+        half = autoscaler.get_total_resources(None)
+        assert (half.cpu, half.object_store_memory) == (256, 300)  # of this node's own store
+        ray_internals.give_datasets(1 / 2, 2000)
+        assert autoscaler.get_total_resources(None).cpu == 0
+    finally:
+        ray_internals.give_datasets(1, 0)
+    assert autoscaler.get_total_resources is plain

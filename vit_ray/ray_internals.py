@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 
 VERSION: Final = "2.60"
 """Of Ray, for which all of this was read and tested."""
+_COUNTED_FOR_S: Final = 10.0
+"""How old a count of the cluster's resources may be; each asks the head."""
 _TRAIN: Final = "ray.train.v2._internal"
 _DATA: Final = "ray.data._internal.execution"
 
@@ -164,6 +168,13 @@ INTERNALS: Final = (
             ),
             "update_iteration_metrics": ("stats", "dataset_tag", "split_index"),
         },
+    ),
+    Internal(
+        "ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler",
+        "RateBasedClusterAutoscaler",
+        "Data sets under way at the same time get of each node its free CPUs divided by their "
+        "number, rounded down: none, where there are more hosts than a host has CPUs.", "",
+        {"get_total_resources": ("self",)},
     ),
     Internal(
         f"{_TRAIN}.execution.context", "get_train_context",
@@ -314,7 +325,52 @@ def keep_no_dataset_statistics() -> None:
         setattr(manager, name, staticmethod(_do_nothing))
 
 
+def _object_store_here() -> float:
+    """Bytes of the object store of this process's node, on which most blocks are made."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    found = [n["Resources"].get("object_store_memory", 0.0) for n in nodes if n["NodeID"] == here]
+    return float(found[0]) if found else math.inf
+
+
 def _do_nothing(*_: Any, **__: Any) -> None: ...
+
+
+def give_datasets(share: float, reserved_cpus: float) -> None:
+    """What Ray Data sets that this process executes may take, from now on.
+
+    Args:
+        share: of the cluster's object store and of its CPUs, CPU-only nodes included; 1 for what
+            Ray Data itself gives them.
+        reserved_cpus: of the cluster, that are not counted.
+    """
+    from ray.data import ExecutionResources
+
+    module = importlib.import_module(_MODULES["RateBasedClusterAutoscaler"])
+    autoscaler: Any = module.RateBasedClusterAutoscaler
+    plain = autoscaler.__dict__.get("_plain_total", autoscaler.get_total_resources)
+    autoscaler._plain_total = plain
+    if share == 1:
+        autoscaler.get_total_resources = plain
+        return
+    counted: list[tuple[float, Any]] = []
+
+    def get_total_resources(_: Any) -> Any:
+        now = time.monotonic()
+        if not counted or now - counted[-1][0] > _COUNTED_FOR_S:
+            total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            cpus = share * max(0.0, total.get("CPU", 0.0) - reserved_cpus)
+            part = ExecutionResources(
+                cpu=cpus,
+                object_store_memory=min(
+                    share * total.get("object_store_memory", 0.0), _object_store_here()
+                ),
+                memory=share * total.get("memory", 0.0),
+            )
+            counted[:] = [(now, part)]
+        return counted[-1][1]
+
+    autoscaler.get_total_resources = get_total_resources
 
 
 def name_placement_groups(name: str) -> None:

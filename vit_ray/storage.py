@@ -78,6 +78,10 @@ class Location:
         """The whole file."""
         return with_retries(self._read_once, f"reading {self.path}")
 
+    def read_twice(self) -> list[bytes]:
+        """The whole file, asked for twice by one opening, which on S3 is a request too."""
+        return with_retries(self._read_twice_once, f"reading {self.path}")
+
     def read_range(self, offset: int, length: int) -> bytes:
         """Some bytes of the file."""
         return with_retries(lambda: self._read_range_once(offset, length), f"reading {self.path}")
@@ -85,6 +89,10 @@ class Location:
     def _read_once(self) -> bytes:
         with self.filesystem.open_input_stream(self.path) as stream:
             return bytes(stream.read())
+
+    def _read_twice_once(self) -> list[bytes]:
+        with self.filesystem.open_input_file(self.path) as file:
+            return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
 
     def _read_range_once(self, offset: int, length: int) -> bytes:
         with self.filesystem.open_input_file(self.path) as file:

@@ -8,8 +8,7 @@ from selenium import webdriver
 
 from docs.screenshots import browsing
 from tests.browser.synthetic_study import PAIR, write_study
-from vit_ray.report.compare import compare
-from vit_ray.report.compare_page import write_comparison
+from vit_ray.report.comparison import compare, write_comparison
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from click.shell_completion import ShellComplete
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands import cli
-from vit_ray.commands.catalog import COMMANDS, Command
 from vit_ray.commands.help_pages import print_help, sections_below
+from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import describe_sections, key_names
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder

@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.commands import cli
-from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.compare import parse_words
+from vit_ray.commands.job_list import COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_two_runs_are_compared_and_their_curves_drawn_over_each_other(
     for text in ("A: a: a single run", "optim.learning_rate", "0.3", "75.00", "+25.00", "one seed"):
         assert text in shown
     folder = tmp_path / "runs" / "compare-a-b"
-    assert f"with curves over each other: {folder}/compare.html" in shown
+    assert f"with curves of both: {folder}/compare.html" in shown
     assert {path.name for path in folder.iterdir()} == {
         "compare.html", "figures.csv", "training_loss_compared.svg", "training_loss_compared.png",
     }  # fmt: skip

@@ -26,12 +26,12 @@ from tests.models.weights.published import (
 )
 from tests.recipes import recipe_with
 from tests.trained_runs import write_run
+from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe
-from vit_ray.launch import extraction
+from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.preflight import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.models.weights import save_weights
-from vit_ray.train.init_weights import initialize_weights
 from vit_ray.train.objective import build_objective, normalize
 
 TINY = {"width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 16}

@@ -13,9 +13,9 @@ from mlflow.tracking import MlflowClient
 from tests.tracking.stored_runs import store_run
 from vit_ray.commands import report as command
 from vit_ray.commands.report import report, report_page
-from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments import page as page_module
-from vit_ray.experiments.page import page_meanwhile, page_of, write_page
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments import write_page as page_module
+from vit_ray.experiments.write_page import page_meanwhile, page_of, write_page
 from vit_ray.report.page import Written, reload_s
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 

@@ -11,7 +11,7 @@ from tests.experiments.studies import study_row, study_tree
 from vit_ray.commands.experiments import study
 from vit_ray.commands.study_plan import describe_study, plan_study
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.measure.devices import find_device
 from vit_ray.models.flops import training_exaflops
 

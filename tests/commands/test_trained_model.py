@@ -17,6 +17,8 @@ from tests.commands.command_line import run_cli
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
+from vit_ray.checkpoints import init_weights
+from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
 from vit_ray.commands.export import export
 from vit_ray.commands.inspect import inspect, read_images
 from vit_ray.commands.trained_model import load_trained_model
@@ -24,8 +26,6 @@ from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import load_weights, save_weights
-from vit_ray.train import init_weights
-from vit_ray.train.init_weights import initialize_weights, planned_load
 
 ROOT = Path(__file__).parents[2]
 

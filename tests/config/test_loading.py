@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
 from vit_ray.config.validation import _ALIASES, dotted_keys, is_list, section_type
 from vit_ray.models import build_model

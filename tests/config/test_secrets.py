@@ -1,13 +1,17 @@
 """Secrets in addresses: what is taken out, and what must stay."""
 
 import logging
+from urllib.parse import unquote
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import make_url
 
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import load_recipe
-from vit_ray.config.secrets import RedactingFormatter, redact, redacted
+from vit_ray.config.secrets import RedactingFormatter, redact, redacted, userinfo
 
 SECRET = "hunter2"
 
@@ -31,6 +35,18 @@ SECRET = "hunter2"
             "postgresql://db/m?sslmode=on&password=***",
         ),
         ("x://h/?api_key=hunter2", "x://h/?api_key=***"),
+        ("postgresql://u:2024/hunter2@db/m", "postgresql://db/m"),
+        ("postgresql+psycopg://u:12?hunter2@db/m", "postgresql+psycopg://db/m"),
+        ("mysql://u:7#hunter2@db/m", "mysql://db/m"),
+        ("mysql://u:7 hunter2@db/m", "mysql://db/m"),
+        ("lost mysql://u:7/hunter2@db/m now", "lost mysql://db/m now"),
+        ("https://h/a?X-Amz-Date=1&sig=hunter2", "https://h/a?X-Amz-Date=***&sig=***"),
+        (
+            "mysql://h/m?sslpassword=hunter2&charset=utf8",
+            "mysql://h/m?sslpassword=***&charset=utf8",
+        ),
+        ("mssql://h/?odbc_connect=PWD%3Dhunter2", "mssql://h/?odbc_connect=***"),
+        ("http://h/?pass=hunter2&auth=hunter2", "http://h/?pass=***&auth=***"),
         ("two http://u:hunter2@a/b and http://u:hunter2@c/d", "two http://a/b and http://c/d"),
         ("('http://u:hunter2@a/b', 'http://c')", "('http://a/b', 'http://c')"),
     ],
@@ -50,10 +66,26 @@ def test_a_secret_is_taken_out_of_an_address(text, safe):
         "key=value",
         "/data/a?b=c",
         "hf://google/vit-base-patch16-224",
+        "postgresql://db:5432/mlflow",
+        "sqlite:///runs/mlflow.db",
+        "sqlite:////srv/a:b@c/mlflow.db",
+        "http://[::1]:5000/a@b",
     ],
 )
 def test_what_is_no_secret_stays(text):
     assert redact(text) == text
+
+
+@given(
+    user=st.text("ab:é%+", max_size=4).map(lambda text: text.replace(":", "")),
+    password=st.text("ab:/?#%+ '\"<>;&=[]", min_size=1, max_size=8),
+)
+def test_no_password_that_sqlalchemy_takes_stays(user: str, password: str) -> None:
+    address = f"postgresql://{user}:hunter2{password}@db:5432/mlflow"
+    assert make_url(address).password == unquote(f"hunter2{password}")
+    assert SECRET not in redact(address)
+    assert make_url(redact(address)).host == "db"
+    assert userinfo(address) == f"{user}:hunter2{password}"
 
 
 def test_credentials_of_s3_are_refused_with_the_recipe_and_not_repeated():

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.checkpoints.written import values, write_checkpoint
 from tests.data.pictures import write_class_folders
 from tests.data.prepare.conftest import one_by_one
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
-from tests.train.checkpoints import values, write_checkpoint
 from vit_ray import lock, retry, s3
+from vit_ray.checkpoints import run_checkpoints
+from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.data.prepare.conversion import ConvertReport, convert
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
-from vit_ray.train import run_checkpoints
-from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
 QUICK = ["503", "500", "reset", "cut", "flip"]
 STALLS = ["hang", "slow"]
@@ -126,7 +126,7 @@ FLIPPED = (".parquet", "/shard-", "/index-")
 def test_a_conversion_makes_the_same_data_set(
     store: FaultProxy, bucket: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("convert", "source_index"):
+    for module in ("conversion", "source_index"):
         monkeypatch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
     unslept = {**vars(time), "sleep": lambda _: None}  # for a store without exclusive writes
     monkeypatch.setattr(lock, "time", SimpleNamespace(**unslept))

@@ -16,11 +16,11 @@ from mlflow import MlflowClient
 
 from tests.conftest import ROOT, Digits, Head
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.checkpoint import folder_name, open_checkpoint
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.launch.run import RunResult
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import folder_name, open_checkpoint
-from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
 
 Finished = tuple[Recipe, RunResult]
 
@@ -81,7 +81,7 @@ class Driver:
         """`job`: a name in jobs/, or a module with its packages."""
         target = ["-m", job] if "." in job else [str(ROOT / "jobs" / f"{job}.py")]
         command = [sys.executable, *target, *arguments]
-        # Not what a lane of this process has set for Ray Train: it would count as the user's.
+        # Not what a pool of this process has set for Ray Train: it would count as the user's.
         own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_TRAIN_")}
         self.process = subprocess.Popen(
             command,

@@ -8,7 +8,7 @@ from tests.conftest import Digits
 from tests.data.pictures import write_class_folders
 from tests.end_to_end.runs import curve
 from tests.recipes import small_recipe
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.launch.run import train
 
 

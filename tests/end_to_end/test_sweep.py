@@ -10,10 +10,10 @@ from mlflow import MlflowClient
 from tests.conftest import Digits
 from tests.end_to_end.runs import Finished, runs_of
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, run_sweep, trial_recipe
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import open_checkpoint
 
 
 def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,18 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import lock
-from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import metrics_log_path
 
 pytestmark = pytest.mark.usefixtures("worker_pool")
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
-# Steps after which another processor's rounding is still below 2e-6 of the loss: Adam starts here
-# from a head of zeros, at a high rate, and magnifies it to 8e-5 in 24 steps.
-GOLDEN_STEPS = 12
+# Adam starts here from a head of zeros, at a high rate, and magnifies a rounding error: between two
+# AMD EPYC machines the losses of steps 4, 8 and 12 differed by 1e-7, 7e-6 and 4e-5 of themselves.
+GOLDEN_STEPS = 8
 
 
 def test_it_learns_and_says_where_its_checkpoint_is(straight: Finished) -> None:
@@ -106,7 +107,7 @@ def test_its_loss_curve_is_the_golden_one(straight: Finished) -> None:
         GOLDEN.write_text(json.dumps({"steps": steps, "losses": losses}, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
     assert list(steps) == golden["steps"]
-    assert losses == pytest.approx(golden["losses"], rel=2e-5, abs=0)
+    assert losses == pytest.approx(golden["losses"], rel=5e-5, abs=0)
 
 
 def test_the_trace_of_the_chosen_steps_is_kept_with_it(straight: Finished, tmp_path: Path) -> None:
@@ -125,7 +126,8 @@ def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(
 ) -> None:
     recipe, result = straight
     client = MlflowClient(recipe.tracking.uri)
-    log = metrics_log_path(recipe)  # as a driver leaves it that is killed after the last checkpoint
+    # As a driver leaves it that is killed after the last checkpoint.
+    log = metrics_log_path(recipe.run_folder)
     lines = [line for line in log.read_text().splitlines(True) if '"kind": "finish"' not in line]
     log.write_text("".join(lines))
     client.update_run(result.run_id, status="RUNNING")
@@ -204,6 +206,7 @@ def test_steps_that_are_not_finite_are_rolled_back_and_in_the_end_stop_the_run(
     with pytest.raises(RunFailedError, match=wanted):
         train(recipe)
     (run,) = [r for r in runs_of(recipe) if r.info.run_name == "diverges"]
+    assert re.search(wanted, run.data.tags["vit_ray.failure"])
     client = MlflowClient(recipe.tracking.uri)
     history = Path(client.download_artifacts(run.info.run_id, "history", str(tmp_path)))
     (attempt,) = history.glob("*.json")

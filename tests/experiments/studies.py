@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 

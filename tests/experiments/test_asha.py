@@ -19,8 +19,8 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import retries, stage
 from vit_ray.experiments.asha import RememberedAsha, RungRecord, grace_steps, rung_steps
 from vit_ray.experiments.diverged_trials import trial_key
+from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 from vit_ray.storage import Location, locate
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints.written import position, values, write_checkpoint, write_snapshot
 from tests.experiments.studies import study_row, study_tree
-from tests.train.checkpoints import position, values, write_checkpoint
+from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
 from vit_ray.commands.study_plan import plan_study
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import (
     NOTE,
     begin_branch,
@@ -21,8 +23,6 @@ from vit_ray.experiments.branching import (
 )
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
-from vit_ray.train.run_checkpoints import newest_checkpoint, newest_verified_checkpoint
 
 
 def tree(folder: Any = "/x", schedule: str = "cooldown", **study: Any) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.experiments.parent_run import earlier_run
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run_metadata import run_facts
-from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -23,7 +22,7 @@ def sweep_in(folder: Path, output: str) -> Recipe:
 def record(recipe: Recipe, run_id: str | None = None) -> str:
     """As a sweep records itself."""
     tags = run_facts(recipe, "sweep", resolved_run(), ClusterShape(1, 2, 0, 0.0))
-    log = metrics_log_path(recipe)
+    log = metrics_log_path(recipe.run_folder)
     tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log, run_id, tags=tags))
     tracker.finish("KILLED")
     assert tracker.run_id is not None

@@ -70,7 +70,7 @@ def test_never_more_run_than_there_is_room_for_and_all_results_come_back() -> No
     lock, both = threading.Lock(), threading.Barrier(2, timeout=10)
     running, most = 0, 0
     inherited: ContextVar[str] = ContextVar("inherited", default="nothing")
-    inherited.set("lanes")
+    inherited.set("pools")
 
     def work(index: int) -> str:
         nonlocal running, most
@@ -84,7 +84,7 @@ def test_never_more_run_than_there_is_room_for_and_all_results_come_back() -> No
         return f"{inherited.get()} {index}"
 
     found = run_all(work, on_gpus(*[1] * 6), lambda: Room(2, 99))
-    assert found == {index: f"lanes {index}" for index in range(6)}
+    assert found == {index: f"pools {index}" for index in range(6)}
     assert most == 2
 
 

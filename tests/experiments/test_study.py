@@ -20,8 +20,8 @@ from vit_ray.commands.report import report
 from vit_ray.commands.study_plan import describe_study
 from vit_ray.commands.study_tables import print_study
 from vit_ray.config import load_recipe
-from vit_ray.config.decisive import TAGGED
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.resume_compatibility import TAGGED
 from vit_ray.experiments.finished_cells import check_same_cell
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells

@@ -8,7 +8,7 @@ import pytest
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.study_cells import Cell, study_cells
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
-from vit_ray.config.schema import recipe_from_dict
-from vit_ray.experiments import page, retries, study
-from vit_ray.experiments.page import page_meanwhile
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments import retries, study
+from vit_ray.experiments import write_page as page
 from vit_ray.experiments.side_by_side import Room
 from vit_ray.experiments.study_cells import CellResult, study_cells, study_of
+from vit_ray.experiments.write_page import page_meanwhile
 
 LIMIT_S = 5.0
 """Of a test that would hang; none waits that long."""

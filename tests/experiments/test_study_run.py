@@ -16,11 +16,11 @@ import yaml
 from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
 from vit_ray.commands.study_tables import print_study
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import retries, study
 from vit_ray.experiments.side_by_side import Room
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from tests.experiments.sweeps import outcome_of, swept, trained
 from tests.recipes import recipe_with
-from vit_ray.commands.tables import print_sweep
+from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import stage, sweep
 from vit_ray.experiments.parent_run import _check_trainings
 from vit_ray.experiments.search_space import RATE, with_point
@@ -23,8 +23,8 @@ from vit_ray.experiments.stage import Trained
 from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, sweep_row, trial_recipe
 from vit_ray.experiments.sweep_rows import sweep_files
 from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.finished_cells import missing_tasks
 from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.experiments.transfer import task_recipe, task_tags

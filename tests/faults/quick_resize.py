@@ -8,12 +8,12 @@ from functools import partial
 
 from ray.train import ScalingConfig
 
-from vit_ray.commands.tables import print_result
+from vit_ray.commands.printed_tables import print_result
 from vit_ray.config import load_recipe
-from vit_ray.launch import lane
+from vit_ray.launch import worker_pool as pool
 from vit_ray.launch.run import train
 
 if __name__ == "__main__":
     quick = partial(ScalingConfig, elastic_resize_monitor_interval_s=1.0)
-    lane.ScalingConfig = quick  # type: ignore[assignment,misc]
+    pool.ScalingConfig = quick  # type: ignore[assignment,misc]
     sys.exit(print_result(train(load_recipe(sys.argv[1]))))

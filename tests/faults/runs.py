@@ -34,8 +34,8 @@ def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
     return driver
 
 
-def worker_pids(head: Head) -> list[int]:
-    """Of all workers that train."""
-    filters = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:
+    """Of all workers that train, or of actors of another kind."""
+    filters = [("class_name", "=", kind), ("state", "=", "ALIVE")]
     # By address: there may be other clusters on this machine.
     return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]

@@ -27,9 +27,9 @@ from typing import Final
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.digits import write_digits
-from vit_ray.train.checkpoint import folder_name
 
 STEPS_PER_FAULT: Final = 120
 EVERY: Final = 20

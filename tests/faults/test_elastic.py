@@ -14,11 +14,11 @@ from ray.core.generated import autoscaler_pb2
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, curve, runs_of, wait_until, write_recipe
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
-from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_checkpoint
+from vit_ray.tracking.metrics_log import metrics_log_path
 
 STEPS, EVERY = 800, 40
 
@@ -179,7 +179,7 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
 
 
 def logged(recipe: Recipe) -> str:
-    log = metrics_log_path(recipe)
+    log = metrics_log_path(recipe.run_folder)
     return log.read_text() if log.exists() else ""
 
 

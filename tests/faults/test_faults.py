@@ -21,6 +21,8 @@ from tests.end_to_end.runs import (
 )
 from tests.faults.runs import EVERY, STEPS, long_recipe, start, worker_pids
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.checkpoint import folder_name
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.study_cells import study_cells
@@ -28,8 +30,6 @@ from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
 from vit_ray.tracking.tracker import replay
-from vit_ray.train.checkpoint import folder_name
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 
 def points_are_counted_once(recipe: Recipe) -> bool:
@@ -48,6 +48,22 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     code, output = driver.wait()
     assert code == 0, output
     assert "worker failed" in output
+    assert "resumed: from step" in output
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
+@pytest.mark.parametrize("kind", ["TrainController", "PoolServer"])
+def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
+    kind: str, ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe(f"killed-{kind}", digits, folder)
+    driver = start(recipe, ray_cluster, folder)
+    (pid,) = worker_pids(ray_cluster, kind)
+    os.kill(pid, signal.SIGKILL)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert "has died; the training goes on with new workers" in output
     assert "resumed: from step" in output
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
@@ -192,6 +208,8 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
         _continue(frozen)
     assert code == 0, output
     assert "no step for 8 s" in output
+    (told,) = [line for line in output.splitlines() if " is silent for " in line]
+    assert told.index(" is silent for ") < told.index("1 of 2 workers are at step")
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 

@@ -1,5 +1,6 @@
 """Stops at bad moments: before there are workers, twice, during a save, by `ray job stop`."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -23,11 +24,11 @@ from tests.end_to_end.runs import (
 )
 from tests.faults.runs import STEPS, long_recipe, start
 from tests.recipes import small_recipe
-from tests.train.fakes import make_job
+from tests.worker.fakes import make_job
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.lane import Lane, LaneShape
 from vit_ray.launch.run import train
+from vit_ray.launch.worker_pool import PoolShape, WorkerPool
 
 STOP_S = 60.0
 """Well below `workers.place_timeout_minutes`, after which a run ends by itself."""
@@ -89,17 +90,17 @@ def test_a_group_that_is_given_up_asks_for_nothing_any_more(
 ) -> None:
     before = waiting_groups(full_cluster)
     job = make_job(tmp_path, workers={"num_workers": 2, "cpus_per_worker": 2.0})
-    shape = LaneShape.of(job.recipe, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
-    lane = Lane(shape, is_private=False)
+    shape = PoolShape.of(job.recipe, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
+    pool = WorkerPool(shape, is_private=False)
     deadline = time.monotonic() + STOP_S
     try:
         while not waiting_groups(full_cluster) - before:
-            assert lane.is_open
+            assert pool.is_open
             assert time.monotonic() < deadline
             time.sleep(0.1)
     finally:
-        lane.abandon()
-    assert not lane.is_open
+        pool.abandon()
+    assert not pool.is_open
     assert not waiting_groups(full_cluster) - before
 
 
@@ -171,3 +172,25 @@ def test_ray_job_stop_makes_a_checkpoint(
     output = ray_job("logs", *at, recipe.name)
     assert f"stopped: SIGTERM; checkpoint at step {checkpoint_steps(recipe)[-1]}" in output
     goes_on_to_the_same_weights(recipe, undisturbed)
+
+
+def test_sigterm_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_checkpoint(
+    digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    """As a service manager, a container's stop and some terminals send it."""
+    recipe = long_recipe("group-told-to-stop", digits, folder)
+    command = [sys.executable, str(ROOT / "jobs/pretrain.py"), str(write_recipe(recipe, folder))]
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    driver = subprocess.Popen(
+        command, env=environment, cwd=ROOT, process_group=0, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 180
+    while not checkpoint_steps(recipe) and time.monotonic() < deadline and driver.poll() is None:
+        time.sleep(0.1)
+    os.killpg(driver.pid, signal.SIGTERM)
+    output, _ = driver.communicate(timeout=180)
+    assert driver.returncode == 3, output
+    assert "stopped: SIGTERM; checkpoint at step" in output
+    assert train(recipe).is_complete
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))

@@ -18,8 +18,12 @@ from tests.conftest import ROOT
 from tests.data.pictures import encoded
 from tests.jobs.headers import commands, header, stated_cost
 from tests.train.engine_runs import PLAIN_LINEAR
-from tests.train.fakes import FakeRun, write_now
 from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeRun, write_now
+from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.commands.dry_run import describe_training
 from vit_ray.commands.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
@@ -30,21 +34,17 @@ from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.launch.preflight import augmentation_of
 from vit_ray.storage import locate
-from vit_ray.train.attempt import Attempt, WorkerHooks
-from vit_ray.train.checkpoint import open_checkpoint
-from vit_ray.train.checkpoint_writer import CheckpointWriter
 from vit_ray.train.collectives import ProcessGroup
-from vit_ray.train.evaluation import Evaluator
-from vit_ray.train.job import TrainJob
 from vit_ray.train.loop import RankContext
-from vit_ray.train.nonfinite import NonfinitePolicy, roll_back
-from vit_ray.train.progress import Progress
-from vit_ray.train.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.train.run_link import RunLink
-from vit_ray.train.saving import CheckpointSaver
 from vit_ray.train.schedule import lr_at
-from vit_ray.train.setup import build_engine, choose_micro_batch, open_batches
-from vit_ray.train.watchdog import Watchdog
+from vit_ray.worker.attempt import Attempt, WorkerHooks
+from vit_ray.worker.evaluation import Evaluator
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.nonfinite import NonfinitePolicy, roll_back
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.setup import build_engine, choose_micro_batch, open_batches
+from vit_ray.worker.watchdog import Watchdog
 
 FIELD = ROOT / "jobs" / "recipes" / "field"
 SMALL = sorted((Path(__file__).parent / "recipes").glob("*.yaml"))

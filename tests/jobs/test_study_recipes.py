@@ -11,12 +11,12 @@ from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, stated_cost
 from vit_ray.commands.study_plan import describe_study, plan_study
 from vit_ray.config import load_recipe
-from vit_ray.config.decisive import is_trained
+from vit_ray.config.resume_compatibility import is_trained
 from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.experiments.transfer import task_recipe
 from vit_ray.launch.preflight import check_batch
 from vit_ray.models.catalog import model_names
-from vit_ray.report.paper_results import table_5
+from vit_ray.report.paper import table_5
 
 STUDIES = [path for path in RECIPES if load_recipe(path).study is not None]
 OF_THE_PAPER = ROOT / "jobs" / "recipes" / "study"

@@ -1,15 +1,15 @@
-"""What tests of lanes share."""
+"""What tests of pools share."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from vit_ray.launch import lane
+from vit_ray.launch import worker_pool as pool
 
 
 @pytest.fixture
-def own_lanes() -> Iterator[None]:
-    """Tests under Ray may have left lanes idle in this process; here are none."""
-    token = lane._IDLE.set(None)
+def own_pools() -> Iterator[None]:
+    """Tests under Ray may have left pools idle in this process; here are none."""
+    token = pool._IDLE.set(None)
     yield
-    lane._IDLE.reset(token)
+    pool._IDLE.reset(token)

@@ -35,9 +35,10 @@ class Here:
     def die(self) -> None:
         """As when Ray starts the process again: nothing that was in memory is left."""
         for run in self.host._runs.values():
-            run.tracker._points.end(5)
-            run.tracker._files.end(5)
-            run.writer_lock.close()
+            if run.tracker is not None:
+                run.tracker._points.end(5)
+                run.tracker._files.end(5)
+                run._held[-1]()
         self.host = RunHost()
 
     def count(self, method: str) -> int:
@@ -47,7 +48,7 @@ class Here:
 class RunHere(HostedRun):
     """Calls return what they give when they are made."""
 
-    def answer(self, call: Callable[[], Any], limit_s: float) -> Any:
+    def answer(self, call: Callable[[], Any], limit_s: float, left_s: float | None = None) -> Any:
         return call()
 
 

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints.written import write_snapshot
+from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
@@ -14,8 +17,6 @@ from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manif
 from vit_ray.data.order.samples import Plan
 from vit_ray.launch.preflight import ResolvedRun, prepared_training, resolve_run
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
-from vit_ray.train.progress import Progress
 
 NUM_GROUPS = 100
 

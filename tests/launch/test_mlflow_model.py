@@ -24,7 +24,7 @@ from PIL import Image
 from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.preflight import augmentation_of
@@ -207,29 +207,20 @@ def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(
         found.predict(images.astype(np.float32))
 
 
-def test_a_full_disk_costs_the_model_and_nothing_else(
-    trained: Any, caplog: pytest.LogCaptureFixture
+def test_a_log_that_was_tampered_with_writes_a_models_files_nowhere_else(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, _, checkpoint = trained
-    (Path(recipe.run_folder) / "mlflow-model-00000007").write_text("a file where the folder goes")
-    run_id = record(recipe, checkpoint)
-    assert "no model is logged" in caplog.text
-    run = MlflowClient(recipe.tracking.uri).get_run(run_id)
-    assert run.info.status == "FINISHED"
-
-
-def test_a_model_of_another_run_is_not_sent(trained: Any, tmp_path: Path) -> None:
     recipe, _, _ = trained
-    tracker = Tracker.start(
-        RunOpening(recipe.tracking, "x", Path(recipe.run_folder) / "metrics.jsonl")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    opening = RunOpening(recipe.tracking, "x", Path(recipe.run_folder) / "metrics.jsonl")
+    tracker = Tracker.start(opening)
+    tracker.log.model(
+        {"../../planted": "text", str(tmp_path / "absolute"): "text"}, "x", 1, {}, None
     )
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    tracker.log._append("model", path=str(foreign), name="x", step=1, params={}, register_as=None)
-    tracker.finish()
-    client = MlflowClient(recipe.tracking.uri)
-    experiment = client.get_experiment_by_name("vit_ray")
-    assert not client.search_logged_models([experiment.experiment_id])
+    assert tracker.finish()
+    found = [path for path in tmp_path.rglob("*") if path.name in ("planted", "absolute")]
+    assert [path.relative_to(tmp_path).parts[0] for path in found] == ["mlruns"] * 2
 
 
 def prepared(kind: str, **sections: Any) -> Any:

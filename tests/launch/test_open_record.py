@@ -14,9 +14,8 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log
+from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -31,6 +30,11 @@ class Record:
 
     def text(self, *args: Any, **_: Any) -> None:
         self.calls.append(("text", *args))
+
+    def tag(self, *args: Any) -> None:
+        self.calls.append(("tag", *args))
+        if self.error:
+            raise self.error
 
     def finish(self, status: Status) -> bool:
         self.calls.append(("finish", status))
@@ -86,6 +90,8 @@ def test_an_error_ends_the_record_and_passes(
     with pytest.raises(type(error)), opened() as run:
         work(run)
     assert record.ended() == [status]
+    reasons = [args for name, *args in record.calls if name == "tag"]
+    assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,8 @@ def trained(tmp_path: Path, empty_store: Path) -> Recipe:
 
 def driven(recipe: Recipe, status: Status | None) -> str:
     """The MLflow run of a driver that ended it so, or not at all."""
-    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe)))
+    log = metrics_log_path(recipe.run_folder)
+    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log))
     tracker.log.metrics(9, {"train/loss": 1.5})
     if status is None:
         tracker.close()
@@ -148,7 +155,7 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     trained: Recipe, status: Status | None, lose: Callable[[Path], None]
 ) -> None:
     run_id = driven(trained, status)
-    lose(metrics_log_path(trained))
+    lose(metrics_log_path(trained.run_folder))
     assert end_record(trained, run_id, 10, COST) == run_id
     run = mlflow_run(trained, run_id)
     assert run.info.status == "FINISHED"
@@ -166,7 +173,7 @@ def test_an_end_that_mlflow_has_is_left_alone(
 def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
     run_id = driven(trained, "FINISHED")
     ended = mlflow_run(trained, run_id).info.end_time
-    shutil.rmtree(metrics_log_path(trained).parent)
+    shutil.rmtree(metrics_log_path(trained.run_folder).parent)
     assert end_record(trained, run_id, 10, COST) == run_id
     assert mlflow_run(trained, run_id).info.end_time == ended
 
@@ -180,7 +187,7 @@ def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_p
     (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
     tracker = Tracker.start(
-        RunOpening(away.tracking, away.name, metrics_log_path(away)), wait_s=0.0
+        RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
     )
     tracker.finish("FINISHED", timeout_s=0.0)
     (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
@@ -193,7 +200,7 @@ def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
 ) -> None:
     monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
     run_id = driven(trained, None)
-    with lock_log(metrics_log_path(trained), trained.name):
+    with lock_log(metrics_log_path(trained.run_folder), trained.name):
         assert end_record(trained, run_id, 10, COST) == run_id
     assert "end that driver's job" in caplog.text.replace("\n", " ")
     assert mlflow_run(trained, run_id).info.status == "RUNNING"

@@ -15,28 +15,28 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from tests.experiments.sweeps import outcome_of, swept, trained
-from tests.launch.lanes import Lanes
-from tests.train.fakes import TOTAL, FakeEngine, Worker, make_job
+from tests.launch.pools import Pools
+from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch import run
 from vit_ray.launch.control import Event, RunStatus
-from vit_ray.launch.lane import LaneLostError
 from vit_ray.launch.placement_wait import StoppedWaitingError
+from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.ray_policies import ConsecutiveFailurePolicy
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.launch.worker_group import RunDivergedError, RunFailedError
+from vit_ray.launch.worker_pool import PoolLostError
 from vit_ray.outcomes import EventKind, Failure, TrialState
-from vit_ray.train.attempt import run_attempt
-from vit_ray.train.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
-from vit_ray.train.watchdog import Watchdog
+from vit_ray.worker.attempt import run_attempt
+from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.watchdog import Watchdog
 
 
 def driver_error(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> RunFailedError:
     """What the driver raises after the worker's attempt, whose failure went through processes."""
     sent = pickle.loads(pickle.dumps(worker.actor.failed))
     with pytest.raises(RunFailedError) as caught:
-        Lanes(monkeypatch, None).train(Path(worker.job.recipe.output), sent)
+        Pools(monkeypatch, None).train(Path(worker.job.recipe.output), sent)
     return caught.value
 
 
@@ -131,14 +131,14 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
     assert decision(tmp_path, OSError("x"), 2) is FailureDecision.RAISE
 
 
-def test_a_lost_node_costs_no_failure_and_a_lost_lane_is_replaced(
+def test_a_lost_node_costs_no_failure_and_a_lost_pool_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = ray.exceptions.RayActorError(preempted=True)
     assert decision(tmp_path, taken, 9) is FailureDecision.RETRY
-    lanes = Lanes(monkeypatch, LaneLostError("x"), StoppedWaitingError("request"))
-    lanes.train(tmp_path)
-    assert [kind for kind, *_ in lanes.events] == [EventKind.WORKER_FAILED, EventKind.STOPPED]
+    pools = Pools(monkeypatch, PoolLostError("x"), StoppedWaitingError("request"))
+    pools.train(tmp_path)
+    assert [kind for kind, *_ in pools.events] == [EventKind.WORKER_FAILED, EventKind.STOPPED]
 
 
 def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.fakes import make_job
+from tests.worker.fakes import make_job
 from vit_ray.launch.placement_wait import (
     NoPlaceError,
     PlacementWait,

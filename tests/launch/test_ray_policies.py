@@ -34,7 +34,11 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from tests.train.fakes import FakeRun, make_job
+from tests.checkpoints.written import write_snapshot
+from tests.worker.fakes import FakeRun, make_job
+from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
     KEEP_REQUEST_S,
@@ -48,10 +52,7 @@ from vit_ray.launch.ray_policies import (
 )
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, Snapshot, folder_name, write_snapshot
-from vit_ray.train.checkpoint_format import DamagedCheckpointError
-from vit_ray.train.job import SmallerMicroBatchError, TrainJob
-from vit_ray.train.progress import Progress
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 
 @pytest.mark.parametrize(
@@ -181,28 +182,28 @@ def test_a_group_for_which_nobody_waits_any_more_stops_looking_for_a_place(
         policy.make_decision_for_non_running_worker_group()
 
 
-def test_only_the_groups_of_one_lane_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_groups_of_one_pool_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {
         "": "PENDING",  # somebody's without a name
-        "lane-a-0": "REMOVED",
-        "lane-a-1": "PENDING",
-        "lane-a-2": "CREATED",
-        "lane-a-3": "PENDING",
-        "lane-ab-0": "CREATED",
+        "pool-a-0": "REMOVED",
+        "pool-a-1": "PENDING",
+        "pool-a-2": "CREATED",
+        "pool-a-3": "PENDING",
+        "pool-ab-0": "CREATED",
     }
     table = {str(i): {"name": n, "state": s} for i, (n, s) in enumerate(states.items())}
     removed: list[str] = []
 
     def found(name: str) -> str:
-        if name == "lane-a-1":
+        if name == "pool-a-1":
             raise ValueError("it has ended by itself")
         return name
 
     monkeypatch.setattr(ray_policies, "placement_group_table", lambda: table)
     monkeypatch.setattr(ray_policies, "get_placement_group", found)
     monkeypatch.setattr(ray_policies, "remove_placement_group", removed.append)
-    remove_groups("lane-a")
-    assert removed == ["lane-a-2", "lane-a-3"]
+    remove_groups("pool-a")
+    assert removed == ["pool-a-2", "pool-a-3"]
 
 
 def test_a_group_has_its_place_while_it_runs_be_it_for_the_last_time() -> None:
@@ -253,7 +254,7 @@ def workers(tmp_path: Path) -> Workers:
 
 
 def training(workers: Workers, folder: Path, max_failures: int = 5) -> Callable[[], TrainJob]:
-    """What a lane's group is training."""
+    """What a pool's group is training."""
     job = make_job(folder, workers={"max_failures": max_failures})
     job = replace(job, record=workers, control=workers, run_folder=str(folder))
     return lambda: job
@@ -294,7 +295,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(
 def told_training(
     monkeypatch: pytest.MonkeyPatch, folder: Path, max_failures: int
 ) -> tuple[Callable[[], TrainJob], list[str]]:
-    """What a lane's group is training, and what its recorder, which is here, is told."""
+    """What a pool's group is training, and what its recorder, which is here, is told."""
     told: list[str] = []
 
     def note(*entry: Any) -> None:
@@ -373,7 +374,7 @@ def test_a_host_without_memory_ends_a_run_that_cannot_start(
     assert "host 10.0.0.7 ran out of memory" in told[-1]
 
 
-def test_a_lane_whose_server_was_ended_for_lack_of_memory_ends(tmp_path: Path) -> None:
+def test_a_pool_whose_server_was_ended_for_lack_of_memory_ends(tmp_path: Path) -> None:
     def gone() -> TrainJob | None:
         raise ray.exceptions.OutOfMemoryError(MEMORY)
 

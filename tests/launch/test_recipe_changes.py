@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from tests.recipes import recipe_with
-from vit_ray.commands.catalog import COMMANDS
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.commands.help_pages import sections_below
-from vit_ray.config import Recipe, decisive
-from vit_ray.config.decisive import on_resume
+from vit_ray.commands.job_list import COMMANDS
+from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import describe_sections, key_names
+from vit_ray.config.resume_compatibility import on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.recipe_changes import accepted_changes
-from vit_ray.train.checkpoint import Position
-from vit_ray.train.progress import Progress
 
 IMAGES, BATCH = 640, 64
 
@@ -245,7 +245,7 @@ def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, key
 def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
     """A misspelt one would leave the key without effect on any comparison."""
     allowed = {key.name: key.allowed for part in describe_sections() for key in part.keys}
-    switches = [used_if for _, used_if in decisive._MARKS.values() if used_if]
+    switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
     assert len(switches) > 10
     for used_if in switches:
         assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if

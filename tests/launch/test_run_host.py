@@ -5,7 +5,9 @@ import pickle
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -13,8 +15,10 @@ from mlflow import MlflowClient
 
 from tests.launch.hosts import Here, hosted_here, recorded_here
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.launch import run_host
 from vit_ray.launch.run_host import (
     HostedRun,
+    NoRun,
     RunControl,
     RunEndedError,
     RunHost,
@@ -26,7 +30,7 @@ from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
 from vit_ray.tracking.tracker import Tracker
-from vit_ray.train.run_link import Orders, RunLink
+from vit_ray.worker.run_link import Orders, RunLink
 
 
 def opening_of(folder: Path, parent: RunOpening | None = None, name: str = "run") -> RunOpening:
@@ -177,7 +181,7 @@ def test_an_end_that_was_noted_before_the_host_died_reaches_mlflow(
     assert record.flush(60)
     run_id = record.run_id()
     here.host._runs[opening.key].tracker._points.end(5)
-    here.host._runs[opening.key].tracker.log.finish("FINISHED")
+    here.host._runs[opening.key].log.append("finish", status="FINISHED")
     here.die()
     assert store.get_run(run_id).info.status == "RUNNING"
     assert record.finish("FINISHED")
@@ -191,8 +195,7 @@ def test_why_a_run_failed_and_how_it_ended_outlive_the_host(
     record, control = recorded_here(opening_of(tmp_path), here)
     control.fail(Failure("reason", has_diverged=True))
     record.event(EventKind.STOPPED, "text", 3)
-    foreign = {"kind": "of another version", "text": "text", "step": 4, "time_s": 0.0}
-    control._run.send(60.0, MetricsLog.note, "event", {"event": foreign})
+    control._run.send("event", 60.0, event="of another version", text="text", step=4)
     here.die()
     assert control.failure() == Failure("reason", has_diverged=True)
     kinds = [event.kind for event in control.status().events]
@@ -243,8 +246,9 @@ def test_a_call_that_overtakes_the_opening_waits_for_it(
 ) -> None:
     """Threads of the actor take calls in any order."""
     host, opening = RunHost(), opening_of(tmp_path)
-    event = ("event", EventKind.WEIGHTS, "text", 0)
-    early = threading.Thread(target=host.record, args=(opening.key, opening.log_path, *event))
+    event = {"event": EventKind.WEIGHTS, "text": "text", "step": 0}
+    given = (opening.key, opening.log_path, "event", event)
+    early = threading.Thread(target=host.record, args=given)
     early.start()
     time.sleep(0.1)
     assert not opening.log_path.exists()
@@ -252,6 +256,105 @@ def test_a_call_that_overtakes_the_opening_waits_for_it(
     early.join(60)
     assert [event.kind for event in host.ask(opening.key, "control.status").events] == ["weights"]
     host.finish(opening.key, "FINISHED")
+
+
+def test_the_log_is_read_once_by_a_host_that_was_started_again(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here()
+    record, control = recorded_here(opening_of(tmp_path), here)
+    here.die()
+    reads, opened = [], MetricsLog.opened
+    monkeypatch.setattr(
+        MetricsLog, "opened", lambda log, key: reads.append(key) or opened(log, key)
+    )
+    for step in range(1, 10):
+        record.metrics(step, {"train/loss": 1.0})
+    assert len(reads) == 1
+    assert control.status().step == 9
+    record.finish("FINISHED")
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_nothing_is_written_for_a_run_that_was_never_opened(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_failed: bool
+) -> None:
+    monkeypatch.setattr(metrics_log, "RELEASE_S", 0.0)
+    monkeypatch.setattr(run_host, "OPENING_S", 30.0 if has_failed else 0.0)
+    first, _ = recorded_here(opening_of(tmp_path))
+    host, opening = RunHost(), opening_of(tmp_path)
+    if has_failed:
+        with pytest.raises(RuntimeError, match="still writes"):
+            host.open(opening)
+    size = opening.log_path.stat().st_size
+    text = "nothing can be recorded" if has_failed else "has not come in 0 s"
+    with pytest.raises(RuntimeError, match=text):
+        host.record(opening.key, opening.log_path, "tag", {"key": "a", "value": "b"})
+    assert opening.log_path.stat().st_size == size
+    first.finish("FINISHED")
+
+
+def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_host_dies(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    here, opening = Here(), replace(opening_of(tmp_path), run_id="0" * 32)
+    record, control = recorded_here(opening, here)
+    record.metrics(1, {"train/loss": 1.0})
+    run_id = record.run_id()
+    assert run_id not in (None, opening.run_id)
+    here.die()
+    assert control.status().step == 1
+    assert record.run_id() == run_id
+    assert record.finish("FINISHED")
+    assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
+
+
+def test_a_run_that_has_ended_is_not_to_stop_and_has_no_failure(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    record, control = recorded_here(opening_of(tmp_path))
+    control.request_stop("SIGTERM")
+    control.fail(Failure("reason"))
+    assert record.finish("FAILED")
+    assert control.stop_reason() is None
+    assert control.failure() is None
+
+
+def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[str] = []
+    monkeypatch.setattr(
+        "vit_ray.tracking.system_metrics.sample_nodes",
+        lambda run_id, uri: sampled.append(run_id) or [],
+    )
+    here, opening = Here(), opening_of(tmp_path)
+    opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
+    record, _ = recorded_here(opening, here)
+    run_id = record.run_id()
+    assert sampled == [run_id]
+    here.host._runs[opening.key].log.append("finish", status="FINISHED")
+    here.die()
+    assert record.finish("FINISHED")
+    assert sampled == [run_id]
+
+
+def test_an_answer_with_all_that_may_come_before_it_has_one_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, limits = [0.0], []
+
+    class Slow(HostedRun):
+        def answer(self, call: object, limit_s: float, left_s: float | None = None) -> object:
+            limits.append(limit_s if left_s is None else left_s)
+            now_s[0] += 5.0
+            return NoRun.UNKNOWN
+
+    monkeypatch.setattr(run_host.time, "monotonic", lambda: now_s[0])
+    run = Slow(MagicMock(), opening_of(tmp_path))
+    run.open()
+    assert RunControl(run).heartbeat(0, 1) is None
+    assert limits == [30.0, 25.0, 20.0, 15.0, 10.0]
 
 
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(

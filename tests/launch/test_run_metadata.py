@@ -8,8 +8,8 @@ import pytest
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
-from vit_ray.config.decisive import decisive_changes
 from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.resume_compatibility import incompatible_changes
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import final_recipe, trial_recipe
@@ -50,9 +50,9 @@ def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     recipe = load_recipe(name)
     tags = run_facts(recipe, "study_cell", resolved_run(), ClusterShape(1, 2, 0, 0.0))
     before = recorded_before(trained_params(recipe), tags)
-    assert decisive_changes(before, recipe.flat()) == []
+    assert incompatible_changes(before, recipe.flat()) == []
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
-    changed = {change.key for change in decisive_changes(before, other.flat())}
+    changed = {change.key for change in incompatible_changes(before, other.flat())}
     assert changed == {"data.eval", "optim.weight_decay"}
 
 

@@ -8,8 +8,8 @@ import os
 
 from tests.conftest import ROOT
 from tests.jobs.headers import RECIPES, commands
-from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.cli import run_recipe
+from vit_ray.commands.job_list import COMMANDS
 
 
 def record() -> dict[str, list[str]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.small_sets import used_rows
+from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.data import open_dataset
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_verified_checkpoint
 
 KEPT = Path(__file__).with_name("kept")
 

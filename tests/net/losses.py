@@ -10,7 +10,7 @@ import torch
 from tests.train.engine_runs import PLAIN_LINEAR
 from tests.train.golden_runs import fill_zero_kernels, images_of
 from tests.train.ranks import run_ranks
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.schedule import lr_at

@@ -22,11 +22,11 @@ from tests.faults.runs import STEPS, long_recipe, start, worker_pids
 from tests.net.__main__ import write_part
 from tests.net.store import dump, plain
 from tests.recipes import small_recipe
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 FOLDER = Path(os.environ.get("VIT_RAY_NET_FOLDER", "."))
 # The only checkpoint before the end, so that a run that is cut short behind it resumes from there.

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.data.small_sets import write_set
 from vit_ray.data.format.joined_datasets import join
-from vit_ray.data.order.partition import Partition, cut_segments, read_tasks
+from vit_ray.data.order.partition import Partition, read_tasks
 from vit_ray.data.order.samples import Plan, rows_per_group
 from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -57,15 +57,12 @@ def _digests(spec: StreamSpec, world_size: int, batches: int | None, step: int) 
     job = StreamJob(spec, partition, start, is_training=True, counts=counts)
     plan = Plan(spec.manifest, spec.seed, spec.rows, window=job.window)
     blocks, ranks = hashlib.sha256(), [list[np.ndarray]() for _ in range(world_size)]
-    segments = cut_segments(
-        partition, STEPS * BATCH // world_size, task_rows=64, first_tasks=2, later_tasks=6
-    )
-    for segment in segments:
-        for task in read_tasks(partition, *segment, job.shape):
-            for rank, first, last in task.blocks():
-                rows = plan.rows_at(start + partition.offsets(rank, first, last))
-                blocks.update(repr((rank, first, last)).encode())
-                ranks[rank].append(np.stack([rows.epochs, rows.samples]))
+    stop = STEPS * BATCH // world_size
+    for task in read_tasks(partition, 0, stop, job.shape, range(world_size)):
+        for rank, first, last in task.blocks():
+            rows = plan.rows_at(start + partition.offsets(rank, first, last))
+            blocks.update(repr((rank, first, last)).encode())
+            ranks[rank].append(np.stack([rows.epochs, rows.samples]))
     # What the ranks got, put together again step by step: the same on any number of ranks.
     got = np.stack([np.concatenate(parts, axis=1) for parts in ranks]).astype(np.int64)
     steps = got.reshape(world_size, 2, STEPS, BATCH // world_size).transpose(2, 1, 0, 3)

@@ -12,9 +12,9 @@ import pytest
 
 from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
-from vit_ray.commands.catalog import COMMANDS
 from vit_ray.commands.cli import split_words
 from vit_ray.commands.compare import parse_words
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from vit_ray.report.fits import (
     fit_law,
     predict_held_out,
 )
-from vit_ray.report.paper import TABLE_6, TABLE_7
-from vit_ray.report.paper_results import table_5
+from vit_ray.report.paper import TABLE_6, TABLE_7, table_5
 
 COMPUTE = np.geomspace(50, 5000, 8)
 SCALE, EXPONENT, FLOOR = 0.6, 0.4, 0.1  # at one exaFLOP

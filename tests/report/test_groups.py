@@ -4,14 +4,13 @@ import pytest
 
 from tests.report.made_runs import archived, made, texts, tuned
 from vit_ray.config import Recipe
-from vit_ray.config.decisive import deciding_keys
+from vit_ray.config.resume_compatibility import deciding_keys
 from vit_ray.report import figures
 from vit_ray.report.ablations import shapes
 from vit_ray.report.groups import differences
-from vit_ray.report.missing import one_run_a_cell
 from vit_ray.report.page import _tiles
 from vit_ray.report.paper_tables import paper_tables, table_6
-from vit_ray.report.seeds import by_group
+from vit_ray.report.seeds import by_group, one_run_a_cell
 
 CIFAR_100 = {"data.train": "/data/cifar100/train", "data.eval": "/data/cifar100/test"}
 

@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.report.page import build_report
-from vit_ray.report.runs import Archive, PastEvent
+from vit_ray.report.runs import Archive
 
 MADE = 1_760_000_000_000
 
@@ -51,7 +51,6 @@ def store(empty_store, tmp_path):
 
 
 WHOLE = {"study/exaflops": 2.0, "eval/top1": 0.5}
-EVENTS = {"events.worker_failed": "1"}
 
 
 def test_a_study_that_is_whole_lacks_nothing(store, tmp_path):
@@ -207,28 +206,6 @@ def test_an_experiment_without_runs_is_a_page_that_says_so(store, tmp_path):
     assert "'empty' holds no runs yet" in unescape(page.read_text())
 
 
-def test_a_runs_history_stands_below_it_in_order(store, tmp_path):
-    cell = store.run("cell-a", metrics=WHOLE, **{"events.worker_failed": "1"})
-    later = '[{"kind": "stopped", "text": "Ctrl-C", "step": 9, "time_s": 1760000300.0}]'
-    first = '[{"kind": "worker failed", "text": "<b>OOM</b>", "step": 4, "time_s": 1760000200.5}]'
-    store.client.log_text(cell, later, "history/1.json")
-    store.client.log_text(cell, first, "history/2.json")
-    page = build_report(store.uri, store.study, tmp_path / "page.html").read_text()
-    assert "&lt;b&gt;OOM&lt;/b&gt;" in page
-    below = page.split(f'id="run-{cell}"')[1]
-    assert below.index("2025-10-09 08:56:40 UTC") < below.index("2025-10-09 08:58:20 UTC")
-    assert below.index("worker failed") < below.index("Ctrl-C")
-
-
-def test_a_history_that_cannot_be_read_costs_nothing_else(store, tmp_path):
-    cell = store.run("cell-a", metrics=WHOLE, **{"events.worker_failed": "1"})
-    store.client.log_text(cell, "{broken", "history/1.json")
-    archive = Archive(store.uri, store.study)
-    events = archive.histories(archive.runs)[cell]
-    assert [type(event) for event in events] == [PastEvent]
-    assert "the run's history cannot be read" in store.page(tmp_path)[0]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_no_number_is_neither_drawn_nor_an_accuracy(store, tmp_path, value):
     store.run("cell-a", metrics=WHOLE)
@@ -291,7 +268,7 @@ def test_an_experiment_of_another_project_is_a_page_of_what_it_has(store, tmp_pa
 
 def test_a_run_that_is_deleted_meanwhile_leaves_the_others(store, tmp_path, monkeypatch):
     """For good, with all that MLflow had of it, between the search for runs and their curves."""
-    ids = [store.run(f"cell-{name}", metrics=WHOLE, **EVENTS) for name in "ab"]
+    ids = [store.run(f"cell-{name}", metrics=WHOLE) for name in "ab"]
     for run_id in ids:
         for step in range(3):
             store.client.log_metric(run_id, "train/loss", 1.0 / (1 + step), step=step)
@@ -306,7 +283,6 @@ def test_a_run_that_is_deleted_meanwhile_leaves_the_others(store, tmp_path, monk
     monkeypatch.setattr(Archive, "curves", delete_first)
     text, rows = store.page(tmp_path)
     assert {row["run"] for row in rows} == {"cell-a", "cell-b"}  # as they were found
-    assert "the run's history cannot be read" in text
     curves = json.loads(text.split('id="chart-training_loss">')[1].split("</script>")[0])
     assert {row["y"] for row in curves["data"]["values"]} == {1.0, 0.5, 0.3333333}
     assert len(curves["data"]["values"]) == 3

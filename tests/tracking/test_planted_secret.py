@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.launch.hosts import recorded_here
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.report.page import build_report
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.train.progress import Progress
-from vit_ray.train.saving import make_position
+from vit_ray.worker.saving import make_position
 
 SECRET = "hunter2"
 ADDRESS = f"postgresql://user:{SECRET}@db/mlflow?password={SECRET}"

@@ -36,7 +36,7 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(
         publish(self, metrics)
 
     monkeypatch.setattr(system_metrics.SystemMetricsMonitor, "publish_metrics", failing)
-    metrics = SystemMetrics(run_id, uri, "node-0", interval_s=0.02).start()
+    metrics = SystemMetrics(run_id, uri, "node-0", interval_s=0.02)
     history = _wait_for(lambda: client.get_metric_history(run_id, MEMORY), 3)
     metrics.stop()
     assert len(failures) == 2
@@ -47,7 +47,7 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(
 
 
 def test_nobody_waits_for_a_server_that_is_away():
-    metrics = SystemMetrics("0" * 32, "http://127.0.0.1:9", "node-0", interval_s=0.01).start()
+    metrics = SystemMetrics("0" * 32, "http://127.0.0.1:9", "node-0", interval_s=0.01)
     time.sleep(0.1)
     metrics.stop()
     assert not metrics._thread.is_alive()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.tracking import MlflowClient
 
 from tests.ports import free_ports
@@ -190,12 +191,12 @@ def test_a_point_that_a_kill_lost_before_a_later_one_comes_with_the_repeated_ste
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
     first = started(config, "sweep", log_path, awaited_metric="eval/top1")
-    first.log.metrics(0, {"eval/top1": 0.5, "failed": 1.0}, is_again=True)
+    first.log.results(0, {"eval/top1": 0.5, "failed": 1.0})
     assert first.finish()
     time.sleep(0.002)  # MLflow's times are milliseconds
     log = log_path if has_log else tmp_path / "elsewhere.jsonl"
     second = started(config, "sweep", log, run_id=first.run_id, awaited_metric="eval/top1")
-    second.log.metrics(0, {"eval/top1": 0.4, "failed": 0.0}, is_again=True)
+    second.log.results(0, {"eval/top1": 0.4, "failed": 0.0})
     assert second.finish()
     run = MlflowClient(config.uri).get_run(first.run_id)
     assert run.data.metrics == {"eval/top1": 0.4, "failed": 0.0}
@@ -208,8 +209,6 @@ def test_a_note_of_how_far_mlflow_has_a_log_may_have_more_or_less(log_path):
     note = log_path.with_name(log_path.name + ".sent")
     note.write_text('{"offset": 3, "files_offset": 2, "run_id": "r", "attempt_ms": 7}')
     assert log.read_sent() == Sent(3, 2, "r")
-    note.write_text('{"offset": 3}')
-    assert log.read_sent() == Sent(3, 3)
     for damaged in ("[]", "{}", "3", '{"offset": "3"}', ""):
         note.write_text(damaged)
         assert log.read_sent() == Sent()
@@ -328,6 +327,164 @@ def test_a_record_that_mlflow_never_takes_holds_up_nothing_else(config, log_path
     assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
 
 
+def texts_of_history(uri, run_id):
+    client = MlflowClient(uri)
+    files = sorted(file.path for file in client.list_artifacts(run_id, "history"))
+    found = [json.loads(Path(client.download_artifacts(run_id, f)).read_text()) for f in files]
+    return [event["text"] for events in found for event in events]
+
+
+def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config, log_path):
+    """The first process dies; the next one goes on with the same opening, or with another."""
+    opening = RunOpening(config, "run", log_path)
+    tracker = Tracker.start(opening)
+    tracker.log.event(EventKind.RESUMED, "from step 8", 8)
+    assert tracker.flush(30)
+    assert texts_of_history(config.uri, tracker.run_id) == ["from step 8"]
+    tracker.log.event(EventKind.HUNG, "no step", 9)  # not sent before the process dies
+    for sender_thread in (tracker._points, tracker._files):
+        sender_thread.end(30)
+    MetricsLog(log_path).event(EventKind.WORKER_FAILED, "worker 1", 9)
+    again = Tracker.start(opening)
+    again.log.event(EventKind.RESUMED, "from step 8 again", 8)
+    assert again.flush(30)
+    told = ["from step 8", "no step", "worker 1", "from step 8 again"]
+    assert texts_of_history(config.uri, tracker.run_id) == told
+    tags = MlflowClient(config.uri).get_run(tracker.run_id).data.tags
+    assert (tags["vit_ray.events.resumed"], tags["vit_ray.events.hung"]) == ("2", "1")
+    again.log.tag("vit_ray.failure", "worker 1 has failed")
+    again.finish("FAILED")
+    for text in ("SIGTERM", "SIGTERM again"):
+        other = started(config, "run", log_path)
+        other.log.event(EventKind.STOPPED, text, 9)
+        assert other.finish("KILLED")
+    assert texts_of_history(config.uri, tracker.run_id) == [*told, "SIGTERM", "SIGTERM again"]
+    tags = MlflowClient(config.uri).get_run(tracker.run_id).data.tags
+    assert tags["vit_ray.events.stopped"] == "1"  # of the last opening
+    assert "vit_ray.failure" not in tags  # of a run that has gone on since
+
+
+def test_a_replay_sends_the_history_too(config, log_path):
+    tracker = started(config.model_copy(update={"uri": NOWHERE}), "away", log_path, wait_s=0.1)
+    tracker.log.event(EventKind.STOPPED, "SIGTERM", 9)
+    tracker.finish(timeout_s=0.1)
+    for _ in range(2):
+        assert replay(log_path, config.uri).refused == []
+        assert texts_of_history(config.uri, _only_run(config.uri).info.run_id) == ["SIGTERM"]
+
+
+def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch):
+    """MLflow answers BAD_REQUEST, as for a wrong value."""
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.05)
+    tracker = started(config, "failover", log_path)
+    for step in range(10):
+        tracker.log.metrics(step, {"train/loss": 1.0})
+    assert tracker.flush(30)
+    database = Path(config.uri.removeprefix("sqlite:///"))
+    whole = database.read_bytes()
+    with open(database, "r+b") as file:
+        file.write(b"damaged " * 512)
+    for step in range(10, 20):
+        tracker.log.metrics(step, {"train/loss": 2.0})
+    deadline = time.monotonic() + 60
+    while tracker._points._failed_tries < 2 * sender.MAX_TRIES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with open(database, "r+b") as file:
+        file.write(whole[:4096])
+    assert tracker.finish(timeout_s=60)
+    steps = [step for step, _ in _history(config.uri, tracker.run_id, "train/loss")]
+    assert steps == list(range(20))
+
+
+def test_no_point_is_left_out_at_the_moment_when_the_database_is_back(
+    config, log_path, monkeypatch
+):
+    send, failures = RunWriter.send, [None] * 3 * sender.MAX_TRIES
+    probes = iter([False] * (sender.MAX_TRIES + 2))
+
+    def failing(self, records):
+        if records[0]["kind"] == "metrics" and failures:
+            failures.pop()
+            raise MlflowException("QueuePool limit reached", error_code=BAD_REQUEST)
+        return send(self, records)
+
+    monkeypatch.setattr(RunWriter, "send", failing)
+    monkeypatch.setattr(RunWriter, "takes_writes", lambda _: next(probes, True))
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.02)
+    tracker = started(config, "pool", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    deadline = time.monotonic() + 60
+    while len(failures) > 2 * sender.MAX_TRIES - 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    failures.clear()  # the database is back, and a probe has passed before
+    assert tracker.finish()
+    assert _history(config.uri, tracker.run_id, "train/loss") == [(1, 1.0)]
+
+
+def test_a_point_that_the_database_never_takes_costs_only_itself(config, log_path, monkeypatch):
+    send = RunWriter.send
+
+    def refusing(self, records):
+        if any(record.get("step") == 2 for record in records):
+            raise MlflowException("out of range", error_code=BAD_REQUEST)
+        return send(self, records)
+
+    monkeypatch.setattr(RunWriter, "send", refusing)
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    tracker = started(config, "odd", log_path)
+    for step in range(5):
+        tracker.log.metrics(step, {"train/loss": 1.0})
+    assert not tracker.finish()
+    steps = [step for step, _ in _history(config.uri, tracker.run_id, "train/loss")]
+    assert steps == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("cut", ["deleted", "emptied"])
+def test_a_log_that_is_deleted_while_it_is_written_loses_nothing_that_was_not_sent(
+    cut, config, log_path, caplog
+):
+    away = config.model_copy(update={"uri": NOWHERE}) if cut == "deleted" else config
+    tracker = started(away, "cut", log_path, wait_s=5 if cut == "emptied" else 0.1)
+    for step in range(100):
+        tracker.log.metrics(step, {"train/loss": 1.0})
+    if cut == "deleted":
+        log_path.unlink()
+    else:
+        assert tracker.flush(30)
+        os.truncate(log_path, 0)
+    for step in range(100, 200):
+        tracker.log.metrics(step, {"train/loss": 2.0})
+    assert tracker.finish(timeout_s=0.1 if cut == "deleted" else 30) == (cut == "emptied")
+    if cut == "deleted":
+        assert [text for text in caplog.messages if "was deleted while it is in use" in text]
+        replay(log_path, config.uri)
+    run = _only_run(config.uri)
+    steps = [step for step, _ in _history(config.uri, run.info.run_id, "train/loss")]
+    assert steps == list(range(200))
+
+
+def test_a_training_that_starts_over_is_a_run_of_its_own(config, log_path):
+    def train(training_id, steps, **fields):
+        tracker = started(config, "same-name", log_path, training_id=training_id, **fields)
+        for step in steps:
+            tracker.log.metrics(step, {"train/loss": float(step)})
+        assert tracker.finish()
+        return tracker.run_id
+
+    first = train("one", range(10))
+    assert train("one", range(12)) == first  # it had not come to a checkpoint
+    second = train("two", range(10))
+    assert second != first
+    assert train(None, range(10, 14), run_id=second, resume_step=10) == second
+    assert len(_history(config.uri, first, "train/loss")) == 12
+    assert len(_history(config.uri, second, "train/loss")) == 14
+    tags = MlflowClient(config.uri).get_run(second).data.tags
+    assert tags["vit_ray.started_over_from"] == first
+    assert log_path.with_name(f"{first}.metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -444,7 +601,7 @@ def test_a_sqlite_file_that_another_process_keeps_locked_is_given_up(config, log
     path = config.uri.removeprefix("sqlite:///")
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match=r"mlflow.db.lock for 0.1 s; end the one that"):
+        with pytest.raises(TimeoutError, match=r"mlflow.db.lock for 0.1 s; end the process that"):
             open_client(config.uri)
 
 
@@ -705,9 +862,10 @@ def server(tmp_path):
     server.stop()
 
 
-def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_path, caplog):
+def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_path, caplog, capfd):
     server.start()
-    config = TrackingConfig(uri=server.uri, experiment="trials")
+    uri = server.uri.replace("://", "://user:hunter2@")
+    config = TrackingConfig(uri=uri, experiment="trials")
     tracker = started(config, "outage", log_path, wait_s=60)
     run_id = tracker.run_id
     assert run_id is not None
@@ -722,6 +880,8 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
     tracker.log.metrics(40, {"train/loss": 40.0})
     assert tracker.finish(timeout_s=60)
 
+    # MLflow prints the address at the end of a run, unless it is kept from it.
+    assert "hunter2" not in capfd.readouterr().out + caplog.text
     assert [m for m in caplog.messages if run_id in m and "cannot be used" in m]
     expected = [(step, float(step)) for step in range(41)]
     assert _history(server.uri, run_id, "train/loss") == expected

@@ -1,24 +1,8 @@
-"""Folders of runs."""
-
-from pathlib import Path
+"""A folder for the checkpoints of a test file."""
 
 import pytest
-
-from vit_ray.storage import Location, locate
-from vit_ray.train import run_checkpoints
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that is not whole is read again at once."""
-    monkeypatch.setattr(run_checkpoints, "READ_AGAIN_S", 0.0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("checkpoints"))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Location:
-    return locate(str(tmp_path / "run"))

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.checkpoints.written import write_snapshot
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, write_snapshot
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.objective import classification_loss, freeze, normalize
-from vit_ray.train.progress import Progress
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.

@@ -11,16 +11,16 @@ import torch
 
 from tests.recipes import recipe_with
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
-from tests.train.fakes import FakeHooks, short_recipe
 from tests.train.pretended_device import DEVICE, HOST, HostWaits
 from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeHooks, short_recipe
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import RankContext, run_training
 from vit_ray.train.memory_estimate import prepared_model
 from vit_ray.train.objective import make_loss
-from vit_ray.train.progress import Progress
 
 RANKS, MICRO, STEPS = 2, 2, 6
 KINDS = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]

@@ -18,15 +18,15 @@ from tests.train.engine_runs import (
     straight_and_saved,
 )
 from tests.train.ranks import run_ranks
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.launch import preflight
 from vit_ray.launch.preflight import check_head_is_trained, check_model
 from vit_ray.models import build_model
-from vit_ray.models.parts import chosen_parts, part_of, parts_of
+from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
 from vit_ray.train.memory_estimate import count_parameters, state_shape, step_macs
 from vit_ray.train.optim import build_optimizer
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 DECAY = 0.5
 FROZEN = ("embedding", "class_token", "blocks.0")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.train.fakes import (
+from tests.worker.fakes import (
     BATCH,
     MICRO,
     TOTAL,
@@ -22,11 +22,11 @@ from tests.train.fakes import (
     batches,
     short_recipe,
 )
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
 from vit_ray.measure.meters import Compute
 from vit_ray.train.loop import Ending, RankContext, run_training
-from vit_ray.train.progress import Progress
 
 
 def run(

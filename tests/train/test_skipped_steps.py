@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
-from tests.train.fakes import FakeHooks, FakeRun, short_recipe
 from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeHooks, FakeRun, short_recipe
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import Batch, Ending, RankContext, run_training
-from vit_ray.train.nonfinite import NonfinitePolicy, describe_batch
-from vit_ray.train.progress import Progress
-from vit_ray.train.run_link import RunLink
+from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
+from vit_ray.worker.run_link import RunLink
 
 RANKS, MICRO, BAD = 2, 2, 2
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
-from tests.train.fakes import FakeHooks, short_recipe
 from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeHooks, short_recipe
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
 from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import RankContext, run_training
-from vit_ray.train.progress import Progress
 
 STEPS, RANKS, MICRO, SLOW = 4, 2, 2, 1
 CPU = torch.device("cpu")

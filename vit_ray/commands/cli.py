@@ -17,7 +17,7 @@ import click
 import yaml
 from click.shell_completion import CompletionItem
 
-from vit_ray.commands.catalog import COMMANDS, Command
+from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.help import key_names
 from vit_ray.config.secrets import RedactingFormatter, redact

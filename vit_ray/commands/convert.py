@@ -5,7 +5,7 @@ from __future__ import annotations
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.data.prepare.convert import ConvertReport, check_conversion, convert
+from vit_ray.data.prepare.conversion import ConvertReport, check_conversion, convert
 from vit_ray.launch.cluster import connect
 
 
@@ -54,7 +54,7 @@ def convert_of(recipe: Recipe) -> ConvertConfig:
 
 
 def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
-    """Run `vit_ray.data.prepare.convert.convert` as the section says; Ray must be up."""
+    """Run `vit_ray.data.prepare.conversion.convert` as the section says; Ray must be up."""
     return convert(
         config.source,
         config.destination,

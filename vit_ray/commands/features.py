@@ -9,13 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_ray.config import Recipe
-from vit_ray.evaluate.features import read_facts
-from vit_ray.experiments.few_shot import FewShotRow, run_few_shot, table_csv
-from vit_ray.launch.extraction import extract_features
-from vit_ray.launch.preflight import metrics_log_path
+from vit_ray.evaluate.feature_files import read_facts
+from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot, table_csv
+from vit_ray.launch.feature_extraction import extract_features
 from vit_ray.launch.run_metadata import trained_params
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 
 
@@ -61,7 +60,7 @@ def _spread(values: list[float]) -> str:
 
 def _record(recipe: Recipe, rows: list[FewShotRow]) -> None:
     name = f"{recipe.name}-few-shot"
-    log = metrics_log_path(recipe.with_changes(name=name))
+    log = metrics_log_path(recipe.with_changes(name=name).run_folder)
     log.parent.mkdir(parents=True, exist_ok=True)
     tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
     params = trained_params(recipe)

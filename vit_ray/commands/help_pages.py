@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from vit_ray.commands.catalog import Command
+from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.config.help import KeyHelp, SectionHelp, describe_sections
 

@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 
 from vit_ray.commands.convert import convert_from
+from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.report import report
-from vit_ray.commands.tables import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster import connect
-from vit_ray.launch.lane import kept_lanes
 from vit_ray.launch.run import train
+from vit_ray.launch.worker_pool import kept_pools
 
 SWEEP_RECIPE = "digits_sweep"
 
@@ -31,7 +31,7 @@ def run_quickstart(recipe: Recipe) -> int:
     )
     connect(recipe)
     _convert_digits(recipe)
-    with kept_lanes():
+    with kept_pools():
         code = print_result(train(recipe)) or _sweep_and_report(recipe, sweep)
     print(f"All of it took {time.monotonic() - start_s:.0f} s.")
     return code

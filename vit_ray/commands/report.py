@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.config import Recipe
-from vit_ray.experiments.page import write_page
+from vit_ray.experiments.write_page import write_page
 from vit_ray.report.page import Written, parts_of
 from vit_ray.report.runs import require_store
 from vit_ray.tracking.metrics_log import RUN_FOLDER
-from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, reached_client
 from vit_ray.tracking.past_runs import runs_of_name
 
@@ -24,7 +23,7 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
 
     One in the recipe's output counts before those of this name in others.
 
-    The page, its CSV and its figures are also kept as artifacts of that run.
+    The page, its CSV and its figures are kept as artifacts of that run.
 
     Args:
         whole_experiment: report on the experiment in any case.
@@ -40,35 +39,29 @@ def report(recipe: Recipe, *, whole_experiment: bool = False, keep_with: str | N
 def _write(recipe: Recipe, whole_experiment: bool = False, keep_with: str | None = None) -> Written:
     require_store(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
-        return _write_and_keep(recipe, whole_experiment, keep_with)
-
-
-def _write_and_keep(recipe: Recipe, whole_experiment: bool, keep_with: str | None) -> Written:
-    client = reached_client(recipe.tracking.uri)
-    run_id = None if whole_experiment else _find_run(client, recipe)
-    written = write_page(recipe, run_id, recipe.report.watch_s)
-    is_kept = recipe.report.watch_s is None or not written.is_live
-    if is_kept and (keeper := keep_with or run_id):
-        for path, folder in parts_of(written.page):
-            place = f"experiment/{folder}" if whole_experiment else folder
-            send = client.log_artifacts if path.is_dir() else client.log_artifact
-            send(keeper, str(path), place.rstrip("/") or None)
-    return written
-
-
-def _find_run(client: MlflowClient, recipe: Recipe) -> str | None:
-    folder = recipe.with_absolute_paths().run_folder
-    its = runs_of_name(client, recipe.tracking.experiment, recipe.name)
-    here = [run for run in its if run.data.tags.get(RUN_FOLDER) == folder]
-    # The folder may be called otherwise here, or have moved since.
-    return next((str(run.info.run_id) for run in here or its), None)
+        client = reached_client(recipe.tracking.uri)
+        run_id = None
+        if not whole_experiment:
+            folder = recipe.with_absolute_paths().run_folder
+            named = runs_of_name(client, recipe.tracking.experiment, recipe.name)
+            here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
+            # The folder may have another name here, or have moved since.
+            run_id = next((str(run.info.run_id) for run in here or named), None)
+        written = write_page(recipe, run_id, recipe.report.watch_s)
+        is_kept = recipe.report.watch_s is None or not written.is_live
+        if is_kept and (keeper := keep_with or run_id):
+            for path, folder in parts_of(written.page):
+                place = f"experiment/{folder}" if whole_experiment else folder
+                send = client.log_artifacts if path.is_dir() else client.log_artifact
+                send(keeper, str(path), place.rstrip("/") or None)
+        return written
 
 
 def report_page(recipe: Recipe) -> int:
-    """Write the page, again and again while its runs go on if `report.watch_s` is set.
+    """Write the page; with `report.watch_s` again and again while a run is unfinished.
 
     Returns:
-        0; 1 where there are no runs yet, which the page says, too.
+        0; 1 where there are no runs yet, as the page says.
     """
     written, failures = _write(recipe), 0
     while recipe.report.watch_s is not None and written.is_live:
@@ -82,10 +75,6 @@ def report_page(recipe: Recipe) -> int:
                 raise
             print(f"the page stays as it was: {error}", flush=True)
     print(f"report: {written.page}\ntable:  {written.page.with_suffix('.csv')}")
-    return _told(written)
-
-
-def _told(written: Written) -> int:
     for line in written.missing:
         print(f"missing: {line}")
     return 1 if written.is_empty else 0

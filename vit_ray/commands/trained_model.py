@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.launch.preflight import errors_of_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights.state_dicts import LoadReport
-from vit_ray.train.init_weights import open_weights
 
 # A model that was pre-trained without labels, or published without a head, has no classes; its
 # fresh head of one class is zero.

@@ -1,7 +1,7 @@
 """Recipes: what a person writes, checked once, at the border."""
 
 from vit_ray.config.loading import load_recipe
-from vit_ray.config.schema import Recipe
+from vit_ray.config.recipe import Recipe
 from vit_ray.config.validation import require
 
 __all__ = ["Recipe", "load_recipe", "require"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from vit_ray.config.decisive import on_resume
-from vit_ray.config.schema import Recipe
+from vit_ray.config.recipe import Recipe
+from vit_ray.config.resume_compatibility import on_resume
 from vit_ray.config.validation import dotted_keys
 
 _REQUIRED = object()

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from vit_ray.config.schema import Recipe, recipe_from_dict
+from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
-from vit_ray.config.decisive import TAGGED, is_trained
-from vit_ray.config.schema import Recipe
+from vit_ray.config.recipe import Recipe
+from vit_ray.config.resume_compatibility import TAGGED, is_trained
 
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
 """Tag of the parameters, as JSON, that have changed since the run was created."""

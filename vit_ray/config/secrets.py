@@ -10,28 +10,39 @@ import logging
 import re
 from typing import Any, Final
 
-# A password may have a quote, an @ or a slash in it: it ends at the last @ before the path, or
-# where there is none, at one behind a slash. host:5000/path@1 is a port, a path and no password.
-_USERINFO: Final = re.compile(
-    r"""(?<=://)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
+# Web addresses end their host at a slash; `host:5000/path@1` is a port and a path. A password
+# may have a quote, an @ or a slash in it: it ends at the last @ before the path, or where there is
+# none, at one behind a slash.
+_WEB: Final = re.compile(
+    r"""(?<=://)(?!\[)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
     r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
 )
+# SQLAlchemy takes everything up to the @ for a password, whatever it holds (`_parse_url`, 2.0): a
+# slash, a question mark, a blank. Blanks are part of one only where the text is an address.
+_SCHEME: Final = r"(?<![\w+])(?!(?:https?|s3|gs|hf|file|ray)://)(?P<scheme>[\w+]+://)"
+_DATABASE: Final = re.compile(_SCHEME + r"[^:/\s@]*:[^@\s]*@(?:[^\s/@'\"<>]*@)*")
+_DATABASE_ALONE: Final = re.compile("^" + _SCHEME + r"[^:/@]*:[^@]*@")
+# A value of any other key may be a password: drivers have many names for one.
 _QUERY: Final = re.compile(
-    r"(?<=[?&;])((?:[\w.-]*[_.-])?(?:password|passwd|pwd|secret|token|signature|credential|key)"
-    r"[\w.-]*)=[^\s&;'\"<>]*",
-    re.IGNORECASE,
+    r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
+    r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
 
 
 def redact(text: str) -> str:
     """The text with users and passwords of addresses left out."""
-    return _QUERY.sub(r"\1=***", _USERINFO.sub("", text)) if "://" in text else text
+    if "://" not in text:
+        return text
+    text = _DATABASE.sub(r"\g<scheme>", _DATABASE_ALONE.sub(r"\g<scheme>", text))
+    return _QUERY.sub(r"\1=***", _WEB.sub("", text))
 
 
 def userinfo(uri: str) -> str:
     """`user:password` of an address; empty when it has none."""
-    found = _USERINFO.search(uri)
-    return found[0].removesuffix("@") if found else ""
+    for pattern in (_DATABASE_ALONE, _WEB):
+        if found := pattern.search(uri):
+            return found[0].rpartition("://")[2].removesuffix("@")
+    return ""
 
 
 def redacted(tree: Any) -> Any:

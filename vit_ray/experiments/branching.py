@@ -12,19 +12,19 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Final
 
+from vit_ray.checkpoints.checkpoint import Position, folder_name
+from vit_ray.checkpoints.checkpoint_copy import copy_checkpoint
+from vit_ray.checkpoints.checkpoint_format import (
+    DamagedCheckpointError,
+    PartialCheckpointError,
+    is_committed,
+)
+from vit_ray.checkpoints.run_checkpoints import Tell, begin_without_checkpoint, newest_checkpoint
 from vit_ray.config.branch_origin import origin_of
 from vit_ray.config.command_sections import StudyConfig
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import locate
-from vit_ray.train.checkpoint import Position, folder_name
-from vit_ray.train.checkpoint_copy import copy_checkpoint
-from vit_ray.train.checkpoint_format import (
-    DamagedCheckpointError,
-    PartialCheckpointError,
-    is_committed,
-)
-from vit_ray.train.run_checkpoints import Tell, begin_without_checkpoint, newest_checkpoint
 from vit_ray.train.schedule import cooldown_start
 
 logger = logging.getLogger(__name__)

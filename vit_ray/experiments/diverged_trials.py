@@ -8,7 +8,7 @@ import threading
 from typing import Final
 
 from vit_ray.config import Recipe
-from vit_ray.config.decisive import is_trained
+from vit_ray.config.resume_compatibility import is_trained
 from vit_ray.storage import Location
 
 _FILE: Final = "diverged.json"

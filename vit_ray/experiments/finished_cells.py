@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, decisive_changes
 from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.resume_compatibility import DATA_SET, EVALUATED_SETS, incompatible_changes
 from vit_ray.experiments.study_cells import Cell, CellResult, study_of
 from vit_ray.experiments.transfer import task_tags, top1_key
 from vit_ray.launch.preflight import ResolvedRun
@@ -62,7 +62,7 @@ def check_same_cell(cell: Cell, resolved: ResolvedRun, run: Run) -> None:
     before[DATA_SET] = run.data.tags.get("vit_ray.data_fingerprint", "unknown")
     now = {**cell.recipe.flat(), DATA_SET: resolved.manifest.fingerprint}
     moved = EVALUATED_SETS if _has_same_sets(resolved, run) else ()
-    if changed := decisive_changes(before, now, without=moved):
+    if changed := incompatible_changes(before, now, without=moved):
         raise ValueError(
             f"cell {cell.name!r} was finished with another recipe: "
             f"{'; '.join(map(str, changed))}. Put that back, or choose another name for the study"

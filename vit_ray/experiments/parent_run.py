@@ -11,15 +11,18 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.lane import LaneShape, kept_lanes, start_kept_lane
 from vit_ray.launch.open_record import OpenRun, open_record
-from vit_ray.launch.preflight import ResolvedRun, check_cluster, metrics_log_path
-from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.preflight import (
+    ResolvedRun,
+    check_cluster,
+)
+from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run import ParentRun
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
+from vit_ray.launch.worker_pool import PoolShape, kept_pools, start_kept_pool
 from vit_ray.storage import locate
-from vit_ray.tracking.metrics_log import MetricsLog
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 from vit_ray.tracking.past_runs import newest_run
 
 
@@ -41,8 +44,8 @@ class OpenParent:
         """Let workers start for the child that is trained first; None if all have ended."""
         if first is not None and self.cluster is not None:
             use_gpu = check_cluster(first, self.cluster)
-            shape = LaneShape.of(first, self.cluster, use_gpu=use_gpu)
-            start_kept_lane(shape, is_private=self.cluster.is_private)
+            shape = PoolShape.of(first, self.cluster, use_gpu=use_gpu)
+            start_kept_pool(shape, is_private=self.cluster.is_private)
 
 
 def earlier_run(recipe: Recipe, kind: str) -> str | None:
@@ -57,7 +60,7 @@ def earlier_run(recipe: Recipe, kind: str) -> str | None:
         kind,
         recipe.tracking.parent_run_id,
         folder=recipe.run_folder,
-        noted_id=MetricsLog(metrics_log_path(recipe)).read_sent().run_id,
+        noted_id=MetricsLog(metrics_log_path(recipe.run_folder)).read_sent().run_id,
     )
 
 
@@ -103,7 +106,7 @@ def open_parent(
         ) as run,
         shown_progress(run.control, recipe.name, total_steps, is_shown=under is None),
         contextlib.nullcontext() if under else stopping_on_signals(run.control),
-        kept_lanes(),
+        kept_pools(),
     ):
         children = ParentRun(run, ray.get_runtime_context().get_node_id())
         is_nested = under is not None

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.launch.preflight import check_model

@@ -19,8 +19,8 @@ from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.side_by_side import Room, room_of
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.open_record import tag_ended_run
+from vit_ray.launch.pool_training import RunDivergedError
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.worker_group import RunDivergedError
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
 

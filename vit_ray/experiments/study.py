@@ -26,7 +26,6 @@ from vit_ray.experiments.branching import (
     with_kept_steps,
 )
 from vit_ray.experiments.finished_cells import finished_cells
-from vit_ray.experiments.page import page_meanwhile, page_of
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
@@ -34,6 +33,7 @@ from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, st
 from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.transfer import key_of_the_cell, run_transfer, task_recipe, task_tags
+from vit_ray.experiments.write_page import page_meanwhile, page_of
 from vit_ray.launch.preflight import (
     ResolvedRun,
     check_batch,

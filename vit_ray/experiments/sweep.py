@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.data.prepare.dev_split import dev_split
 from vit_ray.experiments.asha import grace_steps
-from vit_ray.experiments.page import page_of
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
 from vit_ray.experiments.search_space import (
     RATE,
@@ -37,7 +37,9 @@ from vit_ray.experiments.search_space import (
 )
 from vit_ray.experiments.stage import Stage, Trained, deciding_metric
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
-from vit_ray.launch.paper_tables import PAPER_FILE, sweep_table
+from vit_ray.experiments.write_page import page_of
+from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
+from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.preflight import (
     PreparedRun,
     ResolvedRun,
@@ -46,11 +48,9 @@ from vit_ray.launch.preflight import (
     resolve_run,
 )
 from vit_ray.launch.run import ParentRun, RunResult
-from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 

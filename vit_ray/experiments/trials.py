@@ -1,4 +1,4 @@
-"""Ray Tune decides which trial is next; this driver trains it, in a lane that is already there.
+"""Ray Tune decides which trial is next; this driver trains it, in a pool that is already there.
 
 A trial's own process asks for its training and waits. So it imports Ray Tune and nothing else, and
 what costs seconds to start (workers, streams, MLflow) serves one trial after another.
@@ -84,7 +84,7 @@ def run_trials(
 
     ended = threading.Event()
     threads = [
-        # In a copy of the context each, so that they share the lanes that are kept.
+        # In a copy of the context each, so that they share the pools that are kept.
         threading.Thread(
             target=contextvars.copy_context().run,
             args=(_serve, desk, train, ended),

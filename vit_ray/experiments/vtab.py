@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.format.schema import MANIFEST_FILE
@@ -21,14 +22,13 @@ from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, run_planned
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
+from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import train
-from vit_ray.launch.worker_group import RunFailedError
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent
 from vit_ray.storage import locate
-from vit_ray.train.run_checkpoints import newest_checkpoint
 
 NUM_IMAGES: Final = 1000
 """Of each task's training set in VTAB-1k: 800 and 200."""

@@ -20,8 +20,13 @@ PROCESS_DIED: Final = (*_DIED, ProcessDiedError)
 """What a call of an actor raises whose process has ended, with and without `answer`."""
 
 
-def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any:
+def answer(
+    reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S, left_s: float | None = None
+) -> Any:
     """What the call behind `reference` returns.
+
+    Args:
+        left_s: of `timeout_s`, where calls before this one have used some of it.
 
     Raises:
         RuntimeError: it has not answered in time.
@@ -29,7 +34,7 @@ def answer(reference: Any, whose: str, timeout_s: float = ANSWER_LIMIT_S) -> Any
         RayError: the call has failed.
     """
     try:
-        return ray.get(reference, timeout=timeout_s)
+        return ray.get(reference, timeout=timeout_s if left_s is None else max(left_s, 0.0))
     except ray.exceptions.GetTimeoutError:
         raise RuntimeError(
             f"{whose} has not answered in {timeout_s:g} s: its process, on the driver's node, "

@@ -5,13 +5,17 @@ The same job runs on this machine, against `RAY_ADDRESS`, and inside `ray job su
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -98,14 +102,15 @@ def _start(num_cpus: int) -> None:
         RuntimeError: the machine is too busy for it.
     """
     try:
-        # no limit: Ray's own 30 s
-        ray.init(
-            address="local",  # not another one that happens to run here
-            num_cpus=num_cpus,
-            include_dashboard=has_dashboard(),
-            log_to_driver=_shows_logs(),
-            logging_level=logging.ERROR,
-        )
+        with _children_in_a_group_of_their_own():
+            # no limit: Ray's own 30 s
+            ray.init(
+                address="local",  # not another one that happens to run here
+                num_cpus=num_cpus,
+                include_dashboard=has_dashboard(),
+                log_to_driver=_shows_logs(),
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         if not is_startup_timeout(error):
             raise
@@ -113,6 +118,32 @@ def _start(num_cpus: int) -> None:
             "Ray could not be started on this machine in its time limit of 30 s: the machine is "
             "too busy, or has too little memory; run the same command again when less is running"
         ) from error
+
+
+@contextlib.contextmanager
+def _children_in_a_group_of_their_own() -> Iterator[None]:
+    """Processes that are started in the block get no signal that is sent to this process's group.
+
+    Service managers, containers and some terminals send SIGTERM to all of a group: the driver then
+    writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's Ctrl-C does not
+    reach this process.
+    """
+    own = os.getpgrp()
+    waiting = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(waiting, process_group=0) as first:
+        try:
+            os.setpgid(0, first.pid)  # children inherit it
+        except PermissionError:  # of a session's leader, which cannot change its group
+            own = 0
+        try:
+            yield
+        finally:
+            first.kill()
+            if own:
+                try:
+                    os.setpgid(0, own)
+                except PermissionError:  # nobody is left in it, as after `nohup ... &` by ssh
+                    os.setpgid(0, 0)
 
 
 def _join() -> None:

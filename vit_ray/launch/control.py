@@ -6,12 +6,19 @@ the run's log alone, so a process that died and was started again has it back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
+from typing import Final
 
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking.metrics_log import STARTUP, Record
-from vit_ray.train.run_link import Orders
+from vit_ray.worker.run_link import Orders
+
+SILENT_S: Final = 5.0
+"""Time without a heartbeat, which comes once a second, after which a worker is called silent."""
+ONE_HANG_S: Final = 120.0
+"""Reports within this time are of one hang."""
+_MOST_NAMED: Final = 4
 
 
 @dataclass
@@ -57,16 +64,23 @@ class RunStatus:
     """The current one of the runs under this one; empty for a run without any."""
 
 
+@dataclass
+class _Heard:
+    """The last heartbeat of a worker."""
+
+    step: int
+    time_s: float
+    host: str
+
+
 class ControlState:
     """Of one run; for several threads."""
 
-    def __init__(self, name: str, parent: Callable[[], ControlState | None]) -> None:
-        """
-        Args:
-            name: of the run, under its parent.
-            parent: the state of the sweep or study that the run is part of, if there is one.
-        """
-        self._name, self._parent = name, parent
+    def __init__(self) -> None:
+        self.name = ""
+        """Of the run, under its parent."""
+        self.parent: ControlState | None = None
+        """Of the sweep or study that the run is part of."""
         self._now = RunStatus()
         self._stop: str | None = None
         self._failure: Failure | None = None
@@ -75,43 +89,83 @@ class ControlState:
         self._child_steps: dict[str, int] = {}
         self.has_finished = False
         """Its end is in the log."""
+        self._heard: dict[int, _Heard] = {}
+        self._hang_s = 0.0
+        self._hung_at: set[str] = set()
 
     def note(self, record: Record) -> None:
         """Take over a record of the log."""
-        if record["kind"] == "metrics":
-            known, values = self._now.metrics, record["values"]
-            known.update({k: v for k, v in values.items() if k != STARTUP or k not in known})
-            self._now.step = max(self._now.step, record["step"])
-        elif record["kind"] == "event":
-            event = record["event"]
-            self._now.events.append(Event(**{**event, "kind": EventKind(event["kind"])}))
-        elif record["kind"] == "wish" and record["what"] == "stop":
-            self._stop = record["reason"]
-        elif record["kind"] == "wish" and record["what"] == "fail":
-            self._failure = Failure(record["reason"], bool(record.get("has_diverged")))
-        elif record["kind"] == "wish":
-            self._saves += 1
-        elif record["kind"] == "stage":
-            self._stage = Stage(record["what"], record["count"])
-        elif record["kind"] == "child step":
-            self.child_step(record["name"], record["step"])
-        elif record["kind"] == "child ended" and self._stage is not None:
-            self._stage.end_one(record["label"], record["score"])
-        elif record["kind"] == "finish":
-            self.has_finished = True
+        match record["kind"]:
+            case "metrics":
+                known, values = self._now.metrics, record["values"]
+                known.update({k: v for k, v in values.items() if k != STARTUP or k not in known})
+                self._now.step = max(self._now.step, record["step"])
+            case "event":
+                kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
+                self._now.events.append(Event(kind, record["text"], record["step"], time_s))
+            case "stop":
+                self._stop = record["reason"]
+            case "fail":
+                self._failure = Failure(record["reason"], bool(record["has_diverged"]))
+            case "save":
+                self._saves += 1
+            case "stage":
+                self._stage = Stage(record["what"], record["count"])
+            case "child step":
+                self.child_step(record["name"], record["step"])
+            case "child ended" if self._stage is not None:
+                self._stage.end_one(record["label"], record["score"])
+            case "finish":
+                self.has_finished = True
 
-    def heartbeat(self, rank: int, step: int) -> Orders:
-        """A worker is at `step`."""
+    def heartbeat(self, rank: int, step: int, host: str = "") -> Orders:
+        """A worker is at `step`; it gives its host once."""
+        earlier = self._heard.get(rank)
+        known = earlier.host if earlier else ""
+        self._heard[rank] = _Heard(step, time.monotonic(), host or known)
+        if host:  # of a new attempt, whose hang would be another one
+            self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
-            if parent := self._parent():
-                parent.child_step(self._name, step)
+            if self.parent is not None:
+                self.parent.child_step(self.name, step)
         return Orders(self.stop_reason(), self._saves)
+
+    def hanging(self, rank: int, world_size: int, where: str) -> str:
+        """Which workers the others wait for, told to one that hangs.
+
+        Args:
+            rank: of the worker that asks.
+            world_size: workers of its group.
+            where: the calls that it is in.
+
+        Returns:
+            A sentence; empty where another worker has told the same of this hang.
+        """
+        now_s = time.monotonic()
+        if now_s - self._hang_s > ONE_HANG_S:
+            self._hang_s, self._hung_at = now_s, set()
+        if where in self._hung_at:
+            return ""
+        self._hung_at.add(where)
+        heard = [(one, self._heard.get(one)) for one in range(world_size)]
+        newest = max((of.step for _, of in heard if of), default=0)
+        named: list[str] = []
+        for one, of in heard:
+            name = f"worker {one}" + (f" on {of.host}" if of and of.host else "")
+            if of is None:
+                named.append(f"{name} has never been heard of")
+            elif one != rank and now_s - of.time_s > SILENT_S:
+                named.append(f"{name} is silent for {now_s - of.time_s:.0f} s, at step {of.step}")
+            elif of.step < newest:
+                named.append(f"{name} is behind, at step {of.step}")
+        others = f"{world_size - len(named)} of {world_size} workers are at step {newest}"
+        more = [f"{len(named) - _MOST_NAMED} more of them"] if len(named) > _MOST_NAMED else []
+        return "; ".join([*named[:_MOST_NAMED], *more, others])
 
     def stop_reason(self) -> str | None:
         """Why this run, or the one that it is part of, was asked to stop."""
-        parent = self._parent()
-        return self._stop or (parent.stop_reason() if parent else None)
+        return self._stop or (self.parent.stop_reason() if self.parent else None)
 
     def failure(self) -> Failure | None:
         """Why the run cannot be trained any further, and a restart would not help."""

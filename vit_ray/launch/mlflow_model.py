@@ -100,8 +100,8 @@ class LoadedModel:
         """
         import torch  # where a model is used: it takes seconds
 
+        from vit_ray.checkpoints.init_weights import open_weights
         from vit_ray.models import build_model
-        from vit_ray.train.init_weights import open_weights
 
         weights = open_weights(checkpoint)
         model = build_model(

@@ -19,9 +19,8 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.config.model_family import model_family
 from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.preflight import metrics_log_path
 from vit_ray.launch.run_metadata import git_commit, trained_params
-from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.train.model_speed import ModelSpeed, measure_model
 
@@ -127,7 +126,7 @@ def _measured(
 def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
     """One run for a model and a device; measured again, it is continued with the new values."""
     recipe = recipe.with_changes(name=f"{recipe.name}{_slug(row.device)}")
-    log = metrics_log_path(recipe)
+    log = metrics_log_path(recipe.run_folder)
     log.parent.mkdir(parents=True, exist_ok=True)
     tags = {
         "vit_ray.kind": KIND,

@@ -13,11 +13,18 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import ResolvedRun, metrics_log_path
+from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.launch.run_host import RunControl, RunRecord, start_run
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Status, lock_log
+from vit_ray.tracking.metrics_log import (
+    FAILURE,
+    MetricsLog,
+    RunOpening,
+    Status,
+    lock_log,
+    metrics_log_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ def open_record(
         RunOpening(
             recipe.tracking,
             recipe.name,
-            metrics_log_path(recipe),
+            metrics_log_path(recipe.run_folder),
             run_id=run_id,
             params=trained_params(recipe),
             tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
@@ -88,6 +95,10 @@ def open_record(
     except (RunStoppedError, KeyboardInterrupt):
         status = "KILLED"
         raise
+    except Exception as error:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            run.record.tag(FAILURE, str(error))
+        raise
     finally:
         run.finish(status)
 
@@ -99,7 +110,7 @@ def tag_ended_run(
     opening = RunOpening(
         recipe.tracking,
         recipe.name,
-        metrics_log_path(recipe),
+        metrics_log_path(recipe.run_folder),
         run_id=run_id,
         params=trained_params(recipe),
         tags=dict(tags),
@@ -121,7 +132,7 @@ def end_record(
     Returns:
         The MLflow run; None if the checkpoint has none and MLflow is away.
     """
-    log_path = metrics_log_path(recipe)
+    log_path = metrics_log_path(recipe.run_folder)
     if MetricsLog(log_path).end_is_sent("FINISHED"):
         return run_id
     # Here and not above, for it is rare: they import MLflow, which takes seconds.

@@ -12,7 +12,7 @@ from typing import Final
 import ray
 
 from vit_ray.outcomes import EventKind
-from vit_ray.train.job import TrainJob
+from vit_ray.worker.job import TrainJob
 
 TELL_S: Final = 60.0
 

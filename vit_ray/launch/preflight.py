@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.run_checkpoints import (
+    NoUsableCheckpointError,
+    begin_without_checkpoint,
+    newest_checkpoint,
+    newest_verified_checkpoint,
+)
 from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data import open_dataset
@@ -24,14 +30,14 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.selection import Selection, select
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.evaluate.answers import Answers
 from vit_ray.evaluate.few_shot import require_shots
-from vit_ray.launch.benchmark import answers_of
+from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.data_order import (
     shuffle_window,
     with_window,
 )
+from vit_ray.launch.evaluation_labels import answers_of
 from vit_ray.launch.recipe_changes import accepted_changes
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
@@ -42,19 +48,12 @@ from vit_ray.models.catalog import (
     checked_options,
     find_spec,
 )
-from vit_ray.models.parts import chosen_parts, parts_of
+from vit_ray.models.parameter_groups import chosen_parts, parts_of
 from vit_ray.models.sizes import Grid
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
-from vit_ray.train.checkpoint import Checkpoint
-from vit_ray.train.job import Extraction
 from vit_ray.train.micro_batch import micro_batch_size
-from vit_ray.train.run_checkpoints import (
-    NoUsableCheckpointError,
-    begin_without_checkpoint,
-    newest_checkpoint,
-    newest_verified_checkpoint,
-)
+from vit_ray.worker.job import Extraction
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
@@ -112,6 +111,8 @@ class PreparedRun:
     """Features that are written in the place of an evaluation."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+    training_id: str | None = None
+    """Of a training that begins at step 0: what is recorded of another one is not continued."""
 
     @property
     def trains(self) -> bool:
@@ -158,10 +159,11 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     with lock_run(run_folder) as lock_number:
         damage: list[str] = []
         changes: list[str] = []
+        training_id = None
         resume_from = find_resume_point(recipe, damage.append)
         if resume_from is None:
             check_weights(PreparedRun(resolved.recipe, kind, resolved))
-            begin_without_checkpoint(run_folder, damage.append)
+            training_id = begin_without_checkpoint(run_folder, damage.append)
         else:
             begun = resume_from.position.recipe["data"]["shuffle_window"]
             if begun != resolved.recipe.data.shuffle_window:
@@ -175,7 +177,10 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
             )
         notes = [(EventKind.CHECKPOINT_DAMAGED, text) for text in damage]
         notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
-        yield PreparedRun(resolved.recipe, kind, resolved, resume_from, tuple(notes), lock_number)
+        yield PreparedRun(
+            resolved.recipe, kind, resolved, resume_from, tuple(notes), lock_number,
+            training_id=training_id,
+        )  # fmt: skip
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
@@ -394,12 +399,12 @@ def check_weights(prepared: PreparedRun) -> None:
     recipe = prepared.recipe
     if recipe.init_from is None:
         return
-    from vit_ray.train.init_weights import outline_of, planned_load  # with torch: seconds
+    from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
 
     model, told = recipe.model, (prepared.new_head, recipe.init_resize)
     with errors_of_weights():
         report = planned_load(model, prepared.num_classes, recipe.init_from, *told)
-        trained = outline_of(recipe.init_from).sides or _trained_sides(model.sides, report.grids)
+        trained = meta_state_of(recipe.init_from).sides or _trained_sides(model.sides, report.grids)
     if trained not in (None, model.sides) and not prepared.trains:
         _warn_of_resolution(model, trained, is_resized=bool(report.resized))
 
@@ -558,11 +563,3 @@ def _default_resize(recipe: Recipe) -> int:
     size = recipe.model.image_size
     longest = size if isinstance(size, int) else max(size)
     return round(longest * 8 / 7)
-
-
-def metrics_log_path(recipe: Recipe) -> Path:
-    """Local file that keeps what is recorded until MLflow has it."""
-    location = locate(recipe.output).child(recipe.name)
-    if location.is_local:
-        return Path(location.path) / "metrics.jsonl"
-    return Path.home() / ".cache" / "vit_ray" / location.path / "metrics.jsonl"

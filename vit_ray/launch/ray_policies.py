@@ -45,7 +45,7 @@ from vit_ray.ray_internals import (
     refresh_reserved_resources,
 )
 from vit_ray.storage import locate
-from vit_ray.train.job import SmallerMicroBatchError, TrainJob
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 SAVE_BEFORE_RESIZE_S = 120.0
 WAIT_FOR_NODES_S = 1.0
@@ -116,7 +116,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         try:
             job = self._current_job()
         except PROCESS_DIED:
-            return FailureDecision.RAISE  # of the lane's server: the lane ends, and its group
+            return FailureDecision.RAISE  # of the pool's server: the pool ends, and its group
         if job is None:
             return super().make_decision(training_failed_error)
         if _is_wait_for_place(training_failed_error):
@@ -192,7 +192,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         """As Ray's, which would ask again without a pause while there is no place for a group.
 
         Raises:
-            RayError: the lane's server is gone, and nothing waits for the group any more.
+            RayError: the pool's server is gone, and nothing waits for the group any more.
         """
         with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
             refresh_reserved_resources(self, REFRESH_S)
@@ -227,7 +227,7 @@ def cpus_by_node() -> dict[str, float]:
 
 
 class NotePlacement(ControllerCallback):
-    """Tells the lane's server whether the group is placed, be it about to lose its place."""
+    """Tells the pool's server whether the group is placed, be it about to lose its place."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -239,17 +239,17 @@ class NotePlacement(ControllerCallback):
 
 
 class NameGroups(ControllerCallback):
-    """Gives worker groups the name of their lane, so that `remove_groups` finds them."""
+    """Gives worker groups the name of their pool, so that `remove_groups` finds them."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Here, in the controller's process, which places them."""
         name_placement_groups(train_run_context.run_config.name)
 
 
-def remove_groups(lane_name: str) -> None:
-    """Take back what the worker groups of a lane hold or wait for."""
+def remove_groups(pool_name: str) -> None:
+    """Take back what the worker groups of a pool hold or wait for."""
     for group in placement_group_table().values():
-        if group["state"] != "REMOVED" and group["name"].startswith(f"{lane_name}-"):
+        if group["state"] != "REMOVED" and group["name"].startswith(f"{pool_name}-"):
             with contextlib.suppress(ValueError):  # gone since
                 remove_placement_group(get_placement_group(group["name"]))
 
@@ -283,7 +283,9 @@ class SaveBeforeResize(ControllerCallback):
 
 def newest_step(run_folder: str) -> int:
     """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
-    from vit_ray.train.run_checkpoints import newest_checkpoint  # torch, which few controllers need
+    from vit_ray.checkpoints.run_checkpoints import (
+        newest_checkpoint,  # torch, which few controllers need
+    )
 
     try:
         checkpoint = newest_checkpoint(locate(run_folder))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.config import Recipe
-from vit_ray.config.decisive import DATA_SET, EVALUATED_SETS, LENGTH, Change, decisive_changes
+from vit_ray.config.resume_compatibility import (
+    DATA_SET,
+    EVALUATED_SETS,
+    LENGTH,
+    Change,
+    incompatible_changes,
+)
 from vit_ray.config.validation import validated
 from vit_ray.storage import READS_OLDER
-from vit_ray.train.checkpoint import Position
 from vit_ray.train.schedule import lr_at
 
 
@@ -32,7 +38,7 @@ def accepted_changes(
     )
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
-    found = decisive_changes(then, now, without=LENGTH)
+    found = incompatible_changes(then, now, without=LENGTH)
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.recorded_recipe import INIT_RUN
 from vit_ray.data.format.labels import all_first_labels
@@ -20,7 +21,8 @@ from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.mlflow_model import model_files
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.paper_tables import PAPER_FILE, evaluation_table
+from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
+from vit_ray.launch.pool_training import RunFailedError, run_workers
 from vit_ray.launch.preflight import (
     Kind,
     PreparedRun,
@@ -30,18 +32,16 @@ from vit_ray.launch.preflight import (
     prepare_evaluation,
     prepared_training,
 )
-from vit_ray.launch.progress import shown_progress
+from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run_metadata import (
     is_on_dev_split,
     training_cost,
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
-from vit_ray.launch.worker_group import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-from vit_ray.train.job import TrainJob
-from vit_ray.train.run_checkpoints import newest_checkpoint, result_checkpoint
+from vit_ray.worker.job import TrainJob
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,7 @@ def run_prepared(
         tags={**(tags or {}), **_origin(prepared)},
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
+        training_id=prepared.training_id,
         parent=parent.run.opening if parent else None,
         measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
         awaited_metric="dev/top1" if kind == "sweep_trial" else None,
@@ -190,9 +191,9 @@ def _origin(prepared: PreparedRun) -> dict[str, str]:
     """Tag of the run whose weights a new one begins with; a folder alone may be another run's."""
     if prepared.recipe.init_from is None or prepared.resume_from is not None:
         return {}
-    from vit_ray.train.init_weights import outline_of  # with torch: seconds
+    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
 
-    run_id = outline_of(prepared.recipe.init_from).run_id
+    run_id = meta_state_of(prepared.recipe.init_from).run_id
     return {INIT_RUN: run_id} if run_id else {}
 
 

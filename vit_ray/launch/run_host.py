@@ -3,35 +3,36 @@
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
 one process. A run's opening is sent to it once. If it dies, Ray starts it again; it answers
 `NoRun.UNKNOWN`, and whoever gets that answer sends the opening again. What is to be recorded names
-the run's log, and is written there whether or not the run is known: nothing is lost meanwhile.
+the log of the run: where that has the opening, it is written there at once, so nothing is lost.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import enum
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.control import ControlState, RunStatus
-from vit_ray.outcomes import EventKind, Failure
-from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Status, lock_log
-from vit_ray.train.run_link import Orders
+from vit_ray.outcomes import Failure
+from vit_ray.tracking.metrics_log import MetricsLog, Recorder, RunOpening, Status, lock_log
+from vit_ray.worker.run_link import Orders
 
 if TYPE_CHECKING:
     from vit_ray.tracking.tracker import Tracker
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 CONCURRENT_CALLS: Final = 64
 HEARTBEAT_S: Final = 30.0
@@ -53,27 +54,99 @@ class RunEndedError(RuntimeError):
     """The run was asked for something after its end."""
 
 
-@dataclass(frozen=True)
-class _OpenRun:
-    """What the host has of a run until its end."""
+class _Run:
+    """What the host has of a run from the first call that names it; its log, read once."""
 
-    tracker: Tracker
-    control: ControlState
-    writer_lock: IO[str]
-    opened_s: float
-    stop_sampling: list[Callable[[], None]]
-    """System metrics, of each node."""
+    def __init__(self, key: str, log_path: Path) -> None:
+        self.control = ControlState()
+        self.log = MetricsLog(log_path, self.control.note)
+        self.one_at_a_time = threading.Lock()
+        """Of opening and ending it."""
+        self.tracker: Tracker | None = None
+        self.is_sent: bool | None = None
+        """Set at its end: whether MLflow has everything."""
+        self.error: RuntimeError | None = None
+        """Why it could not be opened."""
+        self._changed = threading.Condition()
+        self._key, self._is_read, self._has_opening = key, False, False
+        self._held: list[Callable[[], None]] = []
+        """Ends what runs and is held until its end: the lock of the log, system metrics."""
+
+    def read_log(self) -> None:
+        """Take over what the log has of this opening."""
+        with self._changed:
+            if not self._is_read:
+                for record in self.log.opened(self._key):
+                    self.control.note(record)
+                    self._has_opening = True
+                self._is_read = True
+
+    def wait_for_opening(self) -> None:
+        """Return once the log has the run's opening.
+
+        Raises:
+            RuntimeError: it cannot be opened, or has not been in time.
+        """
+        self.read_log()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_opening or self.error, OPENING_S):
+                raise RuntimeError(
+                    f"the opening of {self.log.path} has not come in {OPENING_S:g} s"
+                )
+            if not self._has_opening:
+                raise RuntimeError("nothing can be recorded of the run") from self.error
+
+    def open(self, opening: RunOpening) -> None:
+        """Record it, and send the record; system metrics are of a run that has not ended."""
+        # Here and not above: the driver and the workers, which have this module, need no MLflow.
+        from vit_ray.tracking.system_metrics import sample_nodes
+        from vit_ray.tracking.tracker import Tracker
+
+        self.error = None
+        try:
+            lock = lock_log(opening.log_path, opening.run_name)
+        except RuntimeError as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+            raise
+        self._held = [lock.close]
+        self.read_log()
+        tracker = Tracker.start(opening, self.log)
+        with self._changed:
+            self.tracker, self._has_opening = tracker, True
+            self._changed.notify_all()
+        if self.control.has_finished:  # before the process died
+            self.close()
+        # Nodes are shared by what runs under a sweep or study, which samples them itself.
+        elif opening.config.system_metrics and opening.parent is None and tracker.run_id:
+            self._held = [*sample_nodes(tracker.run_id, opening.config.uri), lock.close]
+
+    def finish(self, status: Status) -> None:
+        """End the run."""
+        self.log.append("finish", status=status)
+        self.close()
+
+    def close(self) -> None:
+        """Send what is recorded; the run has ended."""
+        assert self.tracker is not None
+        *sampled, lock = self._held
+        self.is_sent = False
+        try:
+            for stop in sampled:
+                stop()
+            self.is_sent = self.tracker.close()
+        finally:
+            self.tracker = None
+            lock()
 
 
 class RunHost:
     """Runs as an actor with concurrent methods."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, _OpenRun] = {}
-        self._ended: dict[str, bool] = {}
-        """Whether MLflow has everything of each run that has ended."""
-        self._locks: dict[str, threading.Lock] = {}
-        self._changed = threading.Condition()
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
 
     def open(self, opening: RunOpening) -> None:
         """Open a run, or do nothing where it is open or has ended; returns once MLflow has it.
@@ -81,91 +154,48 @@ class RunHost:
         Raises:
             RuntimeError: the process of an earlier driver still writes its log.
         """
-        # Here and not above: the driver and the workers, which have this module, need no MLflow.
-        from vit_ray.tracking.system_metrics import sample_nodes
-        from vit_ray.tracking.tracker import Tracker
-
+        run = self._run(opening.key, opening.log_path)
         if opening.parent is not None:  # it may have been lost with the process, too
             self.open(opening.parent)
-        key, parent_key = opening.key, opening.parent.key if opening.parent else ""
-        with self._changed:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
-            if key in self._runs or key in self._ended:
-                return
-            writer_lock = lock_log(opening.log_path, opening.run_name)
-            tracker = Tracker.start(opening)
-            control = ControlState(opening.run_name, lambda: self._control(parent_key))
-            # Nodes are shared by what runs under a sweep or study, which samples them itself.
-            stop: list[Callable[[], None]] = []
-            if opening.config.system_metrics and opening.parent is None and tracker.run_id:
-                stop = sample_nodes(tracker.run_id, opening.config.uri)
-            run = _OpenRun(tracker, control, writer_lock, time.time(), stop)
-            with self._changed:
-                for record in tracker.log.opened(key):
-                    control.note(record)
-                tracker.log.on_record = control.note
-                self._runs[key] = run
-                self._changed.notify_all()
-            if control.has_finished:  # before the process died
-                self._close(key, run)
+            run.control.parent = self._runs[opening.parent.key].control
+        run.control.name = opening.run_name
+        with run.one_at_a_time:
+            if run.tracker is None and run.is_sent is None:
+                run.open(opening)
 
-    def record(self, key: str, log_path: Path, method: str, *args: Any, **named: Any) -> None:
-        """Call a method of the run's `MetricsLog` that writes; nothing after the run's end."""
-        with self._changed:
-            if key not in self._runs and not MetricsLog(log_path).opened(key):
-                self._changed.wait_for(lambda: key in self._runs or key in self._ended, OPENING_S)
-            run = self._runs.get(key)
-            if run is None and key not in self._ended:
-                getattr(MetricsLog(log_path), method)(*args, **named)
-        if run is not None:
-            getattr(run.tracker.log, method)(*args, **named)
+    def record(self, key: str, log_path: Path, kind: str, values: dict[str, Any]) -> None:
+        """Write a record; nothing after the run's end.
+
+        Raises:
+            RuntimeError: the run is not open, and nothing was written.
+        """
+        run = self._run(key, log_path)
+        run.wait_for_opening()
+        if not run.control.has_finished:
+            write = run.log.content if kind == "content" else partial(run.log.append, kind)
+            write(**values)
 
     def ask(self, key: str, what: str, *args: Any) -> Any:
         """The answer of `control.method` or `tracker.method` of the run, or `NoRun`."""
         run = self._runs.get(key)
-        if run is None:
-            return NoRun.ENDED if key in self._ended else NoRun.UNKNOWN
+        if run is None or run.tracker is None:
+            return NoRun.UNKNOWN if run is None or run.is_sent is None else NoRun.ENDED
         found = attrgetter(what)(run)
         return found(*args) if callable(found) else found
 
     def finish(self, key: str, status: Status) -> bool | NoRun:
-        """Write the history and end the run; False if MLflow has not taken all of it."""
-        lock = self._locks.get(key)
-        if lock is None:
-            return NoRun.UNKNOWN
-        with lock:
-            if run := self._runs.get(key):
-                log = run.tracker.log
-                if events := run.control.status().events:
-                    # Each opening of a run keeps its own.
-                    name = time.strftime("history/%Y%m%dT%H%M%S.json", time.gmtime(run.opened_s))
-                    log.text(name, json.dumps([vars(event) for event in events], indent=1))
-                    for kind, count in collections.Counter(one.kind for one in events).items():
-                        log.tag(f"vit_ray.events.{kind.replace(' ', '_')}", str(count))
-                log.finish(status)
-                self._close(key, run)
-            return self._ended.get(key, NoRun.UNKNOWN)
-
-    def status_of(self, log_path: str) -> RunStatus | None:
-        """Of the run that writes this log; None if there is none here."""
-        runs = [run for run in list(self._runs.values()) if str(run.tracker.log.path) == log_path]
-        return runs[-1].control.status() if runs else None
-
-    def _control(self, key: str) -> ControlState | None:
+        """End the run; False if MLflow has not taken all of its record."""
         run = self._runs.get(key)
-        return run.control if run else None
+        if run is None:
+            return NoRun.UNKNOWN
+        with run.one_at_a_time:
+            if run.tracker is not None:
+                run.finish(status)
+            return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
 
-    def _close(self, key: str, run: _OpenRun) -> None:
-        is_sent = False
-        try:
-            for stop in run.stop_sampling:
-                stop()
-            is_sent = run.tracker.close()
-        finally:
-            self._ended[key] = is_sent
-            del self._runs[key]
-            run.writer_lock.close()
+    def _run(self, key: str, log_path: Path) -> _Run:
+        with self._lock:
+            return self._runs.setdefault(key, _Run(key, log_path))
 
 
 @dataclass
@@ -186,20 +216,13 @@ class HostedRun:
         self.opened = self.host.open.remote(self.opening)
         return self.opened
 
-    def send(
-        self,
-        wait_s: float,
-        method: Callable[Concatenate[MetricsLog, P], None],
-        *args: P.args,
-        **named: P.kwargs,
-    ) -> None:
-        """Call a method of the run's log, known or not; above 0 `wait_s` waits until that is done.
+    def send(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
+        """Record in the run's log, known or not; above 0 `wait_s` waits until it is written.
 
         Raises:
             RuntimeError, RayError: it was waited for in vain.
         """
-        key, path = self.opening.key, self.opening.log_path
-        call = self.host.record.remote(key, path, method.__name__, *args, **named)
+        call = self.host.record.remote(self.opening.key, self.opening.log_path, kind, values)
         if wait_s:
             self.answer(call, wait_s)
 
@@ -214,26 +237,28 @@ class HostedRun:
             RuntimeError: the host has not answered in time, or the run cannot be opened.
             RayError: the host has died for good.
         """
+        until_s = time.monotonic() + limit_s
         if (opened := self.opened) is not None:
-            try:
-                self.answer(opened, limit_s)
-            except ray.exceptions.RayTaskError:
-                self.opened = None  # it failed: the next call tries again
-                raise
-            self.opened = None
+            self.opened = None  # if it has failed, the next call tries again
+            self.answer(opened, limit_s)
         call = getattr(self.host, method)
         for _ in range(2):
-            found = self.answer(call.remote(self.opening.key, *args), limit_s)
+            left_s = until_s - time.monotonic()
+            found = self.answer(call.remote(self.opening.key, *args), limit_s, left_s)
             if found is not NoRun.UNKNOWN or not opens:
                 break
-            self.answer(self.open(), limit_s)
+            self.answer(self.open(), limit_s, until_s - time.monotonic())
         if isinstance(found, NoRun):
             raise RunEndedError(f"run {self.opening.run_name!r} has ended")
         return found
 
-    def answer(self, call: Any, limit_s: float) -> Any:
-        """What a call of the host returns; raises as `answer`."""
-        return answer(call, "the run's record", limit_s)
+    def answer(self, call: Any, limit_s: float, left_s: float | None = None) -> Any:
+        """What a call of the host returns; raises as `answer`.
+
+        Args:
+            left_s: of `limit_s`.
+        """
+        return answer(call, "the run's record", limit_s, left_s)
 
 
 class RunControl:
@@ -242,118 +267,93 @@ class RunControl:
     def __init__(self, run: HostedRun) -> None:
         self._run = run
 
-    def heartbeat(self, rank: int, step: int) -> Orders | None:
+    def _ask(
+        self,
+        limit_s: float,
+        opens: bool,
+        method: Callable[Concatenate[ControlState, P], T],
+        *args: P.args,
+        **_: P.kwargs,
+    ) -> T | None:
+        """As `HostedRun.ask`; None where the run has ended."""
+        with contextlib.suppress(RunEndedError):
+            return self._run.ask(limit_s, "ask", f"control.{method.__name__}", *args, opens=opens)
+        return None
+
+    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
         """A worker is at `step`; None: no news. Of the ranks, 0 alone opens an unknown run."""
-        try:
-            orders: Orders = self._run.ask(
-                HEARTBEAT_S, "ask", "control.heartbeat", rank, step, opens=rank == 0
-            )
-        except RunEndedError:
-            return None
-        return orders
+        return self._ask(HEARTBEAT_S, rank == 0, ControlState.heartbeat, rank, step, *host)
+
+    def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
+        """As `ControlState.hanging`; None where nothing is known."""
+        return self._ask(wait_s, False, ControlState.hanging, rank, world_size, where)
 
     def stop_reason(self) -> str | None:
-        """Why the run, or the one that it is part of, was asked to stop."""
-        reason: str | None = self._run.ask(ANSWER_LIMIT_S, "ask", "control.stop_reason")
-        return reason
-
-    def request_stop(self, reason: str) -> None:
-        """Ask all workers, of the runs under this one too, to checkpoint and end."""
-        self._run.send(0.0, MetricsLog.note, "wish", {"what": "stop", "reason": reason})
-
-    def request_save(self) -> None:
-        """Ask the workers for a checkpoint at once."""
-        self._run.send(0.0, MetricsLog.note, "wish", {"what": "save", "reason": ""})
-
-    def fail(self, failure: Failure) -> None:
-        """The workers end, and a restart would not help; returns once that is noted."""
-        self._run.send(ANSWER_LIMIT_S, MetricsLog.note, "wish", {"what": "fail", **vars(failure)})
+        """Why the run, or its sweep or study, was asked to stop; None after its end."""
+        return self._ask(ANSWER_LIMIT_S, True, ControlState.stop_reason)
 
     def failure(self) -> Failure | None:
-        """Why the run cannot be trained any further, if a restart would not help."""
-        failure: Failure | None = self._run.ask(ANSWER_LIMIT_S, "ask", "control.failure")
-        return failure
+        """Why the run cannot be trained any further, if a restart would not help; None if ended."""
+        return self._ask(ANSWER_LIMIT_S, True, ControlState.failure)
 
     def status(self, wait_s: float = ANSWER_LIMIT_S) -> RunStatus:
         """Where the run is."""
-        status: RunStatus = self._run.ask(wait_s, "ask", "control.status")
-        return status
+        return self._run.ask(wait_s, "ask", "control.status")
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers, of the runs under this one too, to checkpoint and end."""
+        self._run.send("stop", reason=reason)
+
+    def request_save(self) -> None:
+        """Ask the workers for a checkpoint at once."""
+        self._run.send("save")
+
+    def fail(self, failure: Failure) -> None:
+        """The workers end, and a restart would not help; returns once that is noted."""
+        self._run.send("fail", ANSWER_LIMIT_S, **vars(failure))
 
     def begin_stage(self, what: str, count: int) -> None:
         """`count` runs of a kind come next under this one."""
-        self._run.send(0.0, MetricsLog.note, "stage", {"what": what, "count": count})
+        self._run.send("stage", what=what, count=count)
 
     def child_step(self, name: str, step: int) -> None:
         """A run under this one is at `step`."""
-        self._run.send(0.0, MetricsLog.note, "child step", {"name": name, "step": step})
+        self._run.send("child step", name=name, step=step)
 
     def child_ended(self, label: str, score: float | None) -> None:
         """One of the stage's runs has ended, with a score if it has one."""
-        self._run.send(0.0, MetricsLog.note, "child ended", {"label": label, "score": score})
+        self._run.send("child ended", label=label, score=score)
 
 
-class RunRecord:
+class RunRecord(Recorder):
     """The record of a run, from any process; what is sent is on disk before it is acknowledged."""
 
     def __init__(self, run: HostedRun) -> None:
         self._run = run
 
-    def metrics(self, step: int, values: Mapping[str, float], wait_s: float = 0.0) -> None:
-        """Metrics of a step; sent without waiting, or waiting for so long until they arrived."""
-        if values:
-            self._run.send(wait_s, MetricsLog.metrics, step, values)
-
-    def results(self, step: int, values: Mapping[str, float]) -> None:
-        """What the runs under this one resulted in; replaces what an earlier start recorded."""
-        self._run.send(ANSWER_LIMIT_S, MetricsLog.metrics, step, values, is_again=True)
-
-    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
-        """An event of the run's history."""
-        self._run.send(wait_s, MetricsLog.event, kind, text, step)
-
-    def tag(self, key: str, value: str) -> None:
-        """A tag of the run."""
-        self._run.send(ANSWER_LIMIT_S, MetricsLog.tag, key, value)
-
-    def text(self, name: str, text: str, wait_s: float = ANSWER_LIMIT_S) -> None:
-        """A text to keep with the run as a file."""
-        self._run.send(wait_s, MetricsLog.text, name, text)
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """A file or folder of the run's folder to keep with the run."""
-        self._run.send(ANSWER_LIMIT_S, MetricsLog.artifact, path, folder)
+    def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
+        """Send a record."""
+        self._run.send(kind, wait_s, **values)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """A file to keep with the run, from a worker that may be on another node."""
-        self._run.send(wait_s, MetricsLog.content, name, content, folder)
-
-    def model(
-        self,
-        files: Mapping[str, str],
-        name: str,
-        step: int,
-        params: Mapping[str, str],
-        register_as: str | None,
-    ) -> None:
-        """As `MetricsLog.model`."""
-        self._run.send(ANSWER_LIMIT_S, MetricsLog.model, files, name, step, params, register_as)
+        self.append("content", wait_s, name=name, content=content, folder=folder)
 
     def run_id(self, wait_s: float = ANSWER_LIMIT_S) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
-        found: str | None = self._run.ask(wait_s, "ask", "tracker.run_id")
-        return found
+        return self._run.ask(wait_s, "ask", "tracker.run_id")
 
     def hint(self) -> str:
         """How to open MLflow's page."""
-        return str(self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.hint"))
+        return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.hint")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False when it does not in time."""
-        return bool(self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.flush", timeout_s))
+        return self._run.ask(ANSWER_LIMIT_S, "ask", "tracker.flush", timeout_s)
 
     def finish(self, status: Status) -> bool:
         """End the run; False if MLflow has not taken all of its record."""
-        return bool(self._run.ask(ANSWER_LIMIT_S, "finish", status))
+        return self._run.ask(ANSWER_LIMIT_S, "finish", status)
 
 
 def start_run(opening: RunOpening, node_id: str | None = None) -> HostedRun:

@@ -19,8 +19,8 @@ import ray
 import yaml
 
 from vit_ray.config import Recipe
-from vit_ray.config.decisive import TAGGED, is_trained, unused_keys
 from vit_ray.config.model_family import model_family
+from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape

@@ -15,7 +15,7 @@ from typing import Final
 from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
 
 GIB = 1024**3
-# One in use, one that waits for its turn, and one that waits for a place (`train/prefetch.py`).
+# One in use, one that waits for its turn, and one that waits for a place (`worker/prefetch.py`).
 BATCHES_ON_DEVICE: Final = 3
 
 
@@ -127,7 +127,7 @@ def _optimizer(shape: StateShape) -> float:
 
 
 def _averages(shape: StateShape) -> float:
-    """Sharded under every stage (`train/polyak.py`)."""
+    """Sharded under every stage (`train/ema.py`)."""
     on_device = shape.has_average and not shape.offload
     return 4 * shape.num_parameters / shape.world_size if on_device else 0.0
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from vit_ray.config import branch_origin
-from vit_ray.config.decisive import LENGTH
+from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.charts import COLOURS, Axis, Chart, Point, Series
 from vit_ray.report.groups import (
     FEW_SHOT_SETS,
@@ -359,32 +359,34 @@ def by_family(
 
 def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
     """A chart of every curve that there is, all runs in each."""
-    names = short_names(runs)
-    charts = []
-    for key, axis in CURVES.items():
-        curves = archive.curves([run for run in runs if key in run.metrics], key)
-        holders = [run for run in runs if len(curves.get(run.run_id, [])) > 1]
-        groups = _colour_groups(holders)
-        series = [
-            Series(
-                names[run.run_id],
-                _curve(run, curves[run.run_id]),
-                groups[run.run_id],
-                has_markers=len(curves[run.run_id]) <= MARKED_POINTS,
-            )
-            for run in holders
-        ]
-        if series:
-            charts.append(Chart(axis.title.capitalize(), Axis("optimizer step"), axis, series))
-    return charts
+    names = {run.run_id: _point_name(run) for run in runs}
+    if len(set(names.values())) < len(runs):  # model and data do not tell the runs apart
+        names = {run.run_id: run.name for run in runs}
+    drawn = {key: curve_series(archive, runs, key, names) for key in CURVES}
+    return [
+        Chart(CURVES[key].title.capitalize(), Axis("optimizer step"), CURVES[key], series)
+        for key, series in drawn.items()
+        if series
+    ]
 
 
-def _curve(run: RecordedRun, curve: Sequence[tuple[float, float]]) -> list[Point]:
-    """Its end is marked where the run has not finished."""
-    points = [Point(step, value) for step, value in curve]
-    if run.status != "FINISHED":
-        points[-1] = replace(points[-1], state=run.status.lower())
-    return points
+def curve_series(
+    archive: Archive, runs: Sequence[RecordedRun], key: str, names: Mapping[str, str]
+) -> list[Series]:
+    """The curve of each run that has one; its end is marked where the run has not finished."""
+    curves = archive.curves([run for run in runs if key in run.metrics], key)
+    holders = [run for run in runs if len(curves.get(run.run_id, [])) > 1]
+    groups = _colour_groups(holders)
+    series = []
+    for run in holders:
+        points = [Point(step, value) for step, value in curves[run.run_id]]
+        if run.status != "FINISHED":
+            points[-1] = replace(points[-1], state=run.status.lower())
+        has_markers = len(points) <= MARKED_POINTS
+        series.append(
+            Series(names[run.run_id], points, groups[run.run_id], has_markers=has_markers)
+        )
+    return series
 
 
 def _colour_groups(runs: Sequence[RecordedRun]) -> dict[str, str]:
@@ -397,8 +399,8 @@ def _colour_groups(runs: Sequence[RecordedRun]) -> dict[str, str]:
     return {run.run_id: run.family for run in runs}
 
 
-def cells(runs: Sequence[RecordedRun]) -> Table:
-    """One row per training, every number that was recorded at its end."""
+def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
+    """One row per training, every number that was recorded at its end, and where MLflow has it."""
     columns: list[tuple[Column, Callable[[RecordedRun], Value]]] = [
         (Column("run"), lambda run: run.name),
         (Column("model"), lambda run: run.label),
@@ -433,9 +435,12 @@ def cells(runs: Sequence[RecordedRun]) -> Table:
         (Column("wall time", duration), lambda run: run.elapsed_s),
         (Column("status"), lambda run: run.status.lower()),
         (Column("group"), lambda run: run.group.digest),
+        (Column("git commit"), lambda run: run.tags.get("vit_ray.git_commit")),
+        (Column("data fingerprint"), lambda run: run.tags.get("vit_ray.data_fingerprint", "")[:12]),
+        (Column("run id"), lambda run: run.run_id),
     ]
     rows = [[value(run) for _, value in columns] for run in runs]
-    links = [f"#run-{run.run_id}" for run in runs]
+    links = [archive.link(run) for run in runs] if archive and archive.is_server else []
     heads = [column for column, _ in columns]
     return Table("Every training of this report", heads, rows, links).used()
 
@@ -553,14 +558,6 @@ def own_share(run: RecordedRun) -> float:
     batch, seen = _param("train.global_batch_size")(run), run.metrics.get("study/images_seen")
     origin = run.tags.get("vit_ray.branched_from", "")
     return branch_origin.own_share(origin, batch if isinstance(batch, float) else None, seen)
-
-
-def short_names(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    """Run id to the shortest name that tells the runs apart: model and data, or the run's name."""
-    names = {run.run_id: _point_name(run) for run in runs}
-    if len(set(names.values())) == len(runs):
-        return names
-    return {run.run_id: run.name for run in runs}
 
 
 def _point_name(run: RecordedRun) -> str:

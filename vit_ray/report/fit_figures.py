@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.config.decisive import LENGTH
+from vit_ray.config.resume_compatibility import LENGTH
 from vit_ray.report.charts import Axis, Chart, Point, Series
 from vit_ray.report.figures import (
     EXAFLOPS,
@@ -31,7 +31,6 @@ from vit_ray.report.figures import (
 )
 from vit_ray.report.fits import (
     EqualAccuracy,
-    Estimate,
     Fit,
     HeldOut,
     NoFitError,
@@ -98,11 +97,6 @@ class FamilyLaws:
     """What no law goes through; empty if nothing is left out."""
 
     @property
-    def num_amounts(self) -> int:
-        """Different amounts of compute of all laws."""
-        return len(amounts([c for points in self.points.values() for c in points.compute]))
-
-    @property
     def name(self) -> str:
         """What a person calls the accuracy."""
         return title_of(self.key) + self.whose
@@ -115,19 +109,21 @@ class FamilyLaws:
     def compared(self) -> dict[str, EqualAccuracy | str]:
         """Compute of each other family's laws over `BASELINE`, or why that is not known."""
         baselines = [law for law in self.runs if self.family(law) == BASELINE]
-        others = [law for law in self.runs if law not in baselines]
-        return {law: self._compared(baselines, law) for law in others if baselines}
-
-    def _compared(self, baselines: Sequence[str], law: str) -> EqualAccuracy | str:
         fitted = [one for one in baselines if one in self.fits]
-        if len(fitted) != 1:
-            return f"{BASELINE} has {len(fitted) or 'no'} law{'s' * (len(fitted) > 1)}"
-        if law not in self.fits:
-            return f"{law} has no law"
-        try:
-            return compare_at_equal_accuracy(self.fits[fitted[0]], self.fits[law])
-        except NoFitError as error:
-            return str(error)
+        found: dict[str, EqualAccuracy | str] = {}
+        for law in self.runs if baselines else ():
+            if law in baselines:
+                continue
+            if len(fitted) != 1:
+                found[law] = f"{BASELINE} has {len(fitted) or 'no'} law{'s' * (len(fitted) > 1)}"
+            elif law not in self.fits:
+                found[law] = f"{law} has no law"
+            else:
+                try:
+                    found[law] = compare_at_equal_accuracy(self.fits[fitted[0]], self.fits[law])
+                except NoFitError as error:
+                    found[law] = str(error)
+        return found
 
     def held_out(self, law: str) -> HeldOut | str:
         """The most costly point of a law as its others predict it, or why they do not."""
@@ -144,7 +140,11 @@ def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
         for key in accuracies_of(runs)[:3]
         for whose, members in by_sets(runs, key)
     ]
-    return [one for one in found if one.num_amounts >= MIN_AMOUNTS]
+    return [
+        one
+        for one in found
+        if len(amounts([c for law in one.points.values() for c in law.compute])) >= MIN_AMOUNTS
+    ]
 
 
 def fit_charts(laws: Sequence[FamilyLaws]) -> list[Chart]:
@@ -155,13 +155,29 @@ def fit_charts(laws: Sequence[FamilyLaws]) -> list[Chart]:
 
 def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
     """Parameters of the laws, and compute at equal accuracy, as far as there is anything to say."""
-    tables = [_parameter_table(laws), _ratio_table(laws)]
-    return [table.used() for table in tables if table.rows]
-
-
-def _parameter_table(laws: Sequence[FamilyLaws]) -> Table:
-    """Exponents with intervals, and the most costly point as the others predict it."""
-    columns = [
+    parameters: list[list[Value]] = []
+    ratios: list[list[Value]] = []
+    for one in laws:
+        for law in one.runs:
+            row: list[Value] = [one.name, law, float(len(amounts(one.points[law].compute)))]
+            if law in one.unfitted:
+                parameters.append([*row, *_UNKNOWN * 10, one.unfitted[law]])
+                continue
+            b, c, held = one.fits[law].exponent, one.fits[law].floor, one.held_out(law)
+            row += [b.value, b.low, _end(b.high), c.value, c.low, min(c.high, 1.0)]
+            if isinstance(held, str):
+                parameters.append([*row, *_UNKNOWN * 4, held])
+            else:
+                guess = held.predicted
+                parameters.append([*row, held.error, guess.value, guess.low, guess.high, None])
+        for law, equal in one.compared.items():
+            if isinstance(equal, str):
+                ratios.append([one.name, law, *_UNKNOWN * 5, equal])
+            else:
+                typical, ends = equal.typical, (float(equal.accuracy[0]), float(equal.accuracy[-1]))
+                interval = _end(typical.low), _end(typical.high)
+                ratios.append([one.name, law, typical.value, *interval, *ends, None])
+    of_laws = [
         Column("accuracy"), Column("family"), Column("points", number),
         Column("exponent b", number), Column("b from", number), Column("b to"),
         Column("error floor c %", percent), Column("c from %", percent), Column("c to %", percent),
@@ -169,46 +185,42 @@ def _parameter_table(laws: Sequence[FamilyLaws]) -> Table:
         Column("predicted from %", percent), Column("predicted to %", percent),
         Column("not known because"),
     ]  # fmt: skip
-    rows = [_parameters(one, family) for one in laws for family in one.runs]
-    return Table("Power laws: error = a C^-b + c, 95 % intervals", columns, rows)
-
-
-def _ratio_table(laws: Sequence[FamilyLaws]) -> Table:
-    columns = [
+    of_ratios = [
         Column("accuracy"), Column("family"), Column(f"compute / compute of {BASELINE}", number),
         Column("from"), Column("to"), Column("over accuracies from %", percent),
         Column("over accuracies to %", percent), Column("not known because"),
     ]  # fmt: skip
-    rows = [
-        [one.name, family, *_ratio_values(equal)]
-        for one in laws
-        for family, equal in one.compared.items()
+    tables = [
+        Table("Power laws: error = a C^-b + c, 95 % intervals", of_laws, parameters),
+        Table(
+            f"Compute at equal accuracy, over that of {BASELINE}: median over a range of "
+            "accuracies, 95 % intervals",
+            of_ratios,
+            ratios,
+        ),
     ]
-    return Table(
-        f"Compute at equal accuracy, over that of {BASELINE}: median over a range of accuracies, "
-        "95 % intervals",
-        columns,
-        rows,
-    )
+    return [table.used() for table in tables if table.rows]
 
 
 def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     """What the laws say, and why a family has none."""
-    told = []
+    found = []
     for one in laws:
         for family, equal in one.compared.items():
             if isinstance(equal, EqualAccuracy):
-                told.append(
-                    f"{one.name}: for the same accuracy {family} needs {_times(equal.typical)} the "
-                    f"compute of {BASELINE} (median over {percent(equal.accuracy[0])} to "
+                ratio = equal.typical
+                found.append(
+                    f"{one.name}: for the same accuracy {family} needs {number(ratio.value)} times "
+                    f"(95 %: {_end(ratio.low)} to {_end(ratio.high)}) the compute of {BASELINE} "
+                    f"(median over {percent(equal.accuracy[0])} to "
                     f"{percent(equal.accuracy[-1])} %)."
                 )
             elif family in one.fits:
-                told.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
-        told += [f"{one.name}, {family}: {why}." for family, why in one.unfitted.items()]
+                found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
+        found += [f"{one.name}, {family}: {why}." for family, why in one.unfitted.items()]
         if one.left_out:
-            told.append(f"{one.name}: no law goes through {one.left_out}.")
-    return told
+            found.append(f"{one.name}: no law goes through {one.left_out}.")
+    return found
 
 
 def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
@@ -234,9 +246,9 @@ def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
         "measured on held-out images": sum(not is_tested(run, key) for run in known),
         "of unknown compute": len(runs) - len(known),
     }
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
     members = {law: [run for one in groups for run in one] for law, groups in named.items()}
-    return FamilyLaws(key, whose, members, points, fits, unfitted, told)
+    return FamilyLaws(key, whose, members, points, fits, unfitted, found)
 
 
 def _by_law(runs: Sequence[RecordedRun]) -> dict[str, list[list[RecordedRun]]]:
@@ -263,26 +275,23 @@ def _curves(one: FamilyLaws) -> Chart:
     series = []
     for law, runs in one.runs.items():
         marks = [
-            Point(compute, run.metrics[one.key], run.name)
+            Point(cost, run.metrics[one.key], run.name)
             for run in runs
-            if (compute := cost_of(run, one.key)) is not None
+            if (cost := cost_of(run, one.key)) is not None
         ]
         series.append(Series(law, marks, has_line=False))
         if law in one.fits:
-            series.append(_curve(law, one.fits[law]))
+            fit = one.fits[law]
+            compute = np.geomspace(fit.compute[0], 2 * fit.compute[-1], _CURVE_POINTS)
+            low, high = fit.band(compute)
+            rows = zip(compute, fit.error_at(compute), high, low, strict=True)
+            points = [
+                Point(float(c), float(1 - e), f"{law}, fitted", float(1 - above), float(1 - below))
+                for c, e, above, below in rows
+            ]
+            series.append(Series(f"{law}, fitted", points, group=law, has_markers=False))
     note = "Lines: error = a C^-b + c, fitted to each family; bands: 95 % by bootstrap."
     return Chart(f"{one.name}: fitted power laws", EXAFLOPS, accuracy, series, note, FAMILIES)
-
-
-def _curve(family: str, fit: Fit) -> Series:
-    compute = np.geomspace(fit.compute[0], 2 * fit.compute[-1], _CURVE_POINTS)
-    low, high = fit.band(compute)
-    rows = zip(compute, fit.error_at(compute), high, low, strict=True)
-    points = [
-        Point(float(c), float(1 - e), f"{family}, fitted", float(1 - above), float(1 - below))
-        for c, e, above, below in rows
-    ]
-    return Series(f"{family}, fitted", points, group=family, has_markers=False)
 
 
 def _ratios(one: FamilyLaws) -> Chart:
@@ -311,33 +320,6 @@ def _ratios(one: FamilyLaws) -> Chart:
     )
 
 
-def _parameters(one: FamilyLaws, family: str) -> list[Value]:
-    count = float(len(amounts(one.points[family].compute)))
-    if family in one.unfitted:
-        return [one.name, family, count, *_UNKNOWN * 10, one.unfitted[family]]
-    fit, held = one.fits[family], one.held_out(family)
-    b, c = fit.exponent, fit.floor
-    law: list[Value] = [b.value, b.low, _high(b), c.value, c.low, min(c.high, 1.0)]
-    if isinstance(held, str):
-        return [one.name, family, count, *law, *_UNKNOWN * 4, held]
-    told = held.predicted
-    return [one.name, family, count, *law, held.error, told.value, told.low, told.high, None]
-
-
-def _ratio_values(equal: EqualAccuracy | str) -> list[Value]:
-    if isinstance(equal, str):
-        return [*_UNKNOWN * 5, equal]
-    ratio = equal.typical
-    low = number(ratio.low) if ratio.low > 0 else "not known"
-    ends = float(equal.accuracy[0]), float(equal.accuracy[-1])
-    return [ratio.value, low, _high(ratio), *ends, None]
-
-
-def _high(known: Estimate) -> str:
-    return number(known.high) if math.isfinite(known.high) else "not known"
-
-
-def _times(ratio: Estimate) -> str:
-    low = number(ratio.low) if ratio.low > 0 else "any number"
-    high = number(ratio.high) if math.isfinite(ratio.high) else "any number"
-    return f"{number(ratio.value)} times (95 %: {low} to {high})"
+def _end(value: float) -> str:
+    """Of an interval."""
+    return number(value) if 0 < value < math.inf else "not known"

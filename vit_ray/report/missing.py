@@ -1,13 +1,11 @@
-"""What a report lacks, in sentences for its reader, and which of two runs it shows of one cell."""
+"""What a report lacks, in sentences for its reader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from vit_ray.report.runs import TRAININGS, Archive, RecordedRun
-from vit_ray.report.seeds import rank, without_copies
+from vit_ray.report.runs import Archive, RecordedRun
 
-CELL_KINDS = ("study_cell", "sweep_trial")
 MEASURED_KINDS = ("study_cell", "pretrain", "finetune")
 """Those whose accuracy is a result; trials of a sweep are measured so on purpose."""
 LONGEST_LIST = 12
@@ -59,32 +57,6 @@ def what_is_missing(
     gaps = [f"{len(runs)} {what}: {_list(runs)}" for what, runs in named.items() if runs]
     return gaps + [
         text for parent in archive.runs for text in _untrained_cells(parent, [*shown, *hidden])
-    ]
-
-
-def one_run_a_cell(
-    runs: Iterable[RecordedRun],
-) -> tuple[list[RecordedRun], list[RecordedRun]]:
-    """Runs to show, and those that claim the cell of another, or record a training once more.
-
-    A cell of a study and a trial have a name of their own under their parent; a training of any
-    kind is its group and its seed. Of several the newest that finished is shown, or where none has,
-    the newest.
-    """
-    runs = list(runs)
-    best: dict[tuple[str | None, str], RecordedRun] = {}
-    for run in runs:
-        if run.kind in CELL_KINDS:
-            other = best.setdefault((run.parent_id, run.name), run)
-            if rank(run) > rank(other):
-                best[run.parent_id, run.name] = run
-    cells = {run.run_id for run in best.values()}
-    kept = [run for run in runs if run.kind not in CELL_KINDS or run.run_id in cells]
-    others = [run for run in kept if run.kind not in TRAININGS]
-    ids = {run.run_id for run in others}
-    ids |= {run.run_id for run in without_copies([run for run in kept if run.kind in TRAININGS])}
-    return [run for run in runs if run.run_id in ids], [
-        run for run in runs if run.run_id not in ids
     ]
 
 

@@ -8,30 +8,21 @@ figures as SVG and PNG.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vit_ray.report import figures
 from vit_ray.report.ablations import ablation_charts
 from vit_ray.report.charts import Chart
 from vit_ray.report.document import named_apart, render, replace_file, write_figures
 from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
-from vit_ray.report.missing import one_run_a_cell, what_is_missing
+from vit_ray.report.missing import what_is_missing
 from vit_ray.report.paper_tables import paper_tables
-from vit_ray.report.runs import Archive, PastEvent, RecordedRun
-from vit_ray.report.tables import Column, Table, number
+from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.seeds import one_run_a_cell
+from vit_ray.report.tables import number
 
-FACTS = {
-    "vit_ray.git_commit": "git commit",
-    "vit_ray.data_fingerprint": "data fingerprint",
-    "vit_ray.cluster": "cluster",
-    "vit_ray.ray_version": "Ray",
-    "vit_ray.resumed_at_steps": "resumed at steps",
-    "vit_ray.changed_params": "changed on restart",
-}
 _RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 
 
@@ -88,21 +79,34 @@ def write_report(
         "curves": figures.learning_curves(archive, compared),
     }
     drawn = named_apart(parts)
+    charts = [chart for part in drawn.values() for chart in part]
     missing = what_is_missing(archive, runs, aside)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
+    paths = {path for run in runs for path in run.training_sets}
+    # The end of a local path is what a reader knows the data by.
+    short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     text = render(
         "page.html",
-        [chart for part in drawn.values() for chart in part],
+        charts,
         refresh_s=watch_s if is_live else None,
         **drawn,
-        **_shown(archive, runs, counted),
+        title=archive.parent.name if archive.parent else archive.experiment,
+        opening=archive.opening,
+        experiment=archive.experiment,
+        parent_id=archive.parent.run_id if archive.parent else None,
+        data=", ".join(sorted(short)),
+        tiles=_tiles(runs),
+        paper_tables=paper_tables(counted),
+        sweep=figures.sweep_table(runs),
+        sweep_summary=figures.sweep_summary(runs),
+        cells=figures.cells(runs, archive),
         fit_tables=fit_tables(laws),
         fit_sentences=fit_sentences(laws),
         missing=missing,
     )
     replace_file(page, text.encode())
-    write_figures(_figures_folder(page), [chart for part in drawn.values() for chart in part])
-    replace_file(page.with_suffix(".csv"), figures.cells(runs).csv().encode())
+    write_figures(_figures_folder(page), charts)
+    replace_file(page.with_suffix(".csv"), figures.cells(runs, archive).csv().encode())
     return Written(page, missing, not archive.runs, is_live)
 
 
@@ -125,35 +129,6 @@ def _figures_folder(page: Path) -> Path:
     return page.with_name(f"{page.stem}-figures")
 
 
-def _shown(
-    archive: Archive, runs: Sequence[RecordedRun], counted: Sequence[RecordedRun]
-) -> dict[str, Any]:
-    """Texts and tables of the page."""
-    histories = archive.histories(archive.runs)
-    return {
-        "title": archive.parent.name if archive.parent else archive.experiment,
-        "opening": archive.opening,
-        "experiment": archive.experiment,
-        "parent_id": archive.parent.run_id if archive.parent else None,
-        "data": _data_names(runs),
-        "tiles": _tiles(runs),
-        "paper_tables": paper_tables(counted),
-        "sweep": figures.sweep_table(runs),
-        "sweep_summary": figures.sweep_summary(runs),
-        "cells": figures.cells(runs),
-        "runs": [_described(archive, one, histories.get(one.run_id, [])) for one in archive.runs],
-    }
-
-
-def _data_names(runs: Sequence[RecordedRun]) -> str:
-    return ", ".join(sorted({_short_path(path) for run in runs for path in run.training_sets}))
-
-
-def _short_path(path: str) -> str:
-    """The end of a local path, which is what a reader knows the data by."""
-    return path if "://" in path else "/".join(Path(path).parts[-3:])
-
-
 def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
     finished = sum(run.status == "FINISHED" for run in runs)
     tiles = {"trainings": str(len(runs)), "finished": str(finished)}
@@ -173,29 +148,3 @@ def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
         if values:
             tiles[name] = number(sum(values))
     return tiles
-
-
-def _described(archive: Archive, run: RecordedRun, events: Sequence[PastEvent]) -> dict[str, Any]:
-    facts = {name: run.tags[key] for key, name in FACTS.items() if key in run.tags}
-    recipe = "\n".join(f"{key} = {value}" for key, value in sorted(run.params.items()))
-    return {
-        "id": run.run_id,
-        "name": run.name,
-        "kind": run.kind,
-        "facts": {"status": run.status.lower(), **facts},
-        "link": archive.link(run),
-        "events": _event_table(events),
-        "recipe": recipe,
-    }
-
-
-def _event_table(events: Sequence[PastEvent]) -> Table:
-    rows = [[_moment(event), number(event.step), event.kind, event.text] for event in events]
-    columns = [Column("time"), Column("step"), Column("event"), Column("what happened")]
-    return Table("Events of the run", columns, rows)
-
-
-def _moment(event: PastEvent) -> str:
-    if not event.time_s:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.time_s))

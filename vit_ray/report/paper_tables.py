@@ -34,8 +34,7 @@ from vit_ray.report.groups import (
     differences,
     differing_keys,
 )
-from vit_ray.report.paper_results import PRETRAINING, TABLE_2, TEST_SETS
-from vit_ray.report.paper_results import table_2 as accuracy_of_paper
+from vit_ray.report.paper import PRETRAINING, TABLE_2, TEST_SETS
 from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun, set_name
 from vit_ray.report.seeds import Mean, by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, number, percent
@@ -194,12 +193,17 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
         *(Column(f"{model} ({data})") for model, data in models),
         *(Column(f"the paper's {name} ({PRETRAINING[data]})", percent) for name, data in theirs),
     ]
+
+    def of_paper(model: tuple[str, str], task: str) -> float | None:
+        printed = paper.table_2(*model, _key(task)) if task in known else None
+        return None if printed is None else printed[0]
+
     rows: list[list[Value]] = [
         [
             task,
             rest,
             *(_text(means.get(model)) for model in models),
-            *(_of_paper(model, task, known) for model in theirs),
+            *(of_paper(model, task) for model in theirs),
         ]
         for task, rest, means in _spread(found, lambda one: one.task, lambda one: one.model)
     ]
@@ -212,11 +216,6 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     if known:
         caption += f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
     return Table(caption, columns, rows).used()
-
-
-def _of_paper(model: tuple[str, str], task: str, known: set[str]) -> float | None:
-    printed = accuracy_of_paper(*model, _key(task)) if task in known else None
-    return None if printed is None else printed[0]
 
 
 def _of_papers_test_sets(runs: Sequence[RecordedRun]) -> set[str]:

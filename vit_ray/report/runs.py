@@ -6,21 +6,19 @@ import json
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from mlflow.entities import Run
+from mlflow.entities import Experiment, Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.decisive import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.model_family import model_family
 from vit_ray.config.recorded_recipe import INIT_RUN, recorded_before
+from vit_ray.config.resume_compatibility import LENGTH, TAGGED, deciding_keys, is_trained
 from vit_ray.config.secrets import redact
 from vit_ray.measure.best_evaluation import EVALUATIONS, with_best
 from vit_ray.report.groups import (
@@ -35,7 +33,7 @@ from vit_ray.report.groups import (
     WEIGHTS,
     Group,
 )
-from vit_ray.report.histories import CONNECTIONS, Curve, Histories, is_finite
+from vit_ray.report.histories import Curve, Histories, is_finite
 
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
 """Kinds of runs that train; those of other programs have none."""
@@ -53,21 +51,6 @@ MAX_POINTS: Final = 300
 MAX_POINTS_A_CHART: Final = 12_000
 """More than that, a browser draws for seconds."""
 MIN_POINTS: Final = 40
-EVENT_TAG: Final = "vit_ray.events."
-"""With the kind behind it: how often it happened. A run that has none has no history."""
-
-
-@dataclass(frozen=True)
-class PastEvent:
-    """A line of a run's history."""
-
-    kind: str
-    text: str
-    step: int = 0
-    time_s: float = 0.0
-    """Seconds since the epoch; 0 where it is not known."""
-
-
 _STEP_FOLDER: Final = re.compile(r"/step-\d{8,}$")
 _SETS: Final = {
     TRAINING_SET: ("training", "data.train"),
@@ -299,16 +282,38 @@ class Archive:
         self.is_server = uri.startswith(("http://", "https://"))
         self._curves = Histories(self._client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
-        self.selection = selection
         self.parent: RecordedRun | None = None
+        found: Experiment | None = None
         if RUN_ID.fullmatch(selection):
-            self.parent = self._run(selection)
-            experiment_id = self.parent.run.info.experiment_id
-        else:
-            experiment_id = self._experiment(selection)
-        self.experiment = str(self._client.get_experiment(experiment_id).name)
-        everything = self._all_runs(experiment_id)
-        chosen = _family_of(selection, everything) if self.parent else everything
+            try:
+                self.parent = RecordedRun(self._client.get_run(selection))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                raise ValueError(f"report: MLflow has no run {selection}") from None
+            found = self._client.get_experiment(self.parent.run.info.experiment_id)
+        elif (found := self._client.get_experiment_by_name(selection)) is None:
+            known = sorted(e.name for e in self._client.search_experiments())
+            raise ValueError(
+                f"report: MLflow has no experiment {selection!r}; it has {', '.join(known)} "
+                "(give one of these, or a run id)"
+            )
+        self.experiment = str(found.name)
+        everything: list[RecordedRun] = []
+        token: str | None = ""
+        while token is not None:
+            page = self._client.search_runs(
+                [found.experiment_id], order_by=["attributes.start_time ASC"], page_token=token
+            )
+            everything += [RecordedRun(run) for run in page]
+            token = page.token or None
+        chosen = everything
+        if self.parent:  # and what is recorded under it, at any depth
+            kept, size = {selection}, 0
+            while len(kept) > size:
+                size = len(kept)
+                kept |= {run.run_id for run in everything if run.parent_id in kept}
+            chosen = [run for run in everything if run.run_id in kept]
         self.runs = with_origins(with_tasks(chosen), everything)
 
     def curves(self, runs: Sequence[RecordedRun], key: str) -> dict[str, Curve]:
@@ -330,73 +335,21 @@ class Archive:
             for run_id, curve in self._curves.curves(run_ids, name, most).items()
         }
 
-    def histories(self, runs: Sequence[RecordedRun]) -> dict[str, list[PastEvent]]:
-        """Run id to what happened to each run that ended with events, in order of time.
-
-        A history that cannot be read is one event that says so.
-        """
-        told = [run for run in runs if any(tag.startswith(EVENT_TAG) for tag in run.tags)]
-        with ThreadPoolExecutor(CONNECTIONS) as readers:
-            return dict(
-                zip([r.run_id for r in told], readers.map(self._history, told), strict=True)
-            )
-
-    def _history(self, run: RecordedRun) -> list[PastEvent]:
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(self._client.download_artifacts(run.run_id, "history", folder))
-                texts = [file.read_text() for file in sorted(path.glob("*.json"))]
-            events = [PastEvent(**event) for text in texts for event in json.loads(text)]
-        except Exception as error:  # of any store of artifacts; the page has other things to show
-            lost = f"the run's history cannot be read: {redact(str(error).partition(chr(10))[0])}"
-            return [PastEvent("unknown", lost)]
-        return sorted(events, key=lambda event: event.time_s)
-
     def link(self, run: RecordedRun) -> str:
-        """Address of the run in MLflow's pages, without user and password."""
-        base = self.address if self.is_server else "http://127.0.0.1:5000"
+        """Address of the run in the pages of the MLflow server; empty without a server."""
         info = run.run.info
-        return f"{base}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+        path = f"/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+        return self.address + path if self.is_server else ""
 
     @property
     def opening(self) -> str:
-        """How to make the links of the page work."""
+        """Where each run's recipe, events and files are."""
         if self.is_server:
-            return f"The links lead to MLflow at {self.address}."
+            return f"Recipe, events and files of each run are in MLflow at {self.address}."
         return (
-            "The links lead to MLflow on this machine, while it is open: "
-            f"mlflow server --backend-store-uri {self.address}"
+            "Recipe, events and files of each run are in MLflow: mlflow server "
+            f"--backend-store-uri {self.address}"
         )
-
-    def _run(self, run_id: str) -> RecordedRun:
-        try:
-            return RecordedRun(self._client.get_run(run_id))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            raise ValueError(f"report: MLflow has no run {run_id}") from None
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
-            known = sorted(e.name for e in self._client.search_experiments())
-            raise ValueError(
-                f"report: MLflow has no experiment {name!r}; it has {', '.join(known)} "
-                "(give one of these, or a run id)"
-            )
-        return str(found.experiment_id)
-
-    def _all_runs(self, experiment_id: str) -> list[RecordedRun]:
-        found: list[RecordedRun] = []
-        token: str | None = None
-        while True:
-            page = self._client.search_runs(
-                [experiment_id], order_by=["attributes.start_time ASC"], page_token=token
-            )
-            found += [RecordedRun(run) for run in page]
-            token = page.token
-            if not token:
-                return found
 
 
 def paths_of(recorded: str) -> list[str]:
@@ -492,16 +445,6 @@ class _Origins:
         named = self._by_place.get(PurePosixPath(folder).name, [])
         named = [one for one in named if one.run_id != run.run_id]
         return named[0] if len({(one.group, one.seed) for one in named}) == 1 else None
-
-
-def _family_of(root_id: str, runs: list[RecordedRun]) -> list[RecordedRun]:
-    """The root and everything recorded under it, at any depth."""
-    kept = {root_id}
-    while True:
-        more = {run.run_id for run in runs if run.parent_id in kept} - kept
-        if not more:
-            return [run for run in runs if run.run_id in kept]
-        kept |= more
 
 
 def require_store(uri: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vit_ray.report.groups import Group
-from vit_ray.report.runs import RecordedRun
+from vit_ray.report.runs import TRAININGS, RecordedRun
 from vit_ray.report.tables import percent
+
+CELL_KINDS: Final = ("study_cell", "sweep_trial")
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,12 @@ class Mean:
     """None of a single seed."""
     count: int
 
-    def __str__(self) -> str:
-        spread = "" if self.deviation is None else f" +- {percent(self.deviation)}"
-        return f"{percent(self.value)}{spread}"
+    def text(self, form: Callable[[float], str] = percent) -> str:
+        """`MEAN +- DEVIATION`, each in this form."""
+        spread = "" if self.deviation is None else f" +- {form(self.deviation)}"
+        return f"{form(self.value)}{spread}"
+
+    __str__ = text
 
 
 def mean_of(values: Sequence[float]) -> Mean | None:
@@ -49,7 +55,28 @@ def by_group(runs: Iterable[RecordedRun]) -> dict[Group, list[RecordedRun]]:
     return {group: [*seeds.values()] for group, seeds in found.items()}
 
 
-def without_copies(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """One record of each training."""
-    kept = {run.run_id for seeds in by_group(runs).values() for run in seeds}
-    return [run for run in runs if run.run_id in kept]
+def one_run_a_cell(
+    runs: Iterable[RecordedRun],
+) -> tuple[list[RecordedRun], list[RecordedRun]]:
+    """Runs to show, and those that claim the cell of another, or record a training once more.
+
+    A cell of a study and a trial have a name of their own under their parent; a training of any
+    kind is its group and its seed. Of several the newest that finished is shown, or where none has,
+    the newest.
+    """
+    runs = list(runs)
+    best: dict[tuple[str | None, str], RecordedRun] = {}
+    for run in runs:
+        if run.kind in CELL_KINDS:
+            other = best.setdefault((run.parent_id, run.name), run)
+            if rank(run) > rank(other):
+                best[run.parent_id, run.name] = run
+    cells = {run.run_id for run in best.values()}
+    kept = [run for run in runs if run.kind not in CELL_KINDS or run.run_id in cells]
+    others = [run for run in kept if run.kind not in TRAININGS]
+    ids = {run.run_id for run in others}
+    trainings = by_group(run for run in kept if run.kind in TRAININGS)
+    ids |= {run.run_id for seeds in trainings.values() for run in seeds}
+    return [run for run in runs if run.run_id in ids], [
+        run for run in runs if run.run_id not in ids
+    ]

@@ -1,7 +1,7 @@
 """The record of a run on disk: an append-only JSONL file, the queue between training and MLflow.
 
-Whatever is to be recorded is first a line on disk, so it survives an outage of MLflow and the end
-of the process. A second file, `<name>.sent`, notes how far MLflow has it, and in which run.
+What is recorded is first a line on disk, so it survives an outage of MLflow and the end of the
+process. A second file, `<name>.sent`, notes how far MLflow has it, and in which run.
 """
 
 from __future__ import annotations
@@ -12,59 +12,61 @@ import io
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final, Literal, NamedTuple
 
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
+from vit_ray.storage import locate
 
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder that has the run's checkpoints: two outputs may have runs of one name."""
+STARTED_OVER: Final = "vit_ray.started_over_from"
+"""Tag of a run that began at step 0 in the place of an earlier one, whose id it is."""
 STARTUP: Final = "startup/first_step_s"
 """Metric that counts once in each opening: later attempts do not start the run."""
-FILES: Final = ("text", "artifact", "model")
-"""Kinds of records that become files of the run."""
+FILES: Final = ("text", "artifact", "model", "event")
+"""Kinds of records that become files of the run; its events are one together."""
+FAILURE: Final = "vit_ray.failure"
+"""Tag of the reason why a run has failed."""
 _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "start": {
-        "spool_id": str,
         "run_name": str,
         "experiment": str,
         "parent_run_id": (str, NoneType),
         "params": dict,
         "tags": dict,
         "resume_step": (int, NoneType),
+        "opening": str,
     },
     "metrics": {"step": int, "values": dict},
     "tag": {"key": str, "value": str},
     "text": {"name": str, "text": str},
     "artifact": {"path": str, "folder": str},
-    "model": {
-        "path": str,
-        "name": str,
-        "step": int,
-        "params": dict,
-        "register_as": (str, NoneType),
-    },
+    "model": {"files": dict, "name": str, "step": int, "params": dict},
+    "event": {"event": str, "text": str, "step": int},
     "finish": {"status": str},
-    "event": {"event": dict},
-    "wish": {"what": str, "reason": str},
 }
-_START: Final = b'{"kind": "start"'
-_FINISH: Final = b'{"kind": "finish"'
-SENT_KINDS: Final = frozenset(_FIELDS) - {"event", "wish"}
+SENT_KINDS: Final = frozenset(_FIELDS)
 """What MLflow gets; other kinds are for the process that opens the log again."""
+_START: Final = b'{"kind": "start"'
+_EVENT: Final = b'{"kind": "event"'
 RELEASE_S = 20.0
 """How long the process of a driver that was killed may take to release its logs."""
+ARRIVAL_S: Final = 300.0
+"""Longest wait for what must be on disk before the caller continues."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +95,73 @@ class RunOpening:
     """Group of what workers call `eval/...`: `dev` where it is a split to choose on."""
     awaited_metric: str | None = None
     """Listed first among the run's metrics: MLflow's compare view draws the first one."""
+    training_id: str | None = None
+    """Of a training that begins at step 0; the log of another one is set aside."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     """Identifies this opening of the log, also after its process has died and was restarted."""
 
 
-@dataclass(frozen=True)
-class Sent:
+class Recorder(ABC):
+    """What can be recorded of a run; each call is one record of its log."""
+
+    @abstractmethod
+    def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
+        """Write a record; from another process above 0 `wait_s` waits until it is on disk."""
+
+    def metrics(self, step: int, values: Mapping[str, float], wait_s: float = 0.0) -> None:
+        """Values at a step, the first of which counts; others than finite ones are counted."""
+        if values:
+            plain = {key: float(value) for key, value in values.items()}
+            self.append("metrics", wait_s, step=int(step), values=plain)
+
+    def results(self, step: int, values: Mapping[str, float]) -> None:
+        """Results of the runs under this one, which replace those of an earlier start."""
+        plain = {key: float(value) for key, value in values.items()}
+        self.append("metrics", ARRIVAL_S, step=int(step), values=plain, again=True)
+
+    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
+        """An event of the run's history."""
+        self.append("event", wait_s, event=kind, text=text, step=step)
+
+    def tag(self, key: str, value: str) -> None:
+        """A tag of the run."""
+        self.append("tag", ARRIVAL_S, key=key, value=str(value))
+
+    def text(self, name: str, text: str, wait_s: float = ARRIVAL_S) -> None:
+        """A text to keep with the run as a file, such as `recipe.yaml`."""
+        self.append("text", wait_s, name=name, text=text)
+
+    def artifact(self, path: str | Path, folder: str = "") -> None:
+        """A file or folder of the run's folder, which must stay where it is until it is sent."""
+        self.append("artifact", ARRIVAL_S, path=str(Path(path).resolve()), folder=folder)
+
+    def model(
+        self,
+        files: Mapping[str, str],
+        name: str,
+        step: int,
+        params: Mapping[str, str],
+        register_as: str | None,
+    ) -> None:
+        """A model of MLflow by the texts of its files.
+
+        Args:
+            step: at which the run had the model.
+            params: shown with it.
+            register_as: registered model that gets it as a version.
+        """
+        self.append(
+            "model",
+            ARRIVAL_S,
+            files=dict(files),
+            name=name,
+            step=step,
+            params=dict(params),
+            register_as=register_as,
+        )
+
+
+class Sent(NamedTuple):
     """What MLflow has of a log."""
 
     offset: int = 0
@@ -109,78 +172,60 @@ class Sent:
     """The run that has them."""
 
 
-class MetricsLog:
+class MetricsLog(Recorder):
     """The file; writing a record is safe from any thread and never raises."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.on_record: Callable[[Record], None] | None = None
-        """Called with each record, also where the disk is full."""
+    def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
+        """`on_record`: called with each record that is written, also where the disk is full."""
+        self.path, self._on_record = path, on_record
         self._lock = threading.Lock()
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        self.num_cuts = 0
+        """How often the file was found shorter than it had been."""
         self._has_warned = False
         self._sent_path = path.with_name(path.name + ".sent")
         self._sent = self.read_sent()
 
-    def open(self, opening: RunOpening) -> list[Record]:
-        """The start record of an opening, written unless it is there, and what followed it.
+    def open(self, opening: RunOpening) -> Record:
+        """The start record of an opening, written unless it is there.
 
-        The log of another run is set aside, named by its run id, and can be replayed.
+        A new opening of another run or training sets the log aside, named by its run id; it can be
+        replayed.
         """
-        run_id = self.read_sent().run_id
-        if opening.run_id and run_id and opening.run_id != run_id:
-            for path in (self.path, self._sent_path):
-                if path.exists():
-                    path.rename(path.with_name(f"{run_id}.{path.name}"))
-            self._sent = Sent()
         if earlier := self.opened(opening.key):
-            return earlier
-        start = self._append(
+            return earlier[0]
+        run_id, tags = self.read_sent().run_id, dict(opening.tags)
+        first, training_id = self.first_start(), opening.training_id
+        if first and training_id and first.get("training_id") != training_id:
+            self._set_aside(run_id or time.strftime("%Y%m%dT%H%M%S"))
+            tags |= {STARTED_OVER: run_id} if run_id else {}
+        elif opening.run_id and run_id and opening.run_id != run_id:
+            self._set_aside(run_id)
+        return self.append(
             "start",
-            spool_id=uuid.uuid4().hex,
             run_name=opening.run_name,
             experiment=opening.config.experiment,
             parent_run_id=opening.config.parent_run_id,
             params={key: str(value) for key, value in opening.params.items()},
-            tags={key: str(value) for key, value in opening.tags.items()},
+            tags={key: str(value) for key, value in tags.items()},
             resume_step=opening.resume_step,
             datasets=opening.datasets,
             awaited_metric=opening.awaited_metric,
             measured_on=opening.measured_on,
             opening=opening.key,
+            training_id=training_id,
         )
-        return [start]
 
-    def metrics(self, step: int, values: Mapping[str, float], *, is_again: bool = False) -> None:
-        """Values at a step; a value that is not finite counts up `<key>_nonfinite`.
-
-        Args:
-            is_again: the later value of a step counts, as of the results of a sweep that was
-                started again; else the first one does.
-        """
-        plain = {key: float(value) for key, value in values.items()}
-        again = {"again": True} if is_again else {}
-        self._append("metrics", step=int(step), values=plain, **again)
-
-    def event(self, kind: EventKind, text: str, step: int) -> None:
-        """An event of the run's history."""
-        event = {"kind": kind, "text": text, "step": step, "time_s": time.time()}
-        self._append("event", event=event)
-
-    def note(self, kind: str, values: Mapping[str, Any]) -> None:
-        """What MLflow does not get, such as that the run is to stop, and must not be lost."""
-        self._append(kind, **values)
-
-    def tag(self, key: str, value: str) -> None:
-        """A tag of the run."""
-        self._append("tag", key=key, value=str(value))
-
-    def text(self, name: str, text: str) -> None:
-        """A text to keep with the run as a file, such as `recipe.yaml`."""
-        self._append("text", name=name, text=text)
-
-    def artifact(self, path: str | Path, folder: str = "") -> None:
-        """A file or folder of the run's folder, which must stay where it is until it is sent."""
-        self._append("artifact", path=str(Path(path).resolve()), folder=folder)
+    def _set_aside(self, name: str) -> None:
+        with self._lock:
+            for path in (self.path, self._sent_path):
+                if path.exists():
+                    path.rename(path.with_name(f"{name}.{path.name}"))
+            self._sent, self._end = Sent(), 0
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def content(self, name: str, content: bytes, folder: str) -> None:
         """A file to keep with the run by its content, from a worker on any node.
@@ -192,57 +237,50 @@ class MetricsLog:
         path.write_bytes(content)
         self.artifact(path, folder)
 
-    def model(
-        self,
-        files: Mapping[str, str],
-        name: str,
-        step: int,
-        params: Mapping[str, str],
-        register_as: str | None,
-    ) -> None:
-        """A model of MLflow by the texts of its files; without one where they cannot be written.
-
-        Args:
-            step: at which the run had the model.
-            params: shown with it.
-            register_as: registered model that gets it as a version.
-        """
-        folder = self.path.parent / f"mlflow-model-{step:08d}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for file, text in files.items():
-                (folder / file).write_text(text)
-        except OSError as error:
-            return logger.warning("%s: no model is logged: %s", self.path, error)
-        self._append(
-            "model",
-            path=str(folder.resolve()),
-            name=name,
-            step=step,
-            params=dict(params),
-            register_as=register_as,
-        )
-
-    def finish(self, status: Status) -> None:
-        """The run has ended."""
-        self._append("finish", status=status)
-
-    def _append(self, kind: str, **values: Any) -> Record:
+    def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> Record:
         """Write one record without secrets; a full disk loses it with one warning, nothing else."""
         record = {"kind": kind, **values, "time_ms": round(time.time() * 1000)}
-        line = json.dumps(redacted(record)) + "\n"
+        line = (json.dumps(redacted(record)) + "\n").encode()
         try:
             with self._lock:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "a+b") as file:
-                    file.write(_line_end(file) + line.encode())
+                file = self._opened_file()
+                end = file.seek(0, os.SEEK_END)
+                if end < self._end:
+                    self.num_cuts += 1
+                    logger.warning("%s has been cut: what was not sent of it is lost", self.path)
+                if end:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # half a line that a killed process has left
+                        line = b"\n" + line
+                file.write(line)
+                file.flush()
+                self._end = file.tell()
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("metrics cannot be kept in %s: %s", self.path, error)
-        if self.on_record is not None:
-            self.on_record(record)
+        if self._on_record is not None:
+            self._on_record(record)
         return record
+
+    def _opened_file(self) -> IO[bytes]:
+        """The file, which is written again from what is open of it where it has been deleted."""
+        earlier = self._file
+        is_there = self.path.exists()
+        if earlier is not None and is_there and _is_file(earlier, self.path):
+            return earlier
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if earlier is not None and not is_there:
+            logger.warning("%s was deleted while it is in use; written again", self.path)
+            half = self.path.with_name(self.path.name + ".half")
+            earlier.seek(0)
+            with open(half, "wb") as copy:
+                shutil.copyfileobj(earlier, copy)
+            os.replace(half, self.path)
+        self._file = open(self.path, "a+b")  # noqa: SIM115 - for the next record, too
+        if earlier is not None:  # only now: until here it may be the only copy
+            earlier.close()
+        return self._file
 
     def read(self, offset: int, max_bytes: int = 2**20) -> list[tuple[Record, int]]:
         """Whole records from a byte offset on, each with the offset behind it."""
@@ -261,27 +299,39 @@ class MetricsLog:
             records.append((_parsed(line), offset))
         return records
 
-    def opened(self, key: str) -> list[Record]:
-        """The start record of an opening and what was recorded since; empty: there is none."""
+    def opened(self, key: str | None = None) -> list[Record]:
+        """The start record of an opening, by default the last, and what was recorded since."""
         found: list[Record] = []
         is_ours = False
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             for line in file:
                 if line.startswith(_START):
-                    is_ours = _parsed(line).get("opening") == key
+                    is_ours = key in (None, _parsed(line).get("opening"))
+                    found = [] if key is None else found
                 if is_ours:
                     found.append(_parsed(line))
         return found
 
-    def end_is_sent(self, status: Status) -> bool:
-        """Whether the last opening has ended with this status, and MLflow has all of the log."""
-        sent, last = self.read_sent(), None
+    def events_before(self, offset: int, key: str | None) -> list[Record]:
+        """Events of an opening up to a byte offset."""
+        found: list[Record] = []
+        position, is_ours = 0, False
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             for line in file:
-                if line.startswith((_START, _FINISH)):
-                    last = _parsed(line)
-        has_all = min(sent.offset, sent.files_offset) >= self.size
-        return has_all and last is not None and last.get("status") == status
+                position += len(line)
+                if position > offset:
+                    break
+                if line.startswith(_START):
+                    is_ours = _parsed(line).get("opening") == key
+                elif is_ours and line.startswith(_EVENT):
+                    found.append(_parsed(line))
+        return [record for record in found if record["kind"] == "event"]
+
+    def end_is_sent(self, status: Status) -> bool:
+        """Whether the last opening has ended with this status, and MLflow has all of the log."""
+        sent = self.read_sent()
+        ends = [record["status"] for record in self.opened() if record["kind"] == "finish"]
+        return min(sent.offset, sent.files_offset) >= self.size and ends[-1:] == [status]
 
     def first_start(self) -> Record | None:
         """The record that opened the file."""
@@ -296,24 +346,32 @@ class MetricsLog:
         """How far MLflow has the file, as noted by `mark_sent`; of a file that is gone, nothing."""
         try:
             noted = json.loads(self._sent_path.read_text())
-            known = {one.name: noted[one.name] for one in fields(Sent) if one.name in noted}
-            if known.get("files_offset") is None:  # as far as the rest
-                known["files_offset"] = known.get("offset", 0)
-            sent = Sent(**known)
-            return Sent(run_id=sent.run_id) if sent.offset > self.size else sent
-        except (OSError, ValueError, TypeError):
+            sent = Sent(int(noted["offset"]), int(noted["files_offset"]), noted["run_id"])
+        except (OSError, ValueError, TypeError, KeyError):
             return Sent()
+        return sent if sent.offset <= self.size else Sent(run_id=sent.run_id)
 
     def mark_sent(self, **changes: Any) -> None:
         """Note fields of `Sent` on disk; never raises, as sending twice does no harm."""
         half = self._sent_path.with_suffix(".half")
         try:
             with self._lock:
-                self._sent = replace(self._sent, **changes)
-                half.write_text(json.dumps(asdict(self._sent)))
+                self._sent = self._sent._replace(**changes)
+                half.write_text(json.dumps(self._sent._asdict()))
                 os.replace(half, self._sent_path)
         except OSError as error:
-            logger.debug("cannot note progress beside %s: %s", self.path, error)
+            logger.debug("progress of %s cannot be noted: %s", self.path, error)
+
+
+def _is_file(file: IO[bytes], path: Path) -> bool:
+    return os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def metrics_log_path(run_folder: str) -> Path:
+    """Local file that keeps what is recorded of a run until MLflow has it."""
+    folder = locate(run_folder)
+    home = Path() if folder.is_local else Path.home() / ".cache" / "vit_ray"
+    return home / folder.path / "metrics.jsonl"
 
 
 def lock_log(log_path: Path, run_name: str) -> IO[str]:
@@ -328,44 +386,36 @@ def lock_log(log_path: Path, run_name: str) -> IO[str]:
         file = open(path, "w")  # noqa: SIM115 - held until the run has ended
     except OSError:  # nothing can be written there: the log itself will warn
         return io.StringIO()
-    deadline = time.monotonic() + RELEASE_S
+    if locks_in_time(file, RELEASE_S):
+        return file
+    raise RuntimeError(
+        f"run {run_name!r}: the recorder of its last driver on this machine has not ended in "
+        f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), then "
+        "start again"
+    )
+
+
+def locks_in_time(file: IO[str], limit_s: float) -> bool:
+    """Lock a file until it is closed; False if another process has it for all of the time."""
+    deadline_s = time.monotonic() + limit_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            return True
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"run {run_name!r}: the recorder of its last driver on this machine "
-                    f"has not ended in {RELEASE_S:g} s and still writes {log_path}; end "
-                    "that driver's job (ray job stop), then start again"
-                ) from None
-            time.sleep(0.5)
-
-
-def _line_end(file: Any) -> bytes:
-    """Ends the half line that a killed process may have left."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return b""
-    file.seek(-1, os.SEEK_END)
-    return b"" if file.read(1) == b"\n" else b"\n"
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
 
 
 def _parsed(line: bytes) -> Record:
     """The record of a line, or `{"kind": "torn"}`: the file may have been edited."""
-    torn: Record = {"kind": "torn"}
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return torn
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return torn
-    expected = _FIELDS.get(record["kind"])
-    if expected is None:
-        return record
-    is_whole = (
-        isinstance(record.get("time_ms"), int)
-        and all(isinstance(record.get(key), kind) for key, kind in expected.items())
-        and all(isinstance(one, (int, float)) for one in dict(record.get("values", {})).values())
-    )
-    return record if is_whole else torn
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        record: Record = json.loads(line)
+        wanted = {"kind": str, "time_ms": int, **_FIELDS.get(record["kind"], {})}
+        has_fields = all(isinstance(record[key], kind) for key, kind in wanted.items())
+        if has_fields and all(
+            isinstance(v, int | float) for v in record.get("values", {}).values()
+        ):
+            return record
+    return {"kind": "torn"}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from vit_ray.config.secrets import redact, userinfo
+from vit_ray.tracking.metrics_log import locks_in_time
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
@@ -25,8 +23,13 @@ LOCK_S = 60.0
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
 """What MLflow makes of 401 and 403."""
 
-# MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
-_REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+_SETTINGS = {
+    # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    # At the end of a run it prints the server's address with its password.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
 
 
 def absolute_uri(uri: str, folder: Path | None = None) -> str:
@@ -83,14 +86,18 @@ def open_client(uri: str) -> MlflowClient:
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
-    for name, value in _REQUEST_LIMITS.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     path = _sqlite_path(uri)
     if path is None:
         return MlflowClient(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
-        _wait_for(lock)
+        if not locks_in_time(lock, LOCK_S):
+            raise TimeoutError(
+                f"another process has held {lock.name} for {LOCK_S:g} s; end the process that "
+                f"`fuser {lock.name}` shows, or choose another tracking.uri"
+            )
         client = MlflowClient(absolute_uri(uri))
         client.search_experiments(max_results=1)  # the first query makes the schema
     return client
@@ -147,7 +154,13 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """
     found = client.get_experiment_by_name(name)
     if found is None:
-        _create_experiment(client, uri, name)
+        path = _sqlite_path(absolute_uri(uri))
+        place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
+        try:
+            client.create_experiment(name, artifact_location=place, tags=_KIND)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+                raise
         found = client.get_experiment_by_name(name)
     assert found is not None
     if found.lifecycle_stage != "active":
@@ -170,30 +183,6 @@ def page_hint(uri: str, experiment: str | None = None) -> str:
         link += f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
     command = f"mlflow ui --backend-store-uri {absolute_uri(uri)}"
     return f"{command} and then {link}" if is_file else link
-
-
-def _wait_for(lock: IO[str]) -> None:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"another process has held {lock.name} for {LOCK_S:g} s; end the one that "
-                    f"`fuser {lock.name}` shows, or choose another tracking.uri"
-                ) from None
-            time.sleep(0.05)
-
-
-def _create_experiment(client: MlflowClient, uri: str, name: str) -> None:
-    path = _sqlite_path(absolute_uri(uri))
-    location = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
-    try:
-        client.create_experiment(name, artifact_location=location, tags=_KIND)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
-            raise
 
 
 def _sqlite_path(uri: str) -> Path | None:

@@ -7,17 +7,21 @@ replay logs a step twice. The exception is a metric that is recorded again: the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from vit_ray.config.recorded_recipe import CHANGED_PARAMS
 from vit_ray.mlflow_internals import latest_points
-from vit_ray.tracking.metrics_log import STARTUP, Record
+from vit_ray.tracking.metrics_log import FAILURE, STARTUP, Record
 from vit_ray.tracking.mlflow_api import (
     Dataset,
     DatasetInput,
@@ -96,19 +100,48 @@ class RunWriter:
     def connect(self) -> None:
         """Find the run and what it already holds, or create it."""
         self._client = open_client(self.uri)
-        run = self._find() or self._create()
+        run = self._find()
+        if run is None:
+            tags = {ORIGIN: self._wanted or self._first["opening"]}
+            if self._first["parent_run_id"]:
+                tags["mlflow.parentRunId"] = self._first["parent_run_id"]
+            run = self._client.create_run(
+                experiment_id(self._client, self.uri, self._first["experiment"]),
+                start_time=self._first["time_ms"],
+                tags=tags,
+                run_name=self._first["run_name"],
+            )
         self.experiment_id = str(run.info.experiment_id)
         self.run_id = run.info.run_id
 
-    def takes_writes(self, kind: str) -> bool:
-        """Whether MLflow takes a record of this kind now; what is written changes nothing."""
+    def log_history(self, events: Sequence[Record]) -> None:
+        """Write the events of an opening, or of a part of it, as a file, and count them by tags."""
+        seconds, ms = divmod(events[0]["time_ms"], 1000)
+        found = [
+            {
+                "kind": one["event"],
+                "text": one["text"],
+                "step": one["step"],
+                "time_s": one["time_ms"] / 1000,
+            }
+            for one in events
+        ]
+        began_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
+        name = f"history/{began_at}.{ms:03}-{self.opening['opening']}.json"
+        self.client.log_text(self._id, json.dumps(found, indent=1), name)
+        counts = Counter(one["event"].replace(" ", "_") for one in events)
+        tags = [RunTag(f"vit_ray.events.{kind}", str(count)) for kind, count in counts.items()]
+        self.client.log_batch(self._id, tags=tags)
+
+    def takes_writes(self) -> bool:
+        """Whether MLflow takes tags, and a point that it has; what is written changes nothing."""
         try:
             run = self.client.get_run(self._id)
             origin = run.data.tags.get(ORIGIN, self._id)
-            if kind == "tag":
-                self._tag(ORIGIN, origin)
-            else:
-                self.client.log_batch(self._id, tags=[RunTag(ORIGIN, origin)])
+            self._tag(ORIGIN, origin)
+            points = itertools.islice(latest_points(run), 1)
+            known = [Metric(p.key, p.value, p.timestamp, p.step) for p in points]
+            self.client.log_batch(self._id, metrics=known, tags=[RunTag(ORIGIN, origin)])
         except Exception:
             return False
         return True
@@ -135,7 +168,7 @@ class RunWriter:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         experiment = self.client.get_experiment_by_name(self._first["experiment"])
-        for origin in filter(None, (self._wanted, self._first["spool_id"])):
+        for origin in filter(None, (self._wanted, self._first["opening"])):
             if experiment is None:
                 break
             found = self.client.search_runs(
@@ -145,24 +178,23 @@ class RunWriter:
                 return self.client.get_run(found[0].info.run_id)
         return None
 
-    def _create(self) -> Run:
-        tags = {ORIGIN: self._wanted or self._first["spool_id"]}
-        if self._first["parent_run_id"]:
-            tags["mlflow.parentRunId"] = self._first["parent_run_id"]
-        return self.client.create_run(
-            experiment_id(self.client, self.uri, self._first["experiment"]),
-            start_time=self._first["time_ms"],
-            tags=tags,
-            run_name=self._first["run_name"],
-        )
-
     def _send_start(self, record: Record) -> None:
         run = self.client.get_run(self._id)
         self.opening = record
         self._seen = self._steps_of(run, record["resume_step"])
         if run.info.status != "RUNNING":
             self.client.update_run(self._id, status="RUNNING")
-        self._send_params(record["params"], run)
+        if FAILURE in run.data.tags:  # of an attempt that this one goes on from
+            self.client.delete_tag(self._id, FAILURE)
+        # MLflow never changes a parameter, so what a restart changed becomes a tag.
+        known = run.data.params
+        params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in record["params"].items()}
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for first in range(0, len(new), MAX_PARAMS):
+            self.client.log_batch(self._id, params=new[first : first + MAX_PARAMS])
+        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
+        if changed or (params and CHANGED_PARAMS in run.data.tags):
+            self._tag(CHANGED_PARAMS, json.dumps(changed))
         inputs = [
             DatasetInput(
                 Dataset(
@@ -191,17 +223,6 @@ class RunWriter:
         self.client.log_batch(
             self._id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
         )
-
-    def _send_params(self, given: dict[str, str], run: Run) -> None:
-        """MLflow never changes a parameter, so what a restart changed becomes a tag."""
-        known = run.data.params
-        params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in given.items()}
-        new = [Param(key, value) for key, value in params.items() if key not in known]
-        for first in range(0, len(new), MAX_PARAMS):
-            self.client.log_batch(self._id, params=new[first : first + MAX_PARAMS])
-        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
-        if changed or (params and CHANGED_PARAMS in run.data.tags):
-            self._tag(CHANGED_PARAMS, json.dumps(changed))
 
     def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
         """What a run has, by key.
@@ -261,15 +282,23 @@ class RunWriter:
         return len(points)
 
     def _send_artifact(self, record: Record) -> None:
+        """Log a file or folder that is still there.
+
+        Raises:
+            ForeignFileError: some of it, links followed, is not in the run's folder; a log that was
+                tampered with could name any file.
+        """
         path = Path(record["path"])
-        if self._is_there(path):
-            send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
-            send(self._id, str(path), record["folder"] or None)
+        if not path.exists():
+            return logger.warning("run %s: %s is gone and is not recorded", self._id, path)
+        for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+            if not file.resolve().is_relative_to(self._folder):
+                raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
+        send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        send(self._id, str(path), record["folder"] or None)
 
     def _send_model(self, record: Record) -> None:
-        """Log a folder in MLflow's model format; what an earlier attempt did is not repeated."""
-        if not self._is_there(Path(record["path"])):
-            return
+        """Log files in MLflow's model format; what an earlier attempt did is not repeated."""
         client, run, step = self.client, self.client.get_run(self._id), record["step"]
         found = client.search_logged_models(
             [run.info.experiment_id],
@@ -288,40 +317,25 @@ class RunWriter:
             )
         )
         if model.status != "READY":
-            client.log_model_artifacts(model.model_id, record["path"])
+            with TemporaryDirectory() as folder:
+                for name, text in record["files"].items():
+                    (Path(folder) / Path(name).name).write_text(text)
+                client.log_model_artifacts(model.model_id, folder)
             model = client.finalize_logged_model(model.model_id, "READY")
         outputs = run.outputs.model_outputs if run.outputs else ()
         if model.model_id not in [output.model_id for output in outputs]:
             client.log_outputs(self._id, [LoggedModelOutput(model.model_id, step)])
-        if record["register_as"]:
-            self._register(model, record["register_as"])
-
-    def _register(self, model: LoggedModel, name: str) -> None:
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        # Not `models:/ID`, which a SQLite store looks up in MLflow's global store.
-        source = model.artifact_location
-        known = self.client.search_model_versions(f"name = '{name}' AND run_id = '{self._id}'")
-        if source not in [version.source for version in known]:
-            self.client.create_model_version(name, source, self._id, model_id=model.model_id)
-
-    def _is_there(self, path: Path) -> bool:
-        """Whether a file or folder that a record names is still there.
-
-        Raises:
-            ForeignFileError: some of it, links followed, is not in the run's folder; a log that was
-                tampered with could name any file.
-        """
-        if not path.exists():
-            logger.warning("run %s: artifact %s is gone and is not recorded", self._id, path)
-            return False
-        for file in (path, *(path.rglob("*") if path.is_dir() else ())):
-            if not file.resolve().is_relative_to(self._folder):
-                raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
-        return True
+        if name := record.get("register_as"):
+            try:
+                client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            # Not `models:/ID`, which a SQLite store looks up in MLflow's global store.
+            source = model.artifact_location
+            known = client.search_model_versions(f"name = '{name}' AND run_id = '{self._id}'")
+            if source not in [version.source for version in known]:
+                client.create_model_version(name, source, self._id, model_id=model.model_id)
 
     def _tag(self, key: str, value: str) -> None:
         self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SystemMetrics:
-    """Samples this node into a run until stopped; one for each node.
+    """Samples this node into a run until stopped; one for each node, on other nodes as an actor.
 
     MLflow's monitor ends for good at the first request that fails, so it is started again. A
     sample that MLflow cannot take is dropped: the next one comes soon.
@@ -42,11 +42,7 @@ class SystemMetrics:
         self._interval_s = interval_s
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="system-metrics", daemon=True)
-
-    def start(self) -> SystemMetrics:
-        """Begin sampling."""
         self._thread.start()
-        return self
 
     def stop(self) -> None:
         """Stop sampling; waits at most 5 s for a request to MLflow that is under way."""
@@ -56,33 +52,23 @@ class SystemMetrics:
     def _work(self) -> None:
         while not self._ends.is_set():
             try:
-                self._sample_until_it_fails()
+                open_client(self._uri)  # limits how long a request of this process takes
+                monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+                    self._run_id,
+                    sampling_interval=self._interval_s,
+                    samples_before_logging=1,
+                    resume_logging=True,  # steps continue where they were
+                    node_id=self._node_id,
+                    tracking_uri=self._uri,
+                )
+                monitor.start()
+                while is_sampling(monitor) and not self._ends.wait(self._interval_s):
+                    pass
+                monitor.finish()
             except Exception as error:
                 reason = redact_uri(str(error), self._uri)
                 logger.debug("samples of run %s are lost: %s", self._run_id, reason)
             self._ends.wait(self._interval_s)
-
-    def _sample_until_it_fails(self) -> None:
-        open_client(self._uri)  # limits how long a request of this process takes
-        monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
-            self._run_id,
-            sampling_interval=self._interval_s,
-            samples_before_logging=1,
-            resume_logging=True,  # steps go on where they were
-            node_id=self._node_id,
-            tracking_uri=self._uri,
-        )
-        monitor.start()
-        while is_sampling(monitor) and not self._ends.wait(self._interval_s):
-            pass
-        monitor.finish()
-
-
-class NodeSampler:
-    """Runs as an actor on each node: its system metrics go straight into the run."""
-
-    def __init__(self, run_id: str, uri: str, node_id: str) -> None:
-        self._metrics = SystemMetrics(run_id, uri, node_id).start()
 
 
 def sample_nodes(run_id: str, uri: str) -> list[Callable[[], None]]:
@@ -90,13 +76,13 @@ def sample_nodes(run_id: str, uri: str) -> list[Callable[[], None]]:
 
     Of a SQLite file's run only this node is sampled, which alone has the file.
     """
-    own = SystemMetrics(run_id, uri, "node-0").start()
+    own = SystemMetrics(run_id, uri, "node-0")
     if not uri.startswith(("http://", "https://")):
         return [own.stop]
     here = ray.get_runtime_context().get_node_id()
     alive = [n["NodeID"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     others: list[Any] = [
-        ray.remote(NodeSampler)
+        ray.remote(SystemMetrics)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
         .remote(run_id, uri, f"node-{index}")
         for index, node in enumerate(sorted(set(alive) - {here}), start=1)

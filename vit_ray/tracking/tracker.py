@@ -22,6 +22,7 @@ from vit_ray.tracking.sender import (
     PointSender,
     file_name,
     next_batch,
+    send_each,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Tracker:
             wait_s: longest wait for the run to exist, so that `run_id` is known.
         """
         log = log or MetricsLog(opening.log_path)
-        start = log.open(opening)[0]
+        start = log.open(opening)
         first = log.first_start() or start  # on a full disk there is none
         run_id = opening.run_id or log.read_sent().run_id
         writer = RunWriter(absolute_uri(opening.config.uri), first, log.path.parent, run_id)
@@ -81,7 +82,7 @@ class Tracker:
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
         """End the run, and `close`."""
-        self.log.finish(status)
+        self.log.append("finish", status=status)
         return self.close(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
@@ -142,20 +143,21 @@ def replay(log_path: Path, uri: str) -> Replayed:
     except Exception as error:
         raise unusable(uri, error) from None
     done, offset = Replayed(), 0
+
+    def leave_out(error: Exception, records: list[Record]) -> bool:
+        if len(records) == 1:
+            what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
+            done.refused.append(redact_uri(f"{what}: {error}".partition("\n")[0], uri))
+        return True
+
+    events: list[Record] = []
     while (found := next_batch(log, offset))[1] > offset:
-        _replay_batch(writer, found[0], done)
+        events += [record for record in found[0] if record["kind"] == "event"]
+        done.num_points += send_each(writer, found[0], leave_out)
         offset = found[1]
-    done.refused = [redact_uri(text, uri) for text in done.refused]
+    if events:
+        try:
+            writer.log_history(events)
+        except Exception as error:
+            done.refused.append(redact_uri(f"history: {error}".partition("\n")[0], uri))
     return done
-
-
-def _replay_batch(writer: RunWriter, records: list[Record], done: Replayed) -> None:
-    try:
-        done.num_points += writer.send(records)
-    except Exception as error:
-        if len(records) > 1:
-            for record in records:
-                _replay_batch(writer, [record], done)
-            return
-        what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
-        done.refused.append(f"{what}: {error}".partition("\n")[0])

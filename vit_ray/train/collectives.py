@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 GATHERED_BYTES: Final = 64 << 20
-"""Large enough for the links' full speed, small beside what training leaves free on a device."""
+"""Large enough for the links' full speed, and little of the memory that training leaves free."""
 
 
 class ProcessGroup:

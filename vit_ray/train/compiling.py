@@ -28,7 +28,7 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     Args:
         model: or an objective around it.
         backend: as of `torch.compile`.
-        may_fail: go on eager, with a warning, where a part cannot be compiled.
+        may_fail: fall back to eager, with a warning, where a part cannot be compiled.
     """
     import torch._dynamo
 

@@ -8,32 +8,24 @@ global batch, and `predict`. Everything that depends on the stage stays in this 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.deepspeed_internals import (
-    compile_backend,
-    import_deepspeed,
-    keep_host_ahead,
-    keep_norms_on_device,
-    round_norms_alike,
-    sum_no_gradients,
-    watch_norm,
+from vit_ray.checkpoints.checkpoint import (
+    AVERAGE,
+    WEIGHT,
+    Checkpoint,
+    Position,
+    Snapshot,
+    take_snapshot,
 )
-from vit_ray.measure.meters import DeviceTimes
-from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
-from vit_ray.train.checkpoint import AVERAGE, WEIGHT, Checkpoint, Position, Snapshot, take_snapshot
-from vit_ray.train.compiling import compile_model, compile_s
-from vit_ray.train.fragments import (
+from vit_ray.checkpoints.fragments import (
     Fragment,
     create_state,
     exchange_weights,
@@ -47,11 +39,26 @@ from vit_ray.train.fragments import (
     stepped_tensors,
     weights_by_name,
 )
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.deepspeed_internals import (
+    compile_backend,
+    import_deepspeed,
+    keep_host_ahead,
+    keep_norms_on_device,
+    round_norms_alike,
+    sum_no_gradients,
+    watch_norm,
+)
+from vit_ray.measure.meters import DeviceTimes
+from vit_ray.measure.zero_settings import zero_settings
+from vit_ray.train.adafactor import Adafactor
+from vit_ray.train.compiling import compile_model, compile_s
+from vit_ray.train.deepspeed_config import deepspeed_config
+from vit_ray.train.ema import WeightAverage
+from vit_ray.train.layer_sizes import activation_sizes
 from vit_ray.train.objective import LossFunction
 from vit_ray.train.optim import build_optimizer, set_rate, state_types
-from vit_ray.train.polyak import PolyakAverage
 from vit_ray.train.replicated import ReplicatedOptimizer
-from vit_ray.train.small_moments import Adafactor
 from vit_ray.train.step_guard import StepGuard
 
 
@@ -111,7 +118,7 @@ class DeepSpeedEngine:
         self._frozen = frozen_fragments(self._engine, self._frozen_names, exact)
         create_state(self._engine, state)
         self._attach_fragments()
-        self.average = PolyakAverage(self._owned, train.averaging) if train.averaging else None
+        self.average = WeightAverage(self._owned, train.averaging) if train.averaging else None
 
     @property
     def rank(self) -> int:
@@ -240,34 +247,10 @@ class DeepSpeedEngine:
         torch.distributed.all_reduce(squares)
         return {name: math.sqrt(float(squares[i])) for name, i in index.items()}
 
-    @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:
-        """Root mean square of each layer's output, the largest of the images (B, 3, H, W).
-
-        In the order of the forward pass; infinite where an output is not finite. All ranks call it.
-        """
-        sizes: dict[str, float] = {}
-
-        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                if isinstance(output, Tensor):
-                    size = output.float().flatten(1).square().mean(1).sqrt().amax()
-                    largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
-                    sizes[name] = max(sizes.get(name, 0.0), largest)
-
-            return hook
-
+        """See `layer_sizes`; all ranks call it."""
         module: Any = self._engine.module
-        layers = _layers(getattr(module, "model", module))
-        hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers]
-        try:
-            # What torch.compile has made already would pass the hooks by.
-            with torch.compiler.set_stance("force_eager"):
-                self.predict(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return sizes
+        return activation_sizes(getattr(module, "model", module), lambda: self.predict(images))
 
     def fragments(self) -> list[Fragment]:
         """What this rank owns."""
@@ -343,72 +326,3 @@ class DeepSpeedEngine:
         if self._train.compiles(torch.cuda.is_available()):
             compile_model(model, compile_backend(), may_fail=self._train.compile == "auto")
         return engine
-
-
-def warm_up_process() -> None:
-    """Import what the first steps would import in their time; for a process that only trains.
-
-    What is there by then is no garbage: DeepSpeed collects it at every start of an engine, which
-    took half a second each time.
-    """
-    import_deepspeed()
-    importlib.import_module("torch._dynamo")  # by the first step of any optimizer
-    gc.freeze()
-
-
-def deepspeed_config(
-    train: TrainConfig,
-    optim: OptimConfig,
-    settings: ZeroSettings,
-    micro_batch_size: int,
-    accumulation_steps: int,
-) -> dict[str, Any]:
-    """DeepSpeed's configuration for a recipe."""
-    stage = train.zero_stage
-    zero: dict[str, Any] = {"stage": stage}
-    if stage:
-        zero |= {
-            "overlap_comm": torch.cuda.is_available(),
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": settings.reduce_bucket,
-        }
-    if stage == 3:
-        zero |= {
-            "stage3_param_persistence_threshold": settings.persistence,
-            "stage3_prefetch_bucket_size": settings.prefetch,
-            "stage3_max_live_parameters": settings.held,
-            "stage3_max_reuse_distance": settings.reuse_distance,
-        }
-    if train.offload:
-        zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
-        "gradient_clipping": optim.clip_norm if stage else 0.0,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**62,
-        "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device twice a pass
-    }
-    if train.precision == "bf16":
-        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # a bf16 sum of 256 is 2.4 % off
-    return config
-
-
-def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model, and its modules outside of them."""
-    lists = (nn.ModuleList, nn.Sequential)
-    found = []
-    for name, layer in module.named_modules():
-        parent = module.get_submodule(name.rpartition(".")[0])
-        if (
-            name
-            and not isinstance(layer, lists)
-            and (parent is module or isinstance(parent, lists))
-        ):
-            found.append((name, layer))
-    return found

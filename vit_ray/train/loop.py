@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import Recipe
-from vit_ray.measure.best_evaluation import BEST, EVALUATIONS, STEP, best_key, without_best
+from vit_ray.config.cadence import Cadence
+from vit_ray.measure.best_evaluation import BEST
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
-from vit_ray.train.cadence import Cadence
-from vit_ray.train.progress import Progress
+from vit_ray.train.early_stopping import judge_evaluation
 from vit_ray.train.schedule import lr_at
 
 Batch = Mapping[str, Any]
@@ -143,12 +144,12 @@ class RankContext:
 
 
 class _Saves:
-    """Checkpoints of a run, one of each step: what has been committed is not written again."""
+    """Checkpoints of a run, one for each step: a step that is committed is not written again."""
 
     def __init__(
         self, hooks: LoopHooks, context: RankContext, step: int, clock: Callable[[], float]
     ) -> None:
-        """`step`: of the checkpoint that the run goes on from."""
+        """`step`: of the checkpoint that the run continues from."""
         self._hooks, self._context, self._clock = hooks, context, clock
         self._step, self._last_s = step, clock()
 
@@ -156,27 +157,34 @@ class _Saves:
         """Since the last one."""
         return self._clock() - self._last_s
 
-    def save(self, progress: Progress) -> None:
-        """Start writing one, unless there is one of this step."""
-        if progress.step != self._step:
-            self._save(progress)
+    def save(self, progress: Progress, *, is_evaluated: bool = False) -> None:
+        """Start writing one, unless there is one of this step.
 
-    def save_evaluated(self, progress: Progress) -> None:
-        """As `save`; what an evaluation has changed since is recorded beside the one that is there.
-
-        All ranks wait until it is written: if it has failed, it is written again.
+        Args:
+            is_evaluated: record what an evaluation has changed since with the checkpoint of this
+                step. All ranks wait until that is written; if it has failed, write it again.
         """
         if progress.step == self._step:
+            if not is_evaluated:
+                return
             self._hooks.wait_until_saved()
             self._context.collectives.sum([0.0])
             is_noted = self._context.rank == 0 and self._hooks.note_evaluation(progress)
             if self._context.collectives.sum([float(is_noted)])[0] > 0:
                 return
-        self._save(progress)
-
-    def _save(self, progress: Progress) -> None:
         self._hooks.save(progress)
         self._step, self._last_s = progress.step, self._clock()
+
+
+class _Step(NamedTuple):
+    """One optimizer step; the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    is_save_time: bool
+    is_save_wanted: bool
+    is_stopping: bool
 
 
 def run_training(
@@ -193,113 +201,159 @@ def run_training(
 
     Every rank runs this with its share of the same global batches. `progress` is moved in place.
     """
-    times = StepTimes(clock)
-    saves = _Saves(hooks, context, progress.step, clock)
-    first_step = progress.step
-    if not progress.worker_seconds:  # of a checkpoint that has the seconds alone
-        progress.worker_seconds = progress.train_seconds * context.world_size
-    keeps_best = recipe.keeps_best
-    saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
+    run = _Training(engine, batches, recipe, context, hooks, progress, compute, clock)
+    saves, saving = run.saves, run.saving
     permanent = Cadence(recipe.checkpoint.keep_every_steps, at_steps=recipe.checkpoint.keep_steps)
-    logging = Cadence(recipe.train.log_every_steps)
     while progress.step < context.last_step:
-        start_s = clock()
-        batch = _next_batch(batches, progress.step)
-        _check_size(batch, context.batch_size_per_rank(recipe.train.global_batch_size))
-        wait_s = clock() - start_s
-        rate = lr_at(progress.step, recipe.optim, context.total_steps)
-        loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
-        result = engine.step(rate)
-        # One clock decides for all: ranks would disagree on what minute it is.
-        is_time = context.rank == 0 and saving.is_due_after(saves.elapsed_s())
-        flags = [is_time, hooks.save_is_wanted(progress.step), hooks.is_stopping()]
-        # Here the host waits for the device, once in every step: the refusal of a step and what the
-        # ranks agree on are known before the next. What it hands out then finds the device idle.
-        # Stage 3 bounds its gathers and sums under way by waits of its own, and an offloaded
-        # optimizer waits for its gradients.
-        sums = context.collectives.sum([loss, result.refused, result.grad_norm, *flags])
-        mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
-        agreed = sums[3:]
-        is_save_time, is_save_wanted, is_stopping = (count > 0 for count in agreed)
-        step_s = clock() - start_s
-        progress.step += 1
-        progress.train_seconds += step_s
-        progress.worker_seconds += step_s * context.world_size
-        hooks.note_step(progress.step)
-        times.record(step_s, wait_s, engine.take_forward_s())
-        if not refused and math.isfinite(mean_loss):
-            progress.nonfinite_steps = 0
-        else:
-            progress.nonfinite_steps += 1
-            hooks.handle_nonfinite(progress, batch)
+        step = run.step()
         progress.evaluation_due = is_last = progress.step == context.last_step
-        # The first step of an attempt too, so that a wrong start shows at once.
-        is_first = progress.step == first_step + 1
-        if is_first or logging.is_due_at(progress.step) or is_last:
-            metrics = {
-                "train/loss": mean_loss,
-                "train/lr": rate,
-                "train/grad_norm": grad_norm,
-                "cost/core_days": progress.worker_seconds / 86_400,
-            }
-            metrics |= _window_metrics(times, recipe, context, compute)
-            progress.metrics |= metrics
-            hooks.log(progress.step, metrics)
-            times.reset()
-        if is_save_wanted or is_stopping:
-            # At once: the time of an evaluation may not be left. One due at a stop is skipped, and
-            # the last one is tried: there may be nothing to evaluate.
+        run.log_if_due(step)
+        if step.is_save_wanted or step.is_stopping:
+            # Before an evaluation, for which there may be no time left. At a stop an evaluation is
+            # skipped, except the last one: there may be nothing to evaluate.
             saves.save(progress)
-            if is_stopping and not is_last:
+            if step.is_stopping and not is_last:
                 return Ending.STOPPED
         try:
-            is_best = _evaluate_if_due(recipe, progress, hooks, context)
+            is_best = run.evaluate_if_due()
         except EvaluationCutError as cut:
             saves.save(progress)
             if cut.is_stopping:
                 return Ending.STOPPED
             continue
         progress.evaluation_due = False
-        if is_last or progress.ended or (is_best and keeps_best):
-            saves.save_evaluated(progress)
-        elif is_save_time or saving.is_due_at(progress.step) or permanent.is_due_at(progress.step):
+        is_due = saving.is_due_at(progress.step) or permanent.is_due_at(progress.step)
+        if is_last or progress.ended or (is_best and recipe.keeps_best):
+            saves.save(progress, is_evaluated=True)
+        elif step.is_save_time or is_due:
             saves.save(progress)
         if progress.ended:
             return Ending.EARLY
     while progress.evaluation_due:
         try:
-            _evaluate_if_due(recipe, progress, hooks, context)
+            run.evaluate_if_due()
         except EvaluationCutError as cut:
             if cut.is_stopping:
                 return Ending.STOPPED
         else:
             progress.evaluation_due = False
-            saves.save_evaluated(progress)
+            saves.save(progress, is_evaluated=True)
     return Ending.EARLY if progress.ended else Ending.FINISHED
 
 
-def _next_batch(batches: Iterator[Batch], step: int) -> Batch:
-    batch = next(batches, None)
-    if batch is None:
-        raise RuntimeError(
-            f"the stream ended before step {step}; it was planned to last to the end of the run"
-        )
-    return batch
+class _Training:
+    """What `run_training` repeats: steps, logs and evaluations."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Iterator[Batch],
+        recipe: Recipe,
+        context: RankContext,
+        hooks: LoopHooks,
+        progress: Progress,
+        compute: Compute,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._batches, self._recipe, self._context = engine, batches, recipe, context
+        self._hooks, self._progress, self._compute, self._clock = hooks, progress, compute, clock
+        self.saves = _Saves(hooks, context, progress.step, clock)
+        self.saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
+        self._times = StepTimes(clock)
+        self._first_step = progress.step + 1
 
-def _check_size(batch: Batch, expected: int) -> None:
-    """A batch of another size would shift every later sample of the order."""
-    if len(batch["sample"]) != expected:
-        raise RuntimeError(
-            f"a batch of {len(batch['sample'])} images came from the stream for a rank's share of "
-            f"{expected}; this is a defect of the stream, and no step was taken with it"
-        )
+    def step(self) -> _Step:
+        """Train on the next batch."""
+        engine, context, progress = self._engine, self._context, self._progress
+        start_s = self._clock()
+        batch = next(self._batches, None)
+        if batch is None:
+            raise RuntimeError(
+                f"the stream ended before step {progress.step}; it was planned to last to the end "
+                "of the run"
+            )
+        share = context.batch_size_per_rank(self._recipe.train.global_batch_size)
+        if len(batch["sample"]) != share:  # would shift every later sample of the order
+            raise RuntimeError(
+                f"a batch of {len(batch['sample'])} images came from the stream for a rank's share "
+                f"of {share}; this is a defect of the stream, and no step was taken with it"
+            )
+        wait_s = self._clock() - start_s
+        rate = lr_at(progress.step, self._recipe.optim, context.total_steps)
+        loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
+        result = engine.step(rate)
+        # Rank 0's clock decides for all: ranks would disagree on what minute it is.
+        is_time = context.rank == 0 and self.saving.is_due_after(self.saves.elapsed_s())
+        flags = [is_time, self._hooks.save_is_wanted(progress.step), self._hooks.is_stopping()]
+        # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
+        # are known before the next one. The GPU idles for the first kernel launches of that step.
+        # Stage 3 bounds its gathers and sums in flight by syncs of its own, and an offloaded
+        # optimizer waits for its gradients.
+        sums = context.collectives.sum([loss, result.refused, result.grad_norm, *flags])
+        mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
+        step_s = self._clock() - start_s
+        if not progress.worker_seconds:  # a checkpoint that has only the seconds
+            progress.worker_seconds = progress.train_seconds * context.world_size
+        progress.step += 1
+        progress.train_seconds += step_s
+        progress.worker_seconds += step_s * context.world_size
+        self._hooks.note_step(progress.step)
+        self._times.record(step_s, wait_s, engine.take_forward_s())
+        if not refused and math.isfinite(mean_loss):
+            progress.nonfinite_steps = 0
+        else:
+            progress.nonfinite_steps += 1
+            self._hooks.handle_nonfinite(progress, batch)
+        return _Step(mean_loss, grad_norm, rate, *(count > 0 for count in sums[3:]))
+
+    def log_if_due(self, step: _Step) -> None:
+        """Log by cadence, the last step, and the first of an attempt: a wrong start shows soon."""
+        progress, context = self._progress, self._context
+        is_due = Cadence(self._recipe.train.log_every_steps).is_due_at(progress.step)
+        if not is_due and progress.step not in (self._first_step, context.last_step):
+            return
+        metrics = {
+            "train/loss": step.loss,
+            "train/lr": step.learning_rate,
+            "train/grad_norm": step.grad_norm,
+            "cost/core_days": progress.worker_seconds / 86_400,
+            **_window_metrics(self._times, self._recipe, context, self._compute),
+        }
+        progress.metrics |= metrics
+        self._hooks.log(progress.step, metrics)
+        self._times.reset()
+
+    def evaluate_if_due(self) -> bool:
+        """Evaluate by cadence and at the end; whether the validation loss is the best so far."""
+        progress, context = self._progress, self._context
+        is_due = Cadence(self._recipe.evaluate.every_steps).is_due_at(progress.step)
+        if not is_due and progress.step < context.last_step:
+            return False
+        metrics = self._hooks.evaluate(progress.step)
+        if not metrics:
+            return False
+        # Averaged weights and held-out images may have been turned off on resume.
+        others = {
+            key: value
+            for key, value in progress.metrics.items()
+            if BEST in key or not ("/averaged_" in key or key.startswith("dev/"))
+        }
+        progress.metrics = others | metrics
+        self._hooks.log(progress.step, metrics)
+        # An evaluation only because a part of the run ends does not count: a whole run has none.
+        counts = is_due or progress.step == context.total_steps
+        if not counts or progress.loss_key not in metrics:
+            return False
+        is_best, of_best = judge_evaluation(progress, metrics, self._recipe)
+        if of_best:
+            self._hooks.log(progress.step, of_best)
+        return is_best
 
 
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:
     """Mean loss of this rank's share, after a backward pass of every micro-batch.
 
-    It stays on the device: the step is handed out before the host waits for any of it.
+    It stays on the device, so the step is launched without a host-device sync.
     """
     tensors = [as_tensor(batch[k]) for k in ("image", "labels", "sample")]
     images, labels, samples = (t.to(engine.device, non_blocking=True) for t in tensors)
@@ -343,57 +397,3 @@ def _window_metrics(
         "perf/memory_gib": max(memory_gib),
         **compute.rates(images_per_s / context.world_size),
     }
-
-
-def _evaluate_if_due(
-    recipe: Recipe, progress: Progress, hooks: LoopHooks, context: RankContext
-) -> bool:
-    """Evaluate by cadence and at the end; whether the validation loss is the best so far.
-
-    What is measured only because a part of the run ends counts for nothing: the whole run would not
-    have looked there.
-    """
-    is_due = Cadence(recipe.evaluate.every_steps).is_due_at(progress.step)
-    if not is_due and progress.step < context.last_step:
-        return False
-    metrics: dict[str, Any] = hooks.evaluate(progress.step)
-    if not metrics:
-        return False
-    # A run that goes on may have averaged weights, or held out images, no longer.
-    others = {
-        key: value
-        for key, value in progress.metrics.items()
-        if BEST in key or not ("/averaged_" in key or key.startswith("dev/"))
-    }
-    progress.metrics = others | metrics
-    hooks.log(progress.step, metrics)
-    loss = metrics.get(progress.loss_key)
-    if loss is None or not (is_due or progress.step == context.total_steps):
-        return False
-    if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
-        progress.best_loss_key = progress.loss_key
-        progress.best_eval_loss, progress.evals_without_best = None, 0
-        progress.num_evals = 0
-    progress.eval_step = progress.step
-    progress.num_evals += 1
-    best = progress.best_eval_loss
-    is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
-    if recipe.keeps_best and (is_best or STEP in progress.metrics):
-        chosen: dict[str, float] = {EVALUATIONS: progress.num_evals}
-        if is_best:
-            progress.metrics = without_best(progress.metrics)
-            chosen |= {best_key(key): value for key, value in metrics.items()}
-            chosen[STEP] = progress.step
-        progress.metrics |= chosen
-        hooks.log(progress.step, chosen)
-    elif not recipe.keeps_best:
-        progress.metrics = without_best(progress.metrics)
-    if is_best:
-        progress.best_eval_loss, progress.evals_without_best = loss, 0
-        return True
-    progress.evals_without_best += 1
-    patience = recipe.train.early_stopping
-    if patience is not None and progress.evals_without_best >= patience:
-        count = progress.evals_without_best
-        progress.ended = f"no better validation loss in {count} evaluations"
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Final
@@ -167,13 +168,13 @@ def largest_micro_batch(
     if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
         return None  # whatever the activations, which take seconds to measure
     sizes = pass_sizes(recipe, world_size)
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-    while low < high:
-        middle = (low + high) // 2
-        activations = measure_activations(recipe, num_classes, sizes[middle])
-        fits = state_memory(shape, activations).total <= limit_gib
-        low, high = (middle + 1, high) if fits else (low, middle)
-    return sizes[low - 1] if low else None
+
+    def is_too_large(size: int) -> bool:
+        activations = measure_activations(recipe, num_classes, size)
+        return state_memory(shape, activations).total > limit_gib
+
+    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return sizes[fitting - 1] if fitting else None
 
 
 def forward_pass(

@@ -85,7 +85,7 @@ def read_trial(run_folder: Location, key: str, share: int) -> int | None:
     """What the ranks of an earlier attempt under `key` agreed on after their trials, or None.
 
     Args:
-        share: images of a step on a worker, of which it was a divisor.
+        share: images of a step on a worker; the trial's size divides it.
     """
     return _noted(run_folder)["trials"].get(_trial_key(key, share))
 
@@ -131,7 +131,7 @@ def _note(run_folder: Location, kind: str, key: str, images: int) -> None:
 def _noted(run_folder: Location) -> dict[str, dict[str, int]]:
     """Images by key; none of a file that is damaged, or does not say what they depend on.
 
-    What is lost is found anew, by one pass that runs out of memory, or a trial.
+    A lost limit costs one more pass that runs out of memory, or one more trial.
     """
     try:
         found = json.loads(run_folder.child(LIMIT_FILE).read())

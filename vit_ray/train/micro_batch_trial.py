@@ -1,7 +1,7 @@
 """The largest micro-batch, found by passes on the worker's own device before the training begins.
 
 Each rank tries by itself, with the bare model and no collective operation, so that one which runs
-out of memory keeps no other waiting. What ZeRO and the batches will hold beside the pass is added
+out of memory keeps no other waiting. The memory of ZeRO's state and of the batches is added
 by the plan's arithmetic.
 """
 
@@ -81,25 +81,15 @@ def pass_bytes(
     Returns:
         None if it ran out of memory.
     """
-    return unless_out_of_memory(
-        lambda: _pass_bytes(recipe, num_classes, batch_size, device), device
-    )
 
+    def measured() -> int:
+        model = prepared_model(recipe, num_classes, device)
+        drop_gradients(model.parameters())  # the plan counts them where they are kept
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if is_gpu else 0
+        forward_pass(model, recipe, batch_size, device)().backward()  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
 
-def _pass_bytes(recipe: Recipe, num_classes: int, batch_size: int, device: torch.device) -> int:
-    model = prepared_model(recipe, num_classes, device)
-    drop_gradients(model.parameters())  # where they are kept, is planned
-    before = _allocated(device)
-    forward_pass(model, recipe, batch_size, device)().backward()  # type: ignore[no-untyped-call]
-    return _peak(device) - before
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return unless_out_of_memory(measured, device)

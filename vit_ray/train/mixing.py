@@ -1,9 +1,9 @@
-"""MixUp and CutMix of neighbours in the global batch, so that nobody else decides who meets whom.
+"""MixUp and CutMix of neighbours in the global batch, so that the order alone decides the pairs.
 
 Images 2i and 2i + 1 of a global batch are a pair. A worker has a run of consecutive images and a
 pass has an even number of them, so that the two are together on any number of workers. Which way
 and how far they are mixed is a function of the seed, the step and the first one's sample number.
-The order of samples is shuffled anew in each epoch, so that a partner is a random image.
+The order of samples is shuffled again in each epoch, so that a partner is a random image.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ def draw_mixing(
     cut = is_cut < cut_fraction
     alpha = torch.where(cut, config.cutmix, config.mixup).double()
     share = symmetric_beta(alpha, *shape)
-    outside = _outside(share, size, row, column)
+    kept = []
+    for length, centre in zip(size, (row, column), strict=True):
+        half = (length * torch.sqrt(1.0 - share)).floor() // 2
+        middle = (centre * length).floor()
+        place = torch.arange(length, device=share.device)
+        kept.append((place < (middle - half)[:, None]) | (place >= (middle + half)[:, None]))
+    outside = kept[0][:, :, None] | kept[1][:, None, :]  # (P, H, W), false in the box
     weight = torch.where(cut[:, None, None], outside.double(), share[:, None, None])
     own_share = torch.where(cut, outside.double().mean((1, 2)), share)
     return Mixing(weight.float(), own_share.float().repeat_interleave(2))
@@ -60,8 +66,7 @@ def draw_mixing(
 
 def mix_images(images: Tensor, weight: Tensor) -> Tensor:
     """float32 (2 P, C, H, W), each mixed with its partner."""
-    mixed = torch.lerp(partners(images), images, weight.repeat_interleave(2, dim=0)[:, None])
-    return mixed
+    return torch.lerp(partners(images), images, weight.repeat_interleave(2, dim=0)[:, None])
 
 
 def partners(items: Tensor) -> Tensor:
@@ -76,23 +81,6 @@ def symmetric_beta(alpha: Tensor, radius: Tensor, angle: Tensor, side: Tensor) -
     """
     spread = (radius ** (-1.0 / alpha) - 1.0) * torch.cos(2.0 * math.pi * angle).square()
     return 0.5 + 0.5 * torch.sign(side - 0.5) / torch.sqrt(1.0 + 1.0 / spread)
-
-
-def _outside(share: Tensor, size: tuple[int, int], row: Tensor, column: Tensor) -> Tensor:
-    """Pixels that an image keeps: bool (P, H, W), false in the box."""
-    kept = [
-        _outside_line(share, length, centre)
-        for length, centre in zip(size, (row, column), strict=True)
-    ]
-    return kept[0][:, :, None] | kept[1][:, None, :]
-
-
-def _outside_line(share: Tensor, length: int, centre: Tensor) -> Tensor:
-    """Along one axis, (P, length)."""
-    half = (length * torch.sqrt(1.0 - share)).floor() // 2
-    middle = (centre * length).floor()
-    place = torch.arange(length, device=share.device)
-    return (place < (middle - half)[:, None]) | (place >= (middle + half)[:, None])
 
 
 def _uniform(keys: Tensor, count: int) -> Tensor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
-from torch import Tensor, nn
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
@@ -142,7 +141,7 @@ class _Search:
         recipe, classes = self._recipe, NUM_CLASSES
 
         def of(batch_size: int) -> Recipe:
-            """A step of one pass, whose batch lies on the device beside it."""
+            """A step of one pass; its batch is on the device too."""
             return recipe.with_changes(train={"global_batch_size": batch_size})
 
         if self._device.type == "cuda":
@@ -177,7 +176,13 @@ def _prepared(
         images = torch.randint(0, 256, (batch_size, height, width, 3), dtype=torch.uint8)
         numbers = torch.arange(batch_size)
     if mode == "inference":
-        return _inference(model.eval(), images, dtype)
+        predicts = getattr(model.eval(), "model", model)  # of an objective around a model
+
+        @torch.no_grad()
+        def predict() -> None:
+            predicts(normalize(images, dtype))
+
+        return predict
     loss = make_loss(recipe)
     labels = (numbers % NUM_CLASSES)[:, None]
 
@@ -186,16 +191,6 @@ def _prepared(
         model.zero_grad(set_to_none=True)
 
     return train
-
-
-def _inference(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    predicts = getattr(model, "model", model)  # of an objective around a model
-
-    @torch.no_grad()
-    def predict() -> None:
-        predicts(normalize(images, dtype))
-
-    return predict
 
 
 def _median_s(run_pass: Callable[[], None], device: torch.device, timed_s: float) -> float:

@@ -16,7 +16,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.parts import chosen_parts, part_of
+from vit_ray.models.parameter_groups import chosen_parts, part_of
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]

@@ -9,8 +9,8 @@ from torch import nn
 
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
-from vit_ray.models.parts import layer_of
-from vit_ray.train.small_moments import Adafactor, HalfMomentAdamW
+from vit_ray.models.parameter_groups import layer_of
+from vit_ray.train.adafactor import Adafactor, HalfMomentAdamW
 
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its share of the learning rate."""

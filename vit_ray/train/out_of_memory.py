@@ -32,13 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
-    """What `run` returns; None if it ran out of memory, of which nothing is held afterwards."""
+    """The result of `run`; None if it ran out of memory, all of which is free afterwards."""
     try:
         return run()
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
-        # Beyond this block nothing holds the error, whose frames hold the pass.
+        # The error's frames hold the tensors of the pass; nothing keeps it after this block.
     finally:
         gc.collect()
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""ZeRO stage 0: every rank steps the whole state; gradients are summed beside the backward pass.
+"""ZeRO stage 0: every rank steps the whole state; gradients are summed during the backward pass.
 
 DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also sum passes in bf16
 and step each tensor by itself, with several waits of the host for each.
@@ -36,15 +36,15 @@ class ReplicatedOptimizer:
 
         Args:
             weights: those of the groups, in the order of the forward pass.
-            is_last_pass: whether the pass that goes on is the last one before a step.
+            is_last_pass: whether the current pass is the last one before a step.
         """
         self.optimizer = optimizer
-        self.masters = {weight: _master(weight) for weight in weights}
+        self.masters = {w: w if w.dtype == torch.float32 else w.detach().float() for w in weights}
         self._guard, self._clip_norm, self._is_last_pass = guard, clip_norm, is_last_pass
         for group in optimizer.param_groups:
             group["params"] = [self.masters[weight] for weight in group["params"]]
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
-        # The backward pass comes to the last weights first. All ranks must send the same in turn.
+        # The backward pass reaches the last weights first. All ranks must send in the same order.
         self._buckets = list(_buckets(reversed(weights), bucket_elements))
         self._ready: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
@@ -124,10 +124,6 @@ class ReplicatedOptimizer:
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
-
-
-def _master(weight: nn.Parameter) -> Tensor:
-    return weight if weight.dtype == torch.float32 else weight.detach().float()
 
 
 def _buckets(weights: Iterable[nn.Parameter], elements: int) -> Iterable[list[nn.Parameter]]:

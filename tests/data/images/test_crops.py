@@ -1,5 +1,7 @@
+import contextlib
 import io
 import struct
+import subprocess
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -7,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, jpeg, picture
 from vit_ray.data.images.crops import (
+    IMAGE_FORMATS,
     Augmentation,
     BadImageError,
     crop_of_pixels,
@@ -301,3 +304,38 @@ def test_a_border_is_cut_off_before_anything_else(format: str) -> None:
     assert np.array_equal(crop_of_pixels(decode(image), augmentation), expected)
     with pytest.raises(BadImageError, match="4x4 pixels are nothing but the border of 2"):
         training_crop(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))
+
+
+def files_of_every_format() -> dict[str, bytes]:
+    """A small picture in each format that Pillow can write here."""
+    Image.init()
+    found: dict[str, bytes] = {}
+    for name in sorted(Image.SAVE):
+        for mode in ("RGB", "L", "1", "P"):
+            file = io.BytesIO()
+            with contextlib.suppress(Exception):
+                Image.new(mode, (16, 16)).save(file, name)
+                with Image.open(io.BytesIO(file.getvalue())):
+                    found[name] = file.getvalue()
+                break
+    return found
+
+
+def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened() -> None:
+    files = files_of_every_format()
+    assert {"EPS", "ICO", "PCX", "TGA", *IMAGE_FORMATS} - {"AVIF", "JPEG2000"} <= files.keys()
+    for name in files.keys() & set(IMAGE_FORMATS):
+        assert decode(files[name]).shape == (16, 16, 3), name
+    # A file of several JPEGs is a JPEG to whoever reads its first one.
+    for name in files.keys() - {*IMAGE_FORMATS, "MPO"}:
+        with pytest.raises(BadImageError, match="it is none of JPEG, PNG, WEBP"):
+            decode(files[name])
+
+
+def test_postscript_reaches_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
+    with pytest.raises(BadImageError):
+        decode(files_of_every_format()["EPS"])
+    assert started == []

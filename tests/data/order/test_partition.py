@@ -1,9 +1,11 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.order.partition import BlockShape, Partition, cut_segments, read_tasks
+from vit_ray.data.order.partition import BlockShape, Partition, read_tasks
 from vit_ray.data.order.shuffle import ShuffleWindow
 
 worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
@@ -31,20 +33,22 @@ def test_every_world_reads_the_same_global_batches(
 
 
 @settings(max_examples=200)
-@given(worlds, st.integers(1, 200), shapes)
-def test_blocks_dealt_in_turn_give_each_rank_its_rows_in_order(
-    partition: Partition, passes: int, shape: BlockShape
+@given(worlds, st.integers(1, 200), shapes, st.data())
+def test_each_rank_of_a_host_gets_its_rows_in_order(
+    partition: Partition, passes: int, shape: BlockShape, data: st.DataObject
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
-    tasks = read_tasks(partition, 0, rows_per_rank, shape)
-    blocks = [block for task in tasks for block in task.blocks()]
-    assert len(blocks) % partition.world_size == 0
-    received: list[list[int]] = [[] for _ in range(partition.world_size)]
-    for turn, (rank, first, last) in enumerate(blocks):
-        assert rank == turn % partition.world_size
-        assert first % partition.batch_size_per_rank == last % partition.batch_size_per_rank == 0
-        received[rank] += range(first, last)
-    assert received == [list(range(rows_per_rank))] * partition.world_size
+    first_rank = data.draw(st.integers(0, partition.world_size - 1))
+    ranks = range(first_rank, data.draw(st.integers(first_rank + 1, partition.world_size)))
+    received: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for task in read_tasks(partition, 0, rows_per_rank, shape, ranks):
+        blocks = list(task.blocks())
+        assert [rank for rank, _, _ in blocks] == task.ranks
+        for rank, first, last in blocks:
+            assert first % partition.batch_size_per_rank == 0
+            assert last % partition.batch_size_per_rank == 0
+            received[rank] += range(first, last)
+    assert received == {rank: list(range(rows_per_rank)) for rank in ranks}
 
 
 @given(worlds, st.integers(1, 200), shapes)
@@ -52,44 +56,25 @@ def test_a_task_of_several_blocks_has_only_full_ones(
     partition: Partition, passes: int, shape: BlockShape
 ) -> None:
     rows_per_rank = passes * partition.batch_size_per_rank
-    tasks = read_tasks(partition, 0, rows_per_rank, shape)
+    ranks = range(partition.world_size)
+    tasks = read_tasks(partition, 0, rows_per_rank, shape, ranks)
     largest = shape.full_passes(partition) * partition.batch_size_per_rank
     for task in tasks:
         assert len(list(task.blocks())) == 1 or task.block_rows == largest
 
 
 def test_the_first_blocks_are_small_and_double() -> None:
-    tasks = read_tasks(Partition(2, 16), 0, 4096, BlockShape(128, 1024))
-    assert [task.block_rows for task in tasks[:8]] == [16, 16, 32, 32, 64, 64, 128, 128]
-
-
-@given(worlds, st.integers(1, 500), st.integers(1, 300), st.integers(1, 9), st.integers(1, 99))
-def test_segments_follow_each_other_and_hold_whole_passes(
-    partition: Partition, passes: int, task_rows: int, first_tasks: int, later_tasks: int
-) -> None:
-    rows_per_rank = passes * partition.batch_size_per_rank
-    bounds = cut_segments(
-        partition,
-        rows_per_rank,
-        task_rows=task_rows,
-        first_tasks=first_tasks,
-        later_tasks=later_tasks,
-    )
-    joined = [row for first, last in bounds for row in range(first, last)]
-    assert joined == list(range(rows_per_rank))
-    assert all(first % partition.batch_size_per_rank == 0 for first, _ in bounds)
-
-
-def test_a_run_over_all_of_jft_is_planned_in_short_segments() -> None:
-    """14 epochs of 303 million images on 512 ranks."""
-    partition = Partition(512, 8)
-    rows_per_rank = 14 * 303_000_000 // partition.rows_per_pass * 8
-    bounds = cut_segments(
-        partition, rows_per_rank, task_rows=1024, first_tasks=512, later_tasks=8192
-    )
-    assert len(bounds) < 600
-    tasks = read_tasks(partition, *bounds[1], BlockShape(128, 1024))
-    assert len(tasks) < 16_384
+    tasks = read_tasks(Partition(2, 16), 0, 4096, BlockShape(128, 1024), range(2))
+    assert [task.block_rows for task in itertools.islice(tasks, 8)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+        128,
+        128,
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(1, 1.1), (2, 1.1), (8, 1.2), (64, 1.5)])
@@ -104,7 +89,8 @@ def test_tasks_read_the_row_groups_of_a_window_about_once(
     shape = BlockShape(128, window.num_rows, window.num_batches, start_pass)
     passes = 64 * window.num_batches
     read = 0
-    for task in read_tasks(partition, 0, passes * partition.batch_size_per_rank, shape):
+    last = passes * partition.batch_size_per_rank
+    for task in read_tasks(partition, 0, last, shape, range(world_size)):
         blocks = [partition.offsets(*block) for block in task.blocks()]
         positions = start_pass * batch + np.concatenate(blocks)
         read += 64 * len(np.unique((window.undealt(positions, 10**9) + 23) // 64))

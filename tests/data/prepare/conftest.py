@@ -13,5 +13,5 @@ def one_by_one(work: Callable[[Any], Any], items: Sequence[Any], num_cpus: float
 @pytest.fixture
 def serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of a conversion run here."""
-    for module in ("convert", "source_index"):
+    for module in ("conversion", "source_index"):
         monkeypatch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)

@@ -17,7 +17,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.prepare import compare_source, shard_images
 from vit_ray.data.prepare.compare_source import Comparison, compare_with_source
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit

@@ -16,8 +16,8 @@ from tests.data.prepare.archives import tar_of
 from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_uses
 from vit_ray import s3
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare import convert as convert_module
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare import conversion as convert_module
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 

@@ -13,7 +13,7 @@ import pytest
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import tar_of, write_hub_file
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.convert import ConvertReport, convert
+from vit_ray.data.prepare.conversion import ConvertReport, convert
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 

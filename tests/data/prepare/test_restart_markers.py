@@ -215,10 +215,10 @@ def test_a_file_is_not_given_the_tables_of_the_file_before(writer: Libjpeg) -> N
 def of_several_scans() -> bytes:
     """A scan for each component, those of three grey files, in the header of a file of all."""
     whole = encoded(CHINA[:96, :160], subsampling=0, qtables=[[1] * 64] * 2)
-    planes = Image.fromarray(CHINA[:96, :160]).convert("YCbCr").split()
+    ppools = Image.fromarray(CHINA[:96, :160]).convert("YCbCr").split()
     segments = {marker: (at, length) for marker, at, length in header_segments(whole)}
     content = whole[: segments[0xDA][0] - 2]
-    for number, plane in enumerate(planes):
+    for number, plane in enumerate(ppools):
         grey = encoded(np.asarray(plane), qtables=[[1] * 64])
         ((at, length),) = [s[1:] for s in header_segments(grey) if s[0] == 0xDA]
         scan = b"\0\x08\1" + bytes([number + 1]) + b"\0\0\x3f\0"

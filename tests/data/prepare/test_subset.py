@@ -8,7 +8,7 @@ from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.samples import Plan
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.subset import subset
 
 

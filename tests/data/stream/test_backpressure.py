@@ -12,12 +12,12 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from tests.data.stream.reading import read_training, streams_of
-from vit_ray.config.schema import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.stream import executor_pace
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.executor_pace import PauseWhileFull
-from vit_ray.data.stream.ray_datasets import training_datasets
+from vit_ray.data.stream.ray_datasets import HostRanks, training_segments
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.preflight import resolve_run
 
@@ -87,8 +87,9 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
 
     monkeypatch.setattr(executor_pace, "time", SimpleNamespace(sleep=pause))
     spec = slow_stream(dataset, 24, tmp_path)
-    (one,) = training_datasets(spec, world_size=1, batch_size_per_rank=20, start=0, stop=1500)
-    bundles = one.iter_internal_ref_bundles()
+    readers = HostRanks("one", range(1), 1)
+    (one,) = training_segments(spec, readers, batch_size_per_rank=20, start=0, stop=1500)
+    bundles = one.dataset.iter_internal_ref_bundles()
     taken = [next(bundles)]  # and then none: 24 MiB are full before the end
     did_pause = has_paused.wait(60)
     taken += bundles  # or the execution would hold up the end of this process

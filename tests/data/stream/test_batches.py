@@ -42,7 +42,9 @@ def test_a_task_reads_the_row_groups_of_its_window_once(
     partition = Partition(world_size, 64 // world_size)
     job = StreamJob(spec, partition, 0, is_training=True, counts=manifest.rows)
     batches: list[list[np.ndarray]] = [[] for _ in range(46)]
-    for task in read_tasks(partition, 0, 46 * partition.batch_size_per_rank, job.shape):
+    for task in read_tasks(
+        partition, 0, 46 * partition.batch_size_per_rank, job.shape, range(world_size)
+    ):
         reader = BatchReader(job)  # another process may make each task
         for rank, first, last in task.blocks():
             samples = reader.batch(rank, first, last)[0]["sample"]

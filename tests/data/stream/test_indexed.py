@@ -17,7 +17,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare import shard_images
-from vit_ray.data.prepare.convert import convert
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.restart_markers import (
     Libjpeg,
     RewrittenJpeg,
@@ -52,7 +52,7 @@ def converted(folder: Path, *, index_jpeg: bool) -> Manifest:
     for name, content in FILES.items():
         (folder / "images" / "one" / name).write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("convert", "source_index"):
+        for module in ("conversion", "source_index"):
             patch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
         options: dict[str, Any] = {"rows_per_row_group": 3, "index_jpeg": index_jpeg}
         convert(str(folder / "images"), str(folder / "set"), **options)
@@ -186,7 +186,7 @@ def test_the_report_says_what_wrote_the_markers(
     writer = restart_writer()
     assert writer is not None
     assert indexed["jpeg_writers"] == [writer.name]
-    monkeypatch.setattr("vit_ray.data.prepare.convert.restart_writer", lambda: None)
+    monkeypatch.setattr("vit_ray.data.prepare.conversion.restart_writer", lambda: None)
     found = converted(tmp_path, index_jpeg=True)
     report = json.loads((Path(found.path) / "report.json").read_text())
     assert (report["num_indexed"], report["jpeg_writers"]) == (0, ["none"])

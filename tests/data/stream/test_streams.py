@@ -3,6 +3,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import training_datasets
+from vit_ray.data.stream.ray_datasets import HostRanks, training_segments
 from vit_ray.data.stream.stream_server import RankStreams
 
 BATCH = 24
@@ -40,10 +41,12 @@ def spec(dataset: Manifest) -> StreamSpec:
     )
 
 
-def global_batches(spec: StreamSpec, world_size: int, start: int, stop: int) -> Batches:
+def global_batches(
+    spec: StreamSpec, world_size: int, start: int, stop: int, hosts: Sequence[range] = ()
+) -> Batches:
     """Rows of each global batch, sorted by sample, joined over ranks."""
     micro = BATCH // world_size
-    ranks = read_training(spec, world_size, micro, start, stop)
+    ranks = read_training(spec, world_size, micro, start, stop, hosts)
     steps = []
     for parts in zip(*ranks, strict=True):
         joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -65,6 +68,18 @@ def test_any_number_of_ranks_gets_the_same_global_batches(
 ) -> None:
     alone = global_batches(spec, 1, 0, 15 * BATCH)
     assert_equal(global_batches(spec, world_size, 0, 15 * BATCH), alone)
+
+
+@pytest.mark.parametrize("hosts", [[range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]])
+def test_any_number_of_servers_gives_the_same_global_batches(
+    spec: StreamSpec, hosts: list[range]
+) -> None:
+    alone = global_batches(spec, 1, 2 * BATCH, 12 * BATCH)
+    assert_equal(global_batches(spec, 4, 2 * BATCH, 12 * BATCH, hosts), alone)
+    evaluated = read_evaluation(spec, 4, 20, hosts)
+    samples = np.concatenate([batch["sample"] for rank in evaluated for batch in rank])
+    assert sorted(samples[samples >= 0].tolist()) == list(range(300))
+    assert {len(rank) for rank in evaluated} == {4}
 
 
 def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
@@ -92,15 +107,6 @@ def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
     whole = global_batches(spec, 2, 0, 15 * BATCH)
     rest = global_batches(spec, 4, stopped_after * BATCH, 15 * BATCH)
     assert_equal(rest, whole[stopped_after:])
-
-
-def test_a_run_of_many_segments_is_one_run(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = global_batches(spec, 2, 0, 20 * BATCH)
-    monkeypatch.setattr("vit_ray.data.stream.ray_datasets._FIRST_SEGMENT_TASKS", 1)
-    monkeypatch.setattr("vit_ray.data.stream.ray_datasets._LATER_SEGMENT_TASKS", 2)
-    assert_equal(global_batches(spec, 2, 0, 20 * BATCH), whole)
 
 
 @pytest.fixture
@@ -267,7 +273,8 @@ def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
 
 
 def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec: StreamSpec) -> None:
+    readers = HostRanks("odd", range(2), 2)
     with pytest.raises(ValueError, match="use a multiple of 24"):
-        training_datasets(spec, world_size=2, batch_size_per_rank=12, start=0, stop=100)
+        training_segments(spec, readers, batch_size_per_rank=12, start=0, stop=100)
     with pytest.raises(ValueError, match="not a positive"):
-        training_datasets(spec, world_size=2, batch_size_per_rank=12, start=24, stop=24)
+        training_segments(spec, readers, batch_size_per_rank=12, start=24, stop=24)

@@ -24,8 +24,8 @@ from tests.models.weights.published import (
     jax_vit_logits,
     timm_tensors,
 )
+from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.models import build_model
-from vit_ray.train.init_weights import initialize_weights, open_weights
 
 I21K = 21843
 

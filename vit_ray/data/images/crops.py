@@ -16,7 +16,7 @@ from typing import Final
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
@@ -30,6 +30,9 @@ UInt8Array = NDArray[np.uint8]
 
 _RANDAUGMENT: Final = 4
 """Tells its random numbers from those of the crop."""
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Those that Pillow opens for us. Among its others are PostScript, which it hands to another
+program, and formats that nobody keeps photographs in."""
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 _BLURRED_FROM: Final = 1.25
@@ -182,9 +185,14 @@ def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
         )
 
 
+def open_image(image: bytes | memoryview) -> Image.Image:
+    """Pillow's image of a file of `IMAGE_FORMATS`; raises what Pillow raises."""
+    return Image.open(io.BytesIO(image), formats=IMAGE_FORMATS)
+
+
 def _decode_other(image: bytes | memoryview) -> UInt8Array:
     try:
-        with Image.open(io.BytesIO(image)) as opened:
+        with open_image(image) as opened:
             if opened.mode.startswith("I;16") or opened.mode == "I":
                 return _from_16_bits(np.asarray(opened))
             if opened.mode == "F":
@@ -192,6 +200,8 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
             return np.asarray(opened.convert("RGB"))
     except BadImageError:
         raise
+    except UnidentifiedImageError:
+        raise BadImageError(f"not decodable: it is none of {', '.join(IMAGE_FORMATS)}") from None
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
         reason = _ADDRESS.sub("", str(error))
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error

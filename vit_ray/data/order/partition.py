@@ -2,8 +2,8 @@
 
 Micro-batch `q` of rank `r` among `n` ranks holds the `m` positions from `start + (q * n + r) * m`.
 So the global batch of `accumulation_steps` micro-batches per rank is one run of consecutive
-positions, the same for every world size. A block holds consecutive rows of one rank; blocks are
-ordered so that block `j` belongs to rank `j mod n`, and the `n` blocks of a round are equally long.
+positions, the same for every world size. A block holds consecutive rows of one rank, and each
+rank's blocks come in the order of its rows.
 """
 
 from collections.abc import Iterator
@@ -47,6 +47,11 @@ class BlockTask:
     rank_start: int
     rank_stop: int
 
+    @property
+    def ranks(self) -> list[int]:
+        """The rank of each block, in the order of delivery."""
+        return list(range(self.rank_start, self.rank_stop)) * self.rounds
+
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first row, row after the last) of each block, in the order of delivery."""
         for turn in range(self.rounds):
@@ -82,26 +87,10 @@ class BlockShape:
         return max(n for n in range(1, most + 1) if self.window_passes % n == 0)
 
 
-def cut_segments(
-    partition: Partition, rows_per_rank: int, *, task_rows: int, first_tasks: int, later_tasks: int
-) -> list[tuple[int, int]]:
-    """Row ranges, the same for every rank, that are planned one after the other.
-
-    Planning costs time and memory per task, so a long run is not planned at once; the first segment
-    is short, for an early first batch.
-    """
-    bounds = []
-    first, tasks = 0, first_tasks
-    while first < rows_per_rank:
-        passes = max(1, tasks * task_rows // partition.rows_per_pass)
-        last = min(rows_per_rank, first + passes * partition.batch_size_per_rank)
-        bounds.append((first, last))
-        first, tasks = last, later_tasks
-    return bounds
-
-
-def read_tasks(partition: Partition, first: int, last: int, shape: BlockShape) -> list[BlockTask]:
-    """Cut rows [first, last) of all ranks into tasks.
+def read_tasks(
+    partition: Partition, first: int, last: int, shape: BlockShape, ranks: range
+) -> Iterator[BlockTask]:
+    """Cut rows [first, last) of some consecutive ranks into tasks.
 
     Blocks start at one micro-batch and double up to a full one, so that the first batch does not
     wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
@@ -109,13 +98,12 @@ def read_tasks(partition: Partition, first: int, last: int, shape: BlockShape) -
     """
     micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
     even = min(full, shape.window_passes)
-    tasks: list[BlockTask] = []
     done, passes, doubled = first // micro, last // micro, 1
     while done < passes:
         past = (shape.start_pass + done) % even
         if doubled >= full and not past and passes - done >= full:
             rounds = (passes - done) // full
-            tasks += _full_tasks(partition, done, full, rounds, shape)
+            yield from _full_tasks(partition, done, full, rounds, shape, ranks)
             done += rounds * full
             continue
         size = min(doubled, full, passes - done)
@@ -123,34 +111,29 @@ def read_tasks(partition: Partition, first: int, last: int, shape: BlockShape) -
             size = min(size, even - past)
         elif size > even:
             size -= size % even
-        tasks += [
-            BlockTask(done * micro, size * micro, 1, rank, rank + 1)
-            for rank in range(partition.world_size)
-        ]
+        for rank in ranks:
+            yield BlockTask(done * micro, size * micro, 1, rank, rank + 1)
         done, doubled = done + size, doubled * 2
-    return tasks
 
 
 def _full_tasks(
-    partition: Partition, done: int, full: int, rounds: int, shape: BlockShape
+    partition: Partition, done: int, full: int, rounds: int, shape: BlockShape, ranks: range
 ) -> Iterator[BlockTask]:
-    """Tasks of full blocks from an even pass on."""
-    micro, world_size = partition.batch_size_per_rank, partition.world_size
+    """Tasks of full blocks from an even pass on.
+
+    A task has whole windows of its ranks, whose rows of a window lie side by side in the order:
+    so it reads whole row groups, but for those at its two ends.
+    """
+    micro = partition.batch_size_per_rank
     block_rows = full * micro
     window_rounds = max(1, shape.window_passes // full)
-    blocks_per_task = max(1, shape.task_rows // block_rows, (window_rounds > 1) * world_size)
-    if blocks_per_task < world_size:
-        for turn in range(rounds):
-            for rank in range(0, world_size, blocks_per_task):
-                rank_stop = min(rank + blocks_per_task, world_size)
-                first = done * micro + turn * block_rows
-                yield BlockTask(first, block_rows, 1, rank, rank_stop)
-        return
-    rounds_per_task = blocks_per_task // world_size
-    rounds_per_task = max(1, rounds_per_task // window_rounds) * window_rounds
+    ranks_per_task = max(1, shape.task_rows // (block_rows * window_rounds))
+    windows = max(1, ranks_per_task // len(ranks))
     past = (shape.start_pass + done) % shape.window_passes // full
     turn = 0
     while turn < rounds:
-        count = min(rounds_per_task - (turn + past) % window_rounds, rounds - turn)
-        yield BlockTask(done * micro + turn * block_rows, block_rows, count, 0, world_size)
+        count = min(windows * window_rounds - (turn + past) % window_rounds, rounds - turn)
+        for rank in ranks[::ranks_per_task]:
+            stop = min(rank + ranks_per_task, ranks.stop)
+            yield BlockTask(done * micro + turn * block_rows, block_rows, count, rank, stop)
         turn += count

@@ -51,7 +51,7 @@ class BadRowLimit:
         While no process has found its share of the rows that are left, all together have not
         found as many either.
         """
-        total = len(_internal_kv_list(self._folder.encode()))
+        total = len(_internal_kv_list(f"{self._folder}/".encode()))
         allowed = self.max_fraction * self.num_images
         if total > allowed:
             raise ValueError(

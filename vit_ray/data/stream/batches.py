@@ -84,6 +84,8 @@ class StreamJob:
     start: int
     is_training: bool
     counts: NDArray[np.integer]
+    block_factor: int = 1
+    """How much larger than usual blocks are."""
 
     @property
     def window(self) -> ShuffleWindow | None:
@@ -97,7 +99,10 @@ class StreamJob:
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
         return BlockShape(
-            self.spec.block_rows, self.spec.task_rows, passes, self.start // rows_per_pass
+            self.block_factor * self.spec.block_rows,
+            self.block_factor * self.spec.task_rows,
+            passes,
+            self.start // rows_per_pass,
         )
 
     @property

@@ -5,7 +5,9 @@ starting costs the same however long the run and wherever it resumes. `batches` 
 contract; `stream_server` executes the sets and deals their blocks to the ranks.
 """
 
+import contextlib
 import importlib
+import itertools
 import math
 import os
 from collections import OrderedDict
@@ -19,14 +21,10 @@ import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
-from vit_ray.data.order.partition import (
-    BlockTask,
-    Partition,
-    cut_segments,
-    read_tasks,
-)
+from vit_ray.data.order.partition import BlockTask, Partition, read_tasks
 from vit_ray.data.order.samples import rows_per_group
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -34,20 +32,51 @@ from vit_ray.data.stream.blocks import as_one_row
 from vit_ray.data.stream.encoded import packed
 from vit_ray.data.stream.executor_pace import PauseWhileFull
 
-__all__ = ["StreamSpec", "evaluation_datasets", "training_datasets"]
-
 _WARM_WORKERS: Final = 64
 _BLOCKS_READY: Final = 2
 """Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
-_FIRST_SEGMENT_TASKS: Final = 512
-_LATER_SEGMENT_TASKS: Final = 8192
-"""Tasks planned at a time: about 0.2 ms each, before the first batch of a segment."""
+_LARGE_BLOCKS: Final = 2
+_SEGMENT_TASKS: Final = 1024
+"""Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. What is planned
+stays in memory, where Python's garbage collector walks it again and again: with 8,192 tasks it took
+a quarter of the server's time."""
 
 
-def training_datasets(
-    spec: StreamSpec, *, world_size: int, batch_size_per_rank: int, start: int, stop: int
-) -> Iterator[ray.data.Dataset]:
-    """Positions [start, stop) of a run: a Ray Data set for each segment, one after the other.
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of a stream as one Ray Data set."""
+
+    dataset: ray.data.Dataset
+    ranks: list[int]
+    """Whose each block is."""
+    next_at: int
+    """With so many blocks left, all tasks have started: the next segment may start, too."""
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """The ranks of a group whose blocks one server has read.
+
+    Attributes:
+        name: of this reading of the stream, the same on all servers of the group.
+        ranks: consecutive ones.
+        world_size: ranks of the whole group.
+    """
+
+    name: str
+    ranks: range
+    world_size: int
+
+    @property
+    def share(self) -> float:
+        """Of the blocks of the whole group, and so of the cluster's means for reading."""
+        return len(self.ranks) / self.world_size
+
+
+def training_segments(
+    spec: StreamSpec, readers: HostRanks, *, batch_size_per_rank: int, start: int, stop: int
+) -> Iterator[Segment]:
+    """Some ranks' blocks of positions [start, stop) of a run, in segments that follow each other.
 
     Args:
         start, stop: samples seen before and after; positions over all epochs joined.
@@ -55,6 +84,7 @@ def training_datasets(
     Raises:
         ValueError: if the range is empty or not a whole number of passes of all ranks.
     """
+    world_size = readers.world_size
     partition = Partition(world_size, batch_size_per_rank)
     if stop <= start or (stop - start) % partition.rows_per_pass:
         raise ValueError(
@@ -63,56 +93,84 @@ def training_datasets(
             f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}."
         )
     counts = rows_per_group(spec.manifest, spec.rows)
-    job = StreamJob(spec, partition, start, is_training=True, counts=counts)
-    return _datasets(job, (stop - start) // world_size)
+    # A host of a large group has ranks that take many blocks, each of which costs its server time.
+    factor = 1 if readers.share == 1 else _LARGE_BLOCKS
+    job = StreamJob(spec, partition, start, is_training=True, counts=counts, block_factor=factor)
+    return _segments(job, readers, (stop - start) // world_size)
 
 
-def evaluation_datasets(
-    spec: StreamSpec, *, world_size: int, batch_size: int, start: int = 0
-) -> Iterator[ray.data.Dataset]:
+def evaluation_segments(
+    spec: StreamSpec, readers: HostRanks, *, batch_size: int, start: int = 0
+) -> Iterator[Segment]:
     """Every image once, in order, padded so that all ranks get equally many whole batches.
+
+    The segments have the blocks of some ranks.
 
     Args:
         start: images at the beginning that are left out.
     """
-    partition = Partition(world_size, batch_size)
+    partition = Partition(readers.world_size, batch_size)
     passes = max(0, -((start - spec.num_images) // partition.rows_per_pass))
     counts = rows_per_group(spec.manifest, spec.rows)
     job = StreamJob(spec, partition, start, is_training=False, counts=counts)
-    return _datasets(job, passes * batch_size)
+    return _segments(job, readers, passes * batch_size)
 
 
-def _datasets(job: StreamJob, rows_per_rank: int) -> Iterator[ray.data.Dataset]:
-    spec = job.spec
-    bounds = cut_segments(
-        job.partition,
-        rows_per_rank,
-        task_rows=spec.task_rows,
-        first_tasks=_FIRST_SEGMENT_TASKS,
-        later_tasks=_LATER_SEGMENT_TASKS,
-    )
+def _segments(job: StreamJob, readers: HostRanks, rows_per_rank: int) -> Iterator[Segment]:
+    most = reading_tasks(job.spec, readers.share)
     job_ref = ray.put(job)
-    return (_segment(job, job_ref, first, last) for first, last in bounds)
+    tasks = read_tasks(job.partition, 0, rows_per_rank, job.shape, readers.ranks)
+    while planned := list(itertools.islice(tasks, _SEGMENT_TASKS)):
+        with _scheduling(readers.share):
+            dataset = ray.data.read_datasource(
+                _BlockSource(readers.name, job_ref, planned),
+                num_cpus=job.spec.num_cpus,
+                concurrency=_most_tasks(job, readers.share),
+                override_num_blocks=1,
+            )
+        _configure(dataset.context, job.spec, readers.share)
+        block_ranks = [rank for task in planned for rank in task.ranks]
+        next_at = 0  # two sets under way would take twice the object store of one
+        if job.spec.object_store_mib is None:
+            last = sum(len(task.ranks) for task in planned[-most:])
+            next_at = min(last, len(block_ranks) - 1)
+        yield Segment(dataset, block_ranks, next_at)
 
 
-def _segment(job: StreamJob, job_ref: Any, first: int, last: int) -> ray.data.Dataset:
-    dataset = ray.data.read_datasource(
-        _BlockSource(job, job_ref, first, last),
-        num_cpus=job.spec.num_cpus,
-        concurrency=_most_tasks(job),
-        override_num_blocks=1,
-    )
-    _configure(dataset.context, job.spec)
-    return dataset
+def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
+    """Most tasks at a time of a share of a stream, if all of the cluster's CPUs were free."""
+    cpus = share * ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    most = share * spec.concurrency if spec.concurrency else _WARM_WORKERS
+    return max(1, min(int(cpus / spec.num_cpus), int(most), _WARM_WORKERS))
 
 
-def _configure(context: DataContext, spec: StreamSpec) -> None:
+@contextlib.contextmanager
+def _scheduling(share: float) -> Iterator[None]:
+    """Where the tasks of a set that is made in the block run: it takes that from the context.
+
+    A block that is made on its ranks' host crosses no network. Where there is one server alone, the
+    tasks are spread as Ray Data does it.
+    """
+    context = DataContext.get_current()
+    plain = context.scheduling_strategy
+    if share < 1:
+        context.scheduling_strategy = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
+        )
+    try:
+        yield
+    finally:
+        context.scheduling_strategy = plain
+
+
+def _configure(context: DataContext, spec: StreamSpec, share: float) -> None:
     # Ray Data's output buffer joins what is below this size, and slices what is above, by whole
     # rows. A block of ours is one row: it is neither joined nor sliced, and is emitted at once.
     context.target_max_block_size = 1
     limits = ExecutionResources.inf()
     if spec.object_store_mib is not None:
-        limits = ExecutionResources.for_limits(object_store_memory=spec.object_store_mib << 20)
+        most_bytes = int(share * (spec.object_store_mib << 20))
+        limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
     context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
     context.enable_progress_bars = False
     context.custom_execution_callback_classes = [PauseWhileFull]
@@ -127,18 +185,19 @@ def _block_bytes(job: StreamJob) -> int:
     return rows * math.prod(spec.augmentation.shape)
 
 
-def _most_tasks(job: StreamJob) -> int | None:
-    """Tasks at a time: what they have ready takes at most half of the stream's object store.
+def _most_tasks(job: StreamJob, share: float) -> int | None:
+    """Tasks at a time: what they have ready takes at most half of their share of object store.
 
     Ray Data counts it only once it knows the size of the blocks, and starts with as many tasks as
     there are CPUs.
     """
     spec = job.spec
+    most = max(1, int(share * spec.concurrency)) if spec.concurrency else None
     if spec.object_store_mib is None:
-        return spec.concurrency
+        return most
     ready = _BLOCKS_READY * _block_bytes(job)
-    tasks = max(1, (spec.object_store_mib << 20) // 2 // ready)
-    return min(tasks, spec.concurrency or tasks)
+    tasks = max(1, int(share * (spec.object_store_mib << 20)) // 2 // ready)
+    return min(tasks, most or tasks)
 
 
 @ray.remote
@@ -163,22 +222,17 @@ def start_beside_server(num_tasks: int) -> None:
         _import_what_tasks_need.options(num_cpus=0).remote()
 
 
-def warm_up(spec: StreamSpec) -> None:
+def warm_up(spec: StreamSpec, share: float) -> None:
     """Let idle workers of a cluster import while a stream is planned; nobody waits for it."""
-    cpus = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-    tasks = min(int(cpus / spec.num_cpus), spec.concurrency or _WARM_WORKERS, _WARM_WORKERS)
-    for _ in range(tasks):
+    for _ in range(reading_tasks(spec, share)):
         _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
 
 
 class _BlockSource(Datasource):
     """One read task per block task; the job travels once, through the object store."""
 
-    def __init__(self, job: StreamJob, job_ref: Any, first: int, last: int) -> None:
-        self._partition = job.partition
-        self._shape = job.shape
-        self._job_ref = job_ref
-        self._first, self._last = first, last
+    def __init__(self, name: str, job_ref: Any, tasks: list[BlockTask]) -> None:
+        self._tasks = [ReadTask(_Blocks(name, job_ref, task), _UNKNOWN) for task in tasks]
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -189,9 +243,8 @@ class _BlockSource(Datasource):
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
-        """The tasks of rows [first, last) of all ranks."""
-        tasks = read_tasks(self._partition, self._first, self._last, self._shape)
-        return [ReadTask(_Blocks(self._job_ref, task), _UNKNOWN) for task in tasks]
+        """The tasks, in order; Ray Data asks twice."""
+        return self._tasks
 
 
 _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
@@ -213,9 +266,8 @@ _READERS: Final[OrderedDict[str, _Reader]] = OrderedDict()
 """Of the streams that this process last worked for: training, and an evaluation beside it."""
 
 
-def _reader_of(job_ref: Any) -> _Reader:
-    """The job itself is fetched once: it holds the manifest."""
-    name = job_ref.hex()
+def _reader_of(name: str, job_ref: Any) -> _Reader:
+    """The job itself is fetched once: it holds the manifest, and is the same for all servers."""
     if name not in _READERS:
         # no limit: the driver has put it there before the task began
         _READERS[name] = _Reader(ray.get(job_ref), name)
@@ -227,11 +279,12 @@ def _reader_of(job_ref: Any) -> _Reader:
 
 @dataclass(frozen=True)
 class _Blocks:
+    name: str
     job_ref: Any
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
-        reader = _reader_of(self.job_ref)
+        reader = _reader_of(self.name, self.job_ref)
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batches.batch(rank, first, last)
             reader.limit.note(bad)

@@ -1,10 +1,10 @@
-"""The process that runs the streams of a worker group, and the iterators of its ranks.
+"""The process that runs the streams of a host's ranks, and the iterators of these ranks.
 
-One actor serves training and every evaluation, for one training after another: it executes the
-Ray Data sets and deals their blocks to the ranks in turn, which is what makes global batches
-independent of who reads (`order.partition`). A rank asks for one block after the other. The decoded
-blocks of evaluations are kept while they are small: a run, and the trials of a sweep, evaluate on
-the same images again and again. That is done on a single node.
+One actor on each host serves training and every evaluation, for one training after another: it
+executes the Ray Data sets of the host's ranks and deals their blocks to them in turn. Which images
+a block holds is arithmetic (`order.partition`), so servers need not know of each other. A rank asks
+for one block after the other. The decoded blocks of evaluations are kept while they are small: a
+run, and the trials of a sweep, evaluate on the same images again and again.
 """
 
 from __future__ import annotations
@@ -14,36 +14,59 @@ import hashlib
 import itertools
 import pickle
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import ray
-import ray.data
+import ray.util
 from ray.data.block import Block
 
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.blocks import Batch, cut
-from vit_ray.data.stream.ray_datasets import evaluation_datasets, training_datasets, warm_up
-from vit_ray.ray_internals import keep_no_dataset_statistics
+from vit_ray.data.stream.ray_datasets import (
+    HostRanks,
+    Segment,
+    evaluation_segments,
+    training_segments,
+    warm_up,
+)
+from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
-"""Of the object store, for decoded evaluation images of one lane at most."""
+"""Of the object store, for decoded evaluation images of one pool at most."""
+ANSWER_LIMIT_S: Final = 120.0
+"""For the handle of a server, which is given before its process has started."""
+
+
+class PassName(NamedTuple):
+    """Which reading of a stream by which worker group."""
+
+    group: str
+    """The start of a worker group, and after a space its training where it takes several."""
+    stream: str
+    """`train`, or the name of an evaluation stream."""
+    number: int
+    """How often this group has read the stream before."""
+
+    def replaces(self, other: PassName) -> bool:
+        """Whether nobody reads `other` any more once this one is being read."""
+        if self.group != other.group:
+            return True
+        return self.stream == other.stream and self.number > other.number
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One reading of a stream from its start to its end by one worker group."""
+    """One reading of a stream from its start to its end by the ranks of one host."""
 
+    name: PassName
     specs: ray.ObjectRef[dict[str, StreamSpec]]
-    """What each stream reads: `train`, and names of evaluation streams."""
-    stream: str
-    """Which of them."""
-    group: str
-    """The start of a worker group, and after a space its training where it takes several."""
-    number: int
-    """How often this group has read the stream before."""
+    """What each stream reads, by its name."""
+    ranks: range
+    """Of the host, in a group of `world_size`."""
     world_size: int
     batch_size_per_rank: int
     start: int = 0
@@ -51,29 +74,29 @@ class Pass:
     stop: int = 0
     """Training: samples seen after."""
 
-    def replaces(self, other: Pass) -> bool:
-        """Whether nobody reads `other` any more once this one is being read."""
-        if self.group != other.group:
-            return True
-        return self.stream == other.stream and self.number > other.number
-
 
 class StreamLostError(RuntimeError):
     """A stream cannot go on where its ranks are; a new attempt starts at a checkpoint."""
 
 
-SizedBlock = tuple[ray.ObjectRef[Block], int]
-"""A block and its bytes."""
+class RankBlock(NamedTuple):
+    """A block of a stream, whose rank it is, and its bytes."""
+
+    rank: int
+    block: ray.ObjectRef[Block]
+    size: int
 
 
 class DealtBlocks:
-    """Block j for rank j mod `world_size`."""
+    """The blocks of some ranks, of which each takes its own."""
 
-    def __init__(self, blocks: Generator[SizedBlock, None, None], world_size: int) -> None:
-        self._blocks = blocks
-        self._ready: list[deque[ray.ObjectRef[Block]]] = [deque() for _ in range(world_size)]
-        self._num_taken = [0] * world_size
-        self._turn = 0
+    def __init__(
+        self, blocks: Generator[RankBlock, None, None], ranks: range | None = None
+    ) -> None:
+        """`ranks`: that blocks are dealt to; another one is refused, whose blocks would pile up."""
+        self._blocks, self._ranks = blocks, ranks
+        self._ready: defaultdict[int, deque[ray.ObjectRef[Block]]] = defaultdict(deque)
+        self._num_taken: Counter[int] = Counter()
         self._is_closed = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -88,6 +111,12 @@ class DealtBlocks:
             StreamLostError: it was given another number of them.
             Exception: whatever a reading task raised.
         """
+        if self._ranks is not None and rank not in self._ranks:
+            raise StreamLostError(
+                f"rank {rank} asked the server of ranks {self._ranks.start} to "
+                f"{self._ranks.stop - 1}: several Ray nodes have one address, and their ranks do "
+                "not follow each other; give each node an address of its own"
+            )
         if index != self._num_taken[rank]:
             raise StreamLostError(
                 f"rank {rank} has had {index} blocks, but was given {self._num_taken[rank]}"
@@ -104,16 +133,15 @@ class DealtBlocks:
         if self._error is not None:
             raise self._error  # to every rank: a stream that failed has not ended
         try:
-            block = next(self._blocks, None)
+            found = next(self._blocks, None)
         except BaseException as error:
             self._error = error
             raise
         if self._is_closed:
             self._blocks.close()
-        if block is None or self._is_closed:
+        if found is None or self._is_closed:
             return False
-        self._ready[self._turn].append(block[0])
-        self._turn = (self._turn + 1) % len(self._ready)
+        self._ready[found.rank].append(found.block)
         return True
 
     def close(self) -> None:
@@ -124,15 +152,31 @@ class DealtBlocks:
             self._lock.release()
 
 
-def _blocks_of(datasets: Iterator[ray.data.Dataset]) -> Generator[SizedBlock, None, None]:
-    """Of consecutive sets, each made and executed when the one before it has been dealt.
+def blocks_of(segments: Iterator[Segment]) -> Generator[RankBlock, None, None]:
+    """The blocks of consecutive sets, each of which starts while the last of the one before it run.
 
-    Closing it drops the execution under way, which ends its tasks.
+    Closing it drops the executions under way, which ends their tasks.
     """
-    for dataset in datasets:
-        for bundle in dataset.iter_internal_ref_bundles():
-            for entry in bundle.blocks:
-                yield entry.ref, entry.metadata.size_bytes or 0
+    with ThreadPoolExecutor(1, "segments") as planner:
+        started = planner.submit(_start_next, segments)
+        while (found := started.result()) is not None:  # no limit: planning reads nothing
+            segment, blocks = found
+            left = range(len(segment.ranks) - 1, -1, -1)
+            for rank, (block, size), num_left in zip(segment.ranks, blocks, left, strict=True):
+                if num_left == segment.next_at:
+                    started = planner.submit(_start_next, segments)
+                yield RankBlock(rank, block, size)
+
+
+def _start_next(
+    segments: Iterator[Segment],
+) -> tuple[Segment, Iterator[tuple[ray.ObjectRef[Block], int]]] | None:
+    """Plan and execute the next of them; what it gives ends the execution when it is dropped."""
+    segment = next(segments, None)
+    if segment is None:
+        return None
+    entries = (e for one in segment.dataset.iter_internal_ref_bundles() for e in one.blocks)
+    return segment, ((entry.ref, entry.metadata.size_bytes or 0) for entry in entries)
 
 
 class KeptBlocks:
@@ -140,12 +184,12 @@ class KeptBlocks:
 
     def __init__(self, most_bytes: float) -> None:
         self._most_bytes = most_bytes
-        self._readings: OrderedDict[bytes, list[SizedBlock]] = OrderedDict()
+        self._readings: OrderedDict[bytes, list[RankBlock]] = OrderedDict()
         self._lock = threading.Lock()
 
     def blocks(
-        self, key: bytes, read: Callable[[], Generator[SizedBlock, None, None]]
-    ) -> Generator[SizedBlock, None, None]:
+        self, key: bytes, read: Callable[[], Generator[RankBlock, None, None]]
+    ) -> Generator[RankBlock, None, None]:
         """What is kept of the reading `key`, or else what `read` gives."""
         with self._lock:
             kept = self._readings.get(key)
@@ -154,11 +198,11 @@ class KeptBlocks:
         if kept is not None:
             yield from kept
             return
-        reading: list[SizedBlock] = []
+        reading: list[RankBlock] = []
         size = 0
         with contextlib.closing(read()) as blocks:
             for block in blocks:
-                size += block[1]
+                size += block.size
                 if size <= self._most_bytes:
                     reading.append(block)
                 else:
@@ -167,37 +211,41 @@ class KeptBlocks:
         if size <= self._most_bytes:
             self._keep(key, reading)
 
-    def _keep(self, key: bytes, reading: list[SizedBlock]) -> None:
+    def _keep(self, key: bytes, reading: list[RankBlock]) -> None:
         with self._lock:
             self._readings[key] = reading
-            while sum(size for r in self._readings.values() for _, size in r) > self._most_bytes:
+            while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
                 self._readings.popitem(last=False)
 
 
 class StreamServer:
     """A thread of its actor runs each call: at most two of a rank at a time."""
 
-    def __init__(self, *, keeps_statistics: bool = True, warms_up: bool = True) -> None:
+    def __init__(
+        self, *, keeps_statistics: bool = True, warms_up: bool = True, cpus_per_rank: float = 0.0
+    ) -> None:
         """Start without reading anything.
 
         Args:
             keeps_statistics: Ray Data's, for a dashboard, by a process more.
             warms_up: the processes of reading tasks import before they are needed; not so where
                 `start_beside_server` has seen to it.
+            cpus_per_rank: that are not for reading.
         """
-        self._warms_up = warms_up
+        self._warms_up, self._cpus_per_rank = warms_up, cpus_per_rank
         if not keeps_statistics:
             keep_no_dataset_statistics()
-        self._open: dict[Pass, DealtBlocks] = {}
+        self._open: dict[PassName, DealtBlocks] = {}
         self._kept = KeptBlocks(_most_kept_bytes())
         self._lock = threading.Lock()
 
-    def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
+    def next_block(self, one: Pass | PassName, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
         """The block of a rank after its first `index` ones in a list, empty after its last.
 
-        The first call for a pass starts reading it, and ends the passes that it replaces.
+        The first call for a pass starts reading it, and ends the passes that it replaces. Later
+        calls give its name alone, which costs the server less.
         """
-        block = self._blocks(one, index).next_block(rank, index)
+        block = self._blocks(one).next_block(rank, index)
         return [] if block is None else [block]
 
     def close(self) -> None:
@@ -207,54 +255,52 @@ class StreamServer:
                 blocks.close()
             self._open = {}
 
-    def _blocks(self, one: Pass, index: int) -> DealtBlocks:
+    def _blocks(self, one: Pass | PassName) -> DealtBlocks:
+        name = one.name if isinstance(one, Pass) else one
         with self._lock:
-            if one not in self._open and index > 0:
-                raise StreamLostError(f"{one} has ended here: another one has replaced it")
-            if one not in self._open:
-                for other in [p for p in self._open if one.replaces(p)]:
+            if name not in self._open:
+                if not isinstance(one, Pass):
+                    raise StreamLostError(f"{name} has ended here: another one has replaced it")
+                for other in [open_one for open_one in self._open if name.replaces(open_one)]:
                     self._open.pop(other).close()
-                self._open[one] = DealtBlocks(self._read(one), one.world_size)
-            return self._open[one]
+                self._open[name] = DealtBlocks(self._read(one), one.ranks)
+            return self._open[name]
 
-    def _read(self, one: Pass) -> Generator[SizedBlock, None, None]:
+    def _read(self, one: Pass) -> Generator[RankBlock, None, None]:
         # no limit: the driver has put it there before the stream began
-        spec = ray.get(one.specs)[one.stream]
-        world_size, size = one.world_size, one.batch_size_per_rank
-        if one.stream == "train":
-            self._warm_up(spec)
-            datasets = training_datasets(
-                spec,
-                world_size=world_size,
-                batch_size_per_rank=size,
-                start=one.start,
-                stop=one.stop,
+        spec = ray.get(one.specs)[one.name.stream]
+        size = one.batch_size_per_rank
+        readers = HostRanks("/".join(map(str, one.name)), one.ranks, one.world_size)
+        give_datasets(readers.share, one.world_size * self._cpus_per_rank)
+        if one.name.stream == "train":
+            self._warm_up(spec, readers)
+            segments = training_segments(
+                spec, readers, batch_size_per_rank=size, start=one.start, stop=one.stop
             )
-            return _blocks_of(datasets)
+            return blocks_of(segments)
 
-        def read() -> Generator[SizedBlock, None, None]:
-            self._warm_up(spec)
-            datasets = evaluation_datasets(
-                spec, world_size=world_size, batch_size=size, start=one.start
-            )
-            return _blocks_of(datasets)
+        def read() -> Generator[RankBlock, None, None]:
+            self._warm_up(spec, readers)
+            segments = evaluation_segments(spec, readers, batch_size=size, start=one.start)
+            return blocks_of(segments)
 
         if spec.object_store_mib is not None or not _is_one_node():
             return read()
         return self._kept.blocks(_reading_key(one, spec), read)
 
-    def _warm_up(self, spec: StreamSpec) -> None:
+    def _warm_up(self, spec: StreamSpec, readers: HostRanks) -> None:
         if self._warms_up:
-            warm_up(spec)
+            warm_up(spec, readers.share)
 
 
 def _reading_key(one: Pass, spec: StreamSpec) -> bytes:
     """Equal for evaluations of the same blocks by the same start of a worker group."""
-    workers = one.group.partition(" ")[0]
+    workers = one.name.group.partition(" ")[0]
     facts = (
         spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
     )  # fmt: skip
-    how = (workers, one.world_size, one.batch_size_per_rank, one.start, spec.gives_keys)
+    ranks = one.ranks, one.world_size
+    how = (workers, ranks, one.batch_size_per_rank, one.start, spec.gives_keys)
     return hashlib.sha256(pickle.dumps((facts, how))).digest()
 
 
@@ -278,10 +324,21 @@ class RankStreams:
         group: str,
         rank: int,
         world_size: int,
+        ranks: range | None = None,
     ) -> None:
-        """`group`: the same on all ranks, and new at each start of a worker group or a training."""
+        """Read nothing yet.
+
+        Args:
+            server: handle of an actor that has `StreamServer.next_block`.
+            specs: what each stream reads, by its name.
+            group: the same on all ranks, and new at each start of a worker group or a training.
+            rank: in the group.
+            world_size: of the group.
+            ranks: that use this server; None for all.
+        """
         self._server, self._specs, self._group = server, specs, group
         self._rank, self._world_size = rank, world_size
+        self._ranks = range(world_size) if ranks is None else ranks
         self._num_passes: dict[str, int] = {}
 
     def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Block]:
@@ -296,17 +353,18 @@ class RankStreams:
         """An evaluation stream from an image on, in batches of equal size with weights."""
         return cut(self._blocks(name, batch_size, start), batch_size)
 
-    def _blocks(self, name: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
-        number = self._num_passes.get(name, 0)
-        self._num_passes[name] = number + 1
-        one = Pass(self._specs, name, self._group, number, self._world_size, size, start, stop)
+    def _blocks(self, stream: str, size: int, start: int = 0, stop: int = 0) -> Iterator[Block]:
+        number = self._num_passes.get(stream, 0)
+        self._num_passes[stream] = number + 1
+        name = PassName(self._group, stream, number)
+        one = Pass(name, self._specs, self._ranks, self._world_size, size, start, stop)
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
         found = ray.get(ask(one, self._rank, 0))
         for index in itertools.count(1):
             if not found:
                 return
-            asked = ask(one, self._rank, index)
+            asked = ask(name, self._rank, index)
             yield ray.get(found[0])  # no limit: as above
             found = ray.get(asked)  # no limit: as above
 
@@ -315,10 +373,14 @@ class RankStreams:
 class StreamSource:
     """What the streams of one training are read from, for any worker group that trains it."""
 
-    server: Any
-    """Handle of an actor that has `StreamServer.next_block`."""
+    servers: Any
+    """Handle of an actor that has `stream_server`, which gives the server of a host's ranks."""
     specs: ray.ObjectRef[dict[str, StreamSpec]]
 
-    def for_rank(self, group: str, rank: int, world_size: int) -> RankStreams:
-        """A rank's streams; `group` as in `RankStreams`."""
-        return RankStreams(self.server, self.specs, group, rank, world_size)
+    def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
+        """The streams of a rank of this host; `group` and `ranks` as in `RankStreams`."""
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        node = ray.get_runtime_context().get_node_id()
+        found = self.servers.stream_server.remote(group, host, node, ranks)
+        server = ray.get(found, timeout=ANSWER_LIMIT_S) or self.servers
+        return RankStreams(server, self.specs, group, rank, world_size, ranks)

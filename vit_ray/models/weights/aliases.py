@@ -10,6 +10,7 @@ from vit_ray.models.positions import square_grid
 from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.name_maps import JAX_POSITIONS, LAYOUTS, Tensors
 
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "state_dict.", "model_state_dict.")
 # Pattern and replacement, in order: other spellings of the same tensors.
 _SPELLINGS: dict[str, list[tuple[str, str]]] = {
     "jax": [
@@ -25,6 +26,7 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
     ],
     "huggingface": [
+        (r"^deit\.", "vit."),
         (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),
         (r"^(embedder|norm)\.", r"bit.\1."),
         (r"^vit\.encoder\.stages\.", "bit.encoder.stages."),
@@ -90,6 +92,16 @@ def _unstacked(tensors: Tensors) -> Tensors:
         for index, part in enumerate(tensor):
             flat[name.replace(marker, f"Transformer/encoderblock_{index}/")] = part
     return flat
+
+
+def without_wrappers(tensors: Tensors) -> Tensors:
+    """Names without the prefixes that DDP, `torch.compile` and trainers put before all of them."""
+    while tensors:
+        wrapper = next(iter(tensors)).partition(".")[0] + "."
+        if wrapper not in _WRAPPERS or not all(name.startswith(wrapper) for name in tensors):
+            break
+        tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def without_training_state(tensors: Tensors) -> tuple[Tensors, list[str]]:

@@ -22,8 +22,8 @@ from vit_ray.models.encoder import LAYER_NORM_EPS
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+from vit_ray.models.weights.meta_headers import npz_headers, safetensors_headers
 from vit_ray.models.weights.name_maps import Tensors
-from vit_ray.models.weights.outlines import npz_outline, safetensors_outline
 from vit_ray.retry import is_transient
 
 Opener = Callable[[Path], IO[bytes]]
@@ -38,6 +38,10 @@ FOLDER_INDEX = "model.safetensors.index.json"
 _GRID_KEY, _HEADS_KEY, _POSITIONS_KEY, _POSITIONS_AT_KEY = (
     f"vit_ray.{name}" for name in ("grid", "num_heads", "positions", "positions_at")
 )
+GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
+"""Exact, or by tanh as here; they differ by 5e-4 at most."""
+MOST_EPS = 1e-5
+"""torch's default epsilon of a layer norm."""
 _JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
 # numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
 _BROKEN = (ValueError, OSError, EOFError, TypeError)
@@ -106,7 +110,7 @@ def _content(path: Path, opener: Opener | None) -> Content:
     if opener is None:
         return _READERS[path.suffix](path)
     with opener(path) as file:
-        return _OUTLINES[path.suffix](file)
+        return _HEADER_READERS[path.suffix](file)
 
 
 def _origin(path: Path, tensors: Tensors, told: dict[str, str]) -> Origin:
@@ -114,10 +118,14 @@ def _origin(path: Path, tensors: Tensors, told: dict[str, str]) -> Origin:
     by_shape = (
         t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name) and t.dim() > 1
     )
-    grid, heads = told.get(_GRID_KEY), told.get(_HEADS_KEY) or _heads_beside(path)
-    rows, _, columns = grid.partition("x") if grid else ("", "", "")
+    config = config_beside(path)
+    heads = told.get(_HEADS_KEY) or config.get("num_attention_heads")
+    grid = _grid_of(config)
+    if _GRID_KEY in told:
+        rows, _, columns = told[_GRID_KEY].partition("x")
+        grid = int(rows), int(columns)
     return Origin(
-        (int(rows), int(columns)) if grid else None,
+        grid,
         int(heads) if heads else next(by_shape, None),
         told.get(_POSITIONS_AT_KEY),
         told.get(_POSITIONS_KEY),
@@ -175,11 +183,59 @@ def _read_safetensors(path: Path) -> Content:
         return tensors, file.metadata() or {}
 
 
-def _heads_beside(path: Path) -> int | None:
-    """Heads that transformers would build the model of its folder with."""
-    if path.name not in (FOLDER_WEIGHTS, FOLDER_INDEX):
+def config_beside(path: Path) -> dict[str, Any]:
+    """The `config.json` that transformers or timm would build the model of a folder with.
+
+    Args:
+        path: the folder, or the file of weights in it; a file of another name has no such folder.
+    """
+    if path.is_dir():
+        return read_settings(path / FOLDER_CONFIG)
+    is_in_folder = path.name in (FOLDER_WEIGHTS, FOLDER_INDEX)
+    return read_settings(path.with_name(FOLDER_CONFIG)) if is_in_folder else {}
+
+
+def differences_of(config: dict[str, Any]) -> list[str]:
+    """Settings of the function that a file's tensors were trained in, which differ slightly here.
+
+    Args:
+        config: of transformers, or of timm with its `model_args`.
+
+    Raises:
+        ValueError: another activation or normalisation than our blocks have.
+    """
+    if config.get("model_type") == "bit":
+        return []  # a ResNet has other activations and no layer norm
+    options = config.get("model_args")
+    settings = {**config, **(options if isinstance(options, dict) else {})}
+    allowed: dict[str, tuple[str, ...]] = {
+        "hidden_act": GELUS,
+        "act_layer": GELUS,
+        "pooler_act": ("tanh",),
+        "norm_layer": ("layernorm",),
+    }
+    for name, values in allowed.items():
+        if (value := settings.get(name)) is not None and value not in values:
+            raise ValueError(f"{FOLDER_CONFIG} has {name}={value!r}; use {' or '.join(values)}")
+    if "quickgelu" in str(config.get("architecture")):
+        raise ValueError(f"{FOLDER_CONFIG} has architecture={config['architecture']!r}; use gelu")
+    epsilon = settings.get("layer_norm_eps", LAYER_NORM_EPS)
+    if epsilon > MOST_EPS:
+        raise ValueError(
+            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon:g}; models here have {LAYER_NORM_EPS:g}, "
+            f"and only values up to {MOST_EPS:g} are close to it"
+        )
+    found = [] if epsilon == LAYER_NORM_EPS else [f"layer_norm_eps={epsilon:g}"]
+    return found + [f"{name}=gelu" for name in allowed if settings.get(name) == "gelu"]
+
+
+def _grid_of(config: dict[str, Any]) -> Grid | None:
+    """Patches of the images that a model of transformers was built for."""
+    sides, patch = config.get("image_size"), config.get("patch_size")
+    sides = [sides, sides] if isinstance(sides, int) else sides
+    if not isinstance(sides, list) or not isinstance(patch, int) or len(sides) != 2:
         return None
-    return read_settings(path.with_name(FOLDER_CONFIG)).get("num_attention_heads")
+    return sides[0] // patch, sides[1] // patch
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -220,9 +276,9 @@ _READERS: dict[str, Callable[[Path], Content]] = {
     ".npz": _read_npz,
     ".safetensors": _read_safetensors,
 }
-_OUTLINES: dict[str, Callable[[IO[bytes]], Content]] = {
-    ".npz": npz_outline,
-    ".safetensors": safetensors_outline,
+_HEADER_READERS: dict[str, Callable[[IO[bytes]], Content]] = {
+    ".npz": npz_headers,
+    ".safetensors": safetensors_headers,
 }
 
 

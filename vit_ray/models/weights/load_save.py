@@ -3,17 +3,30 @@
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import ResizeMode
+from vit_ray.models.positions import ResizeMode, square_grid
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
-from vit_ray.models.weights.aliases import canonical_names, detect_layout, without_training_state
-from vit_ray.models.weights.files import Opener, Origin, read_tensors, write_tensors
+from vit_ray.models.weights.aliases import (
+    canonical_names,
+    detect_layout,
+    without_training_state,
+    without_wrappers,
+)
+from vit_ray.models.weights.files import (
+    Opener,
+    Origin,
+    config_beside,
+    differences_of,
+    read_tensors,
+    write_tensors,
+)
 from vit_ray.models.weights.input_statistics import (
     OURS,
     InputStatistics,
@@ -77,6 +90,11 @@ class WeightFile:
         problems.add("unexpected", left_over)
         problems.add("missing", missing)
         problems.raise_if_any()
+        table = own.get("positions.0.table")
+        if origin.grid is None and self.layout != "vit_ray" and table is not None:
+            # Published positions are those of square images where the file does not say otherwise.
+            num_patches = table.shape[1] - ("class_token.token" in own)
+            origin = replace(origin, grid=square_grid(num_patches))
         own = with_our_inputs(own, model, self.inputs, source)
         if not self.inputs.is_ours:
             source += f"; its inputs' {self.inputs} are folded into the first layer"
@@ -103,7 +121,13 @@ def read_weights(
     """
     source = source or str(path)
     tensors, origin = read_tensors(Path(path), source, opener)
-    tensors, beside = without_training_state(tensors)
+    tensors, beside = without_training_state(without_wrappers(tensors))
+    try:
+        different = differences_of(config_beside(Path(path)))
+    except ValueError as error:
+        raise ValueError(f"weights {source} are of another function: {error}") from None
+    if different:
+        source += f", trained with {' and '.join(different)}"
     layout = detect_layout(list(tensors)) if layout == "auto" else layout
     check_layout(layout)
     inputs = statistics_beside(Path(path)) or OURS
@@ -180,6 +204,12 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         lost = "positions='sincos_2d'"
     elif options.positions_at == "every_layer_shared":
         lost = "positions_at='every_layer_shared'"
+    elif (
+        layout == "jax"
+        and len(model.positions)
+        and square_grid(math.prod(model.grid)) not in (None, model.grid)
+    ):  # which other files record
+        lost = f"positions of {model.grid[0]} x {model.grid[1]} patches, as many as of a square"
     elif layout == "huggingface" and options.pool == "gap":
         lost = "pool='gap'"
     elif layout == "huggingface" and options.positions == "none":

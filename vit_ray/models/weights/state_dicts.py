@@ -103,6 +103,8 @@ def fit_state_dict(
     report.ignored = sorted(spare | (fresh & set(state)) | _outer_names(state_dict))
     fitted: Tensors = {}
     for name in [n for n in wanted if n not in fresh and n in state]:
+        if not state[name].is_meta and not bool(state[name].isfinite().all()):
+            problems.add("not finite", [name])
         fitted[name] = positions.fit(name, state[name], wanted[name].shape)
         before, after = _shape(state[name]), _shape(wanted[name])
         if fitted[name].shape != wanted[name].shape:

@@ -10,7 +10,8 @@ import pytest
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import converted, labels_of, rejections, tar_of
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.sources import labels, tars
+from vit_ray.data.prepare.sources import label_values as labels
+from vit_ray.data.prepare.sources import tars
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 

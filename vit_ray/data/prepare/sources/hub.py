@@ -23,7 +23,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.labels import Labels, labels_of_value
+from vit_ray.data.prepare.sources.label_values import Labels, labels_of_value
 from vit_ray.retry import is_denied, is_transient
 from vit_ray.storage import Location, closed_after, locate
 

@@ -15,7 +15,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.labels import (
+from vit_ray.data.prepare.sources.label_values import (
     LABEL_FIELDS,
     MOST_JSON_BYTES,
     Labels,

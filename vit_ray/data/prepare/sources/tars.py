@@ -23,7 +23,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.labels import (
+from vit_ray.data.prepare.sources.label_values import (
     MOST_JSON_BYTES,
     MOST_TEXT_BYTES,
     Labels,

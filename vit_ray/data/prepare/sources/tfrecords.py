@@ -16,6 +16,7 @@ import numpy as np
 from google_crc32c import value as crc32c
 from PIL import Image
 
+from vit_ray.data.images.crops import open_image
 from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
@@ -26,7 +27,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.labels import MOST_TEXT_BYTES, labels_of_value
+from vit_ray.data.prepare.sources.label_values import MOST_TEXT_BYTES, labels_of_value
 from vit_ray.data.prepare.sources.vtab_labels import VTAB_LABELS, vtab_label
 from vit_ray.storage import Location, closed_after, locate
 
@@ -95,7 +96,7 @@ def _made_brighter(entry: IndexEntry, image: bytes) -> tuple[IndexEntry, bytes]:
 
 
 def _brighter(image: bytes) -> bytes:
-    pixels = np.asarray(Image.open(io.BytesIO(image)))
+    pixels = np.asarray(open_image(image))
     if pixels.max() > 1:
         return image
     brighter = io.BytesIO()

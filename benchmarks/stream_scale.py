@@ -1,0 +1,249 @@
+"""What a block of the training stream costs its server, for many ranks on one or more servers.
+
+    python benchmarks/stream_scale.py [--ranks 8,64,512] [--servers 1] [--seconds 20]
+
+The stream servers, their Ray Data executions and their reading tasks are those of a training;
+only the images are left out: a reading task plans its rows, and gives blocks of sample numbers.
+Ranks are threads of one process that take their blocks as fast as they come, all in step, as
+ranks that reduce their gradients do. CPU milliseconds are user and system time of a process over
+each 128 images that were taken meanwhile; they depend less on other work on the machine than rates
+do. Servers are as many as hosts: the blocks of one that is not alone are of 256 images.
+"""
+
+import argparse
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+BLOCK_ROWS = 128
+GROUP_ROWS = 64
+IMAGES = 303_000_000 // 64
+"""A 64th of JFT: the manifest is not what is measured here."""
+CPUS = 4
+STEP_LIMIT_S = 300.0
+SMALL_ROUNDS = 6
+"""After so many blocks of each rank, all are full ones."""
+
+
+@dataclass
+class Taken:
+    """What ranks have had, by all of them together."""
+
+    first_s: list[float] = field(default_factory=list)
+    """Of each rank, from the start to its first block."""
+    images: int = 0
+    longest_wait_s: float = 0.0
+    """Between two steps of all ranks, after the first block of each."""
+
+
+def spec_of(batch: int) -> Any:
+    """A stream without files."""
+    from vit_ray.data.format.manifest import Manifest, ShardFile
+    from vit_ray.data.order.shuffle import ShuffleWindow
+    from vit_ray.data.stream.batches import StreamSpec
+
+    groups = IMAGES // GROUP_ROWS
+    full = np.full(groups, GROUP_ROWS, np.int32)
+    manifest = Manifest(
+        "nowhere", "nowhere", groups * GROUP_ROWS, ["a"], 1, "benchmark",
+        [ShardFile("part.parquet", groups * GROUP_ROWS, 1 << 40, 0)],
+        np.zeros(groups, np.int32), np.arange(groups, dtype=np.int32), full,
+        full.astype(np.int64) * 110_000, {}, np.zeros(groups, np.uint32),
+    )  # fmt: skip
+    window = ShuffleWindow(batch, max(1, 2048 // batch)) if batch < 2048 else None
+    return StreamSpec(manifest, num_cpus=0.66, block_rows=BLOCK_ROWS, window=window)
+
+
+class EmptyReader:
+    """In the place of `BatchReader`: sample numbers, and none of the images."""
+
+    def __init__(self, job: Any) -> None:
+        from vit_ray.data.order.samples import Plan
+
+        spec = job.spec
+        self._job = job
+        self._plan = Plan(spec.manifest, spec.seed, spec.rows, True, job.counts, job.window)
+
+    def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
+        """As `BatchReader.batch`."""
+        positions = self._job.start + self._job.partition.offsets(rank, first, last)
+        return {"sample": self._plan.rows_at(positions).samples}, {}
+
+
+def without_images() -> None:
+    """Every process of this Ray reads without images (`worker_process_setup_hook`)."""
+    from vit_ray.data.stream import ray_datasets
+
+    ray_datasets.BatchReader = EmptyReader  # type: ignore[assignment,misc]
+
+
+def start_servers(count: int, ranks: int) -> list[Any]:
+    """Servers, each for as many consecutive ranks."""
+    import ray
+
+    from vit_ray.data.stream.stream_server import StreamServer
+
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 2 * ranks // count + 4}
+    remote = ray.remote(StreamServer).options(**options)
+    return [remote.remote(keeps_statistics=False, warms_up=False) for _ in range(count)]
+
+
+def process_ids(servers: list[Any]) -> list[int]:
+    import ray
+    from ray.util.state import list_actors
+
+    ids = {server._actor_id.hex() for server in servers}
+    del ray
+    return [actor.pid for actor in list_actors(limit=10_000) if actor.actor_id in ids]
+
+
+def cpu_s(pids: list[int]) -> float:
+    """User and system seconds of the busiest of some processes so far."""
+    return max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def find(name: str) -> list[int]:
+    """Processes of this Ray that have a name."""
+    below = psutil.Process().children(recursive=True)
+    return [process.pid for process in below if process.name() == name]
+
+
+class Ranks:
+    """Threads that take blocks in step until they are stopped."""
+
+    def __init__(self, servers: list[Any], spec: Any, world_size: int, share: int) -> None:
+        import ray
+
+        from vit_ray.data.stream.stream_server import RankStreams
+
+        specs = ray.put({"train": spec})
+        self.taken = Taken()
+        self._start_s = time.perf_counter()
+        self._last_s: float | None = None
+        self._rounds = 0
+        self._step = threading.Barrier(world_size, action=self._note_step)
+        self._lock = threading.Lock()
+        self._is_over = False
+        stop = 10**6 * world_size * share * BLOCK_ROWS
+        self._threads = []
+        for rank in range(world_size):
+            number = rank * len(servers) // world_size
+            host = range(
+                number * world_size // len(servers), (number + 1) * world_size // len(servers)
+            )
+            streams = RankStreams(servers[number], specs, "benchmark", rank, world_size, host)
+            blocks = streams.training_blocks(share, 0, stop)
+            self._threads.append(threading.Thread(target=self._take, args=(blocks,), daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _take(self, blocks: Any) -> None:
+        for number, block in enumerate(blocks):
+            with self._lock:
+                self.taken.images += len(block["sample"][0].as_py())
+                if number == 0:
+                    self.taken.first_s.append(time.perf_counter() - self._start_s)
+            try:
+                self._step.wait(STEP_LIMIT_S)
+            except threading.BrokenBarrierError:
+                return
+
+    def _note_step(self) -> None:
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            self.taken.longest_wait_s = max(self.taken.longest_wait_s, now_s - self._last_s)
+        self._last_s = now_s
+        self._rounds += 1
+
+    def wait_for(self, rounds: int) -> None:
+        """Until each has had so many blocks; the wait that is noted starts then."""
+        deadline_s = time.perf_counter() + STEP_LIMIT_S
+        while self._rounds < rounds:
+            assert time.perf_counter() < deadline_s, f"not every rank got {rounds} blocks"
+            time.sleep(0.05)
+        self.taken.longest_wait_s = 0.0
+
+    def end(self) -> None:
+        """Let the threads end."""
+        self._step.abort()
+        for thread in self._threads:
+            thread.join(STEP_LIMIT_S)
+
+
+def measure(ranks: int, servers: int, seconds: float) -> str:
+    """A row of the table."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ray.init(
+        num_cpus=CPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=1 << 30,
+        runtime_env={"worker_process_setup_hook": without_images},
+    )
+    share = max(1, 4096 // ranks)
+    try:
+        started = start_servers(servers, ranks)
+        pids = ray.get([server.__ray_call__.remote(lambda _: os.getpid()) for server in started])
+        taking = Ranks(started, spec_of(ranks * share), ranks, share)
+        taking.wait_for(SMALL_ROUNDS)
+        before = [cpu_s(group) for group in (pids, find("raylet"), find("gcs_server"))]
+        images, since_s = taking.taken.images, time.perf_counter()
+        time.sleep(seconds)
+        images, taken_s = taking.taken.images - images, time.perf_counter() - since_s
+        after = [cpu_s(group) for group in (pids, find("raylet"), find("gcs_server"))]
+        blocks = images / BLOCK_ROWS
+        per_server = blocks / servers
+        used = [b - a for a, b in zip(before, after, strict=True)]
+        memory = max(psutil.Process(pid).memory_info().rss for pid in pids) >> 20
+        taking.end()
+        return (
+            f"| {ranks} | {servers} | {1000 * used[0] / per_server:.2f} | "
+            f"{1000 * used[1] / blocks:.2f} | {1000 * used[2] / blocks:.2f} | "
+            f"{images / taken_s:,.0f} | {max(taking.taken.first_s):.1f} | "
+            f"{taking.taken.longest_wait_s:.2f} | {memory} |"
+        )
+    finally:
+        ray.shutdown()
+
+
+HEAD = """\
+| ranks | servers | ms for 128 images, busiest server | raylet | GCS | images/s | first blocks s | \
+longest wait s | server MiB |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="8,64,512")
+    parser.add_argument("--servers", default="1")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = [
+        f"# stream_scale: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
+        f"{os.cpu_count()} cores\n",
+        HEAD,
+    ]
+    print(HEAD, flush=True)
+    for servers in args.servers.split(","):
+        for ranks in args.ranks.split(","):
+            if int(ranks) >= int(servers):
+                lines.append(measure(int(ranks), int(servers), args.seconds))
+                print(lines[-1], flush=True)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Weights of the Hugging Face hub: fetched once, read from the cache, refused in clear words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import ViTForImageClassification
+
+from vit_ray.checkpoints.hf_hub import download
+from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.models import build_model
+from vit_ray.models.weights import load_weights, save_weights
+
+SIZE = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def small_vit(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return build_model("ViT", 5, 16, **SIZE).eval()
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The part of the hub's HTTP interface that a download of `someone/vit` takes."""
+
+    folder: Path
+    served: list[str]
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, has_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/models/someone/vit"):
+            return self._send(self._listing(path), {}, has_body)
+        name = path.rpartition("/")[2]
+        file = self.folder / name
+        if not path.startswith("/someone/vit/resolve/") or not file.is_file():
+            return self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, has_body, status=404)
+        content = file.read_bytes()
+        if has_body:
+            self.served.append(name)
+        etag = hashlib.sha256(content).hexdigest()
+        self._send(content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, has_body)
+
+    def _listing(self, path: str) -> bytes:
+        files = sorted(self.folder.iterdir())
+        if "/tree/" in path:
+            rows = [
+                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40}
+                for f in files
+            ]
+            return json.dumps(rows).encode()
+        names = [{"rfilename": file.name} for file in files]
+        return json.dumps({"id": "someone/vit", "sha": COMMIT, "siblings": names}).encode()
+
+    def _send(
+        self, content: bytes, headers: dict[str, str], has_body: bool, status: int = 200
+    ) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def point_at(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `HF_ENDPOINT` does in a new process."""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
+    """A hub with an empty cache before it; `folder` is the repository `someone/vit`."""
+    handler = type("Hub", (FakeHub,), {"folder": tmp_path / "repository", "served": []})
+    handler.folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    point_at(f"http://127.0.0.1:{server.server_port}", monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_repository_is_fetched_once_and_read_without_the_hub_after(
+    hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_vit(0)
+    save_weights(model, hub.folder, "huggingface")
+    (hub.folder / "pytorch_model.bin").write_bytes(b"a pickle that could run code")
+    images = torch.rand(2, 3, 16, 16)
+    for _ in range(2):
+        other = small_vit(1)
+        open_weights("hf://someone/vit").load_into(other, False, "bilinear")
+        torch.testing.assert_close(other(images), model(images))
+        point_at("http://127.0.0.1:9", monkeypatch)
+    assert sorted(hub.served) == ["config.json", "model.safetensors"]
+
+
+def test_without_a_network_and_a_cache_the_way_out_is_told(
+    hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point_at("http://127.0.0.1:9", monkeypatch)
+    with pytest.raises(ValueError, match=r"cannot be reached.*hf download someone/vit"):
+        download("hf://someone/vit")
+
+
+def test_a_repository_that_is_not_there_is_told(hub: type[FakeHub]) -> None:
+    with pytest.raises(ValueError, match=r"shows no such repository.*HF_TOKEN"):
+        download("hf://someone/else")
+
+
+def test_a_name_that_is_none_is_told(hub: type[FakeHub]) -> None:
+    with pytest.raises(ValueError, match="expected hf://OWNER/NAME"):
+        download("hf://a/b/c/d")
+
+
+def test_a_repository_without_safetensors_is_refused(hub: type[FakeHub]) -> None:
+    (hub.folder / "pytorch_model.bin").write_bytes(b"a pickle that could run code")
+    with pytest.raises(ValueError, match=r"no model\.safetensors; other formats can run code"):
+        open_weights("hf://someone/vit")
+    assert hub.served == []
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
+    """A model, and the folder that transformers splits it into."""
+    model = small_vit(0)
+    save_weights(model, tmp_path / "whole", "huggingface")
+    theirs = ViTForImageClassification.from_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "split", max_shard_size="20KB")
+    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 2
+    return model, tmp_path / "split"
+
+
+def test_a_split_folder_of_transformers_is_read(split: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = split
+    images = torch.rand(2, 3, 16, 16)
+    for load in (
+        lambda other: load_weights(other, folder),
+        lambda other: open_weights(str(folder)).load_into(other, False, "bilinear"),
+    ):
+        other = small_vit(1)
+        load(other)
+        torch.testing.assert_close(other(images), model(images))
+
+
+def test_a_part_that_is_missing_or_short_is_named(split: tuple[torch.nn.Module, Path]) -> None:
+    _, folder = split
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=rf"not whole: {first.name} lacks "):
+        open_weights(str(folder))
+    first.unlink()
+    with pytest.raises(ValueError, match=rf"part {first.name}, do not exist"):
+        open_weights(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"weight_map": {"a": 1}}', "is damaged"),
+        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "names files elsewhere"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(
+    split: tuple[torch.nn.Module, Path], index: str, message: str
+) -> None:
+    _, folder = split
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        open_weights(str(folder))

@@ -1,0 +1,65 @@
+"""Checkpoints of two ranks, whole or damaged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import write_snapshot as write_part
+from vit_ray.checkpoints.checkpoint_format import commit, missing_ranks
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.storage import Location
+
+
+def write_snapshot(
+    snapshot: Snapshot, folder: Location, before_commit: Callable[[], object] = lambda: None
+) -> bool:
+    """Write a rank's part, and commit the checkpoint if it was the last one."""
+    write_part(snapshot, folder)
+    if missing_ranks(folder, snapshot.world_size)[0]:
+        return False
+    commit(folder, snapshot.world_size, before_commit)
+    return True
+
+
+SHAPES = {"a": [3, 4], "b": [5]}
+
+
+def position(step: int) -> Position:
+    """After that step."""
+    return Position(
+        Progress(step=step), applied_steps=step, samples_seen=8 * step, global_batch_size=8,
+        shapes=SHAPES, recipe={"name": "x"}, data_fingerprint="f",
+    )  # fmt: skip
+
+
+def values(step: int) -> dict[str, torch.Tensor]:
+    """All weights, flat."""
+    return {"a": torch.arange(12.0) + step, "b": torch.arange(5.0) - step}
+
+
+def snapshots(step: int) -> list[Snapshot]:
+    """Two ranks that own uneven parts of two parameters."""
+    a, b = values(step)["a"], values(step)["b"]
+    parts = [{"weight|a|0": a[:7]}, {"weight|a|7": a[7:], "weight|b|0": b}]
+    return [
+        Snapshot(rank, 2, {k: v.clone() for k, v in part.items()}, position(step))
+        for rank, part in enumerate(parts)
+    ]
+
+
+def write_checkpoint(run: Location, step: int, ranks: int = 2) -> Location:
+    """A checkpoint of the run, whole if both ranks write; returns its folder."""
+    folder = run.child(folder_name(step))
+    for snapshot in snapshots(step)[:ranks]:
+        write_snapshot(snapshot, folder)
+    return folder
+
+
+def flip(folder: Location, name: str = "rank-00000-of-00002.safetensors") -> None:
+    """Change the last bit of a file of a checkpoint."""
+    path = Path(folder.path) / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,133 @@
+"""Our accuracies beside the paper's: never beside a number of another test set, and labelled."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.small_sets import write_set
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.command_sections import PaperConfig
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.launch import paper_comparison as paper_tables
+from vit_ray.launch.paper_comparison import OurResult, evaluation_table, result_table, sweep_table
+from vit_ray.report.paper import TABLE_6, TEST_SETS, table_2, table_5
+
+
+def test_the_papers_tables_agree_with_one_another() -> None:
+    longest = {row.name: row.imagenet for row in TABLE_6}
+    for model in ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32"):
+        assert table_5(model, "jft300m", "imagenet") == pytest.approx(longest[model])
+    # Only ImageNet has more (resolution, averaging) in Table 2 than in Table 5.
+    for task in ("cifar10", "cifar100", "flowers", "pets"):
+        two = table_2("ViT-H/14", "jft300m", task)
+        assert two is not None
+        assert two[0] == table_5("ViT-H/14", "jft300m", task)
+    assert table_2("ViT-L/16", "imagenet21k", "imagenet") == pytest.approx((0.8530, 0.0002))
+    assert table_5("ViT-H/14", "imagenet", "cifar10") is None
+    assert table_5("R50x1", "imagenet", "cifar10") is None
+
+
+def rows_of(ours: OurResult, **paper: Any) -> list[dict[str, str]]:
+    text = result_table(ours, PaperConfig(**paper)).csv()
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+CIFAR = OurResult("ViT-L/16", "cifar10/test", 10_000, 10, 0.99, 0.001, 3)
+
+
+def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data() -> None:
+    ours, *papers = rows_of(CIFAR, task="cifar10", pretraining="imagenet21k")
+    assert (ours["label"], ours["top-1 %"], ours["deviation"], ours["runs"]) == (
+        "data", "0.99", "0.001", "3",
+    )  # fmt: skip
+    assert ours["note"] == ""
+    found = {row["row"]: float(row["top-1 %"]) for row in papers}
+    assert found == {"paper, Table 2": 0.9915, "paper, Table 5": pytest.approx(0.9916)}
+    assert {row["label"] for row in papers} == {"paper"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "paper", "note", "num_papers"),
+    [
+        ({}, {}, "paper.task is not set", 0),
+        ({}, {"task": "cifar10"}, "paper.pretraining is not set", 5),
+        (
+            {"num_classes": 2},
+            {"task": "cifar10", "pretraining": "imagenet21k"},
+            "not 10000 of 2",
+            0,
+        ),
+        ({"num_images": 9}, {"task": "cifar10", "pretraining": "imagenet21k"}, "not 9 of 10", 0),
+        ({"model": "ViT"}, {"task": "cifar10", "pretraining": "imagenet21k"}, "no such model", 0),
+    ],
+)
+def test_any_other_result_is_a_proxy_and_says_why(
+    changes: dict[str, Any], paper: dict[str, str], note: str, num_papers: int
+) -> None:
+    ours, *papers = rows_of(OurResult(**{**vars(CIFAR), **changes}), **paper)
+    assert ours["label"] == "proxy"
+    assert note in ours["note"]
+    assert len(papers) == num_papers
+
+
+def imagenet(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Recipe:
+    write_set(folder / "test", [(str(i), [i % 2]) for i in range(8)], ["a", "b"])
+    small = {name: type(one)(one.title, 2, 8) for name, one in TEST_SETS.items()}
+    monkeypatch.setattr("vit_ray.launch.paper_comparison.TEST_SETS", small)
+    tree = {"name": "e", "model": {"name": "ViT-B/16"}, "data": {"eval": str(folder / "test")}}
+    return recipe_from_dict({**tree, **sections}, "test")
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "shown"),
+    [
+        ("own_labels", "imagenet", "ImageNet"),
+        ("own_labels", "imagenet_real", "ImageNet"),
+        ("imagenet_real", "imagenet", "ImageNet ReaL"),
+        ("imagenet_real", "imagenet_real", "ImageNet ReaL"),
+        ("imagenet_v2", "imagenet", None),
+        ("objectnet", "pets", None),
+        ("own_labels", "pets", "Oxford-IIIT Pets"),
+    ],
+)
+def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
+    kind: str, task: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = imagenet(
+        tmp_path, monkeypatch, benchmark={"kind": kind},
+        paper={"task": task, "pretraining": "imagenet"},
+    )  # fmt: skip
+    table = evaluation_table(recipe, {"eval/top1": 0.5})
+    assert table is not None
+    assert [row[1] for row in table.rows[1:]] == ([shown] if shown else [])
+    assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None
+
+
+def test_a_sweep_has_its_mean_its_deviation_and_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = imagenet(tmp_path, monkeypatch)
+    (row,) = sweep_table(recipe, [0.5, 0.7]).rows
+    assert row[4:7] == [pytest.approx(0.6), pytest.approx(0.1414, abs=1e-4), "2"]
+    assert row[1] == f"{tmp_path.name}/test"
+    assert sweep_table(recipe, [0.5]).rows[0][5] is None
+
+
+def test_shipped_recipes_name_the_test_set_of_their_data() -> None:
+    tasks = {name: load_recipe(name).paper.task for name in recipe_names()}
+    named = {name.rpartition("/")[2]: task for name, task in tasks.items() if task}
+    assert named == {
+        "cifar10": "cifar10", "cifar100": "cifar100", "flowers": "flowers", "pets": "pets",
+        "imagenet": "imagenet", "imagenet_l16_512": "imagenet", "imagenet_h14_518": "imagenet",
+        "imagenet_real": "imagenet_real",
+    }  # fmt: skip
+    assert tasks["cifar10"] is None
+    for name, task in tasks.items():
+        plan = load_recipe(name).plan
+        if task and name.startswith("finetune/"):
+            assert plan.num_classes == TEST_SETS[task].num_classes
+    assert paper_tables.PAPER_FILE == "paper/row.csv"

@@ -1,0 +1,117 @@
+"""Who gets which training, and when it has ended: no Ray."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray.util
+
+from tests.worker.fakes import make_job
+from vit_ray.data.stream import stream_server
+from vit_ray.launch import pool_server as pool_server
+from vit_ray.launch.pool_server import PoolServer
+from vit_ray.worker.pool_link import Assignment
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> PoolServer:
+    monkeypatch.setattr(pool_server, "ANSWER_S", 0.01)
+    monkeypatch.setattr(stream_server, "_most_kept_bytes", lambda: 0)  # asks Ray for its store
+    return PoolServer()
+
+
+def assignment(folder: Path, number: int) -> Assignment:
+    streams: Any = None
+    return Assignment(number, make_job(folder), False, streams)
+
+
+def ended(server: PoolServer) -> bool:
+    return server.wait_until_ended(timeout_s=0.0)
+
+
+def test_workers_get_each_training_once_and_then_wait(server: PoolServer, tmp_path: Path) -> None:
+    assert server.next_assignment(-1) == (True, None)
+    first = assignment(tmp_path, 0)
+    server.assign(first)
+    assert server.next_assignment(-1) == (True, first)
+    assert server.next_assignment(0) == (True, None)
+    assert server.current_job() is first.job
+    for rank in range(2):
+        assert not ended(server)
+        server.end_rank(0, "group", rank, 2)
+    assert ended(server)
+    assert server.next_assignment(-1) == (True, None)  # a group that starts now has missed nothing
+    server.assign(assignment(tmp_path, 1))
+    assert not ended(server)
+    is_open, found = server.next_assignment(0)
+    assert is_open
+    assert found is not None
+    assert found.number == 1
+
+
+def test_a_training_whose_group_died_is_given_to_the_next_group(
+    server: PoolServer, tmp_path: Path
+) -> None:
+    server.assign(assignment(tmp_path, 0))
+    server.end_rank(0, "first", 0, 2)  # the other rank dies
+    assert server.next_assignment(-1)[1] is not None
+    server.end_rank(0, "second", 1, 3)  # of three now
+    server.end_rank(0, "second", 2, 3)
+    assert not ended(server)
+    server.end_rank(0, "second", 0, 3)
+    assert ended(server)
+
+
+def test_a_worker_that_ends_an_old_training_late_does_not_end_the_next(
+    server: PoolServer, tmp_path: Path
+) -> None:
+    server.assign(assignment(tmp_path, 0))
+    server.end_rank(0, "group", 0, 1)
+    server.assign(assignment(tmp_path, 1))
+    server.end_rank(0, "group", 0, 1)
+    assert not ended(server)
+
+
+def test_a_closed_pool_lets_its_workers_end(server: PoolServer, tmp_path: Path) -> None:
+    server.assign(assignment(tmp_path, 0))
+    server.close()
+    assert server.next_assignment(0) == (False, None)
+    assert not ended(server)  # the training has not ended; who waits for it looks at the pool
+
+
+def test_it_knows_from_the_controller_whether_the_workers_have_their_place(
+    server: PoolServer,
+) -> None:
+    assert not server.is_placed()
+    server.note_placement(True)
+    assert server.is_placed()
+    server.note_placement(False)
+    assert not server.is_placed()
+
+
+def test_each_host_has_one_server_for_each_start_of_the_workers(
+    server: PoolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Actor:
+        def options(self, **options: Any) -> Any:
+            def remote(**how: Any) -> object:
+                started.append({**options, **how})
+                return object()
+
+            return SimpleNamespace(remote=remote)
+
+    monkeypatch.setattr(ray, "remote", lambda _: Actor())
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    assert server.stream_server("a 0", "10.0.0.1", "n1", range(8)) is None
+    second = server.stream_server("a 0", "10.0.0.2", "n2", range(8, 16))
+    third = server.stream_server("a 0", "10.0.0.3", "n3", range(16, 20))
+    assert second is not third
+    assert server.stream_server("a 1", "10.0.0.2", "n2", range(8, 16)) is second
+    assert server.stream_server("b 1", "10.0.0.2", "n4", range(8, 16)) is not second
+    places = [(s["label_selector"]["ray.io/node-id"], s["max_concurrency"]) for s in started]
+    assert places == [("n2", 18), ("n3", 10), ("n4", 18)]
+    assert all(s["warms_up"] for s in started)

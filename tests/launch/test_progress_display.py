@@ -1,0 +1,86 @@
+"""What a person sees of a run that works."""
+
+import pytest
+
+from vit_ray.launch import progress_display as progress
+from vit_ray.launch.control import RunStatus, Stage
+from vit_ray.launch.progress_display import Pace, describe, time_left
+
+METRICS = {
+    "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,
+    "perf/model_tflops_per_gpu": 512.4, "perf/mfu": 0.551, "perf/hfu": 0.602,
+    "data/wait_fraction": 0.03, "perf/step_ms_median": 310.2, "perf/own_ms_median": 151.0,
+    "perf/own_ms_max": 251.0, "perf/slowest_rank": 7.0, "perf/memory_gib": 71.25,
+    "eval/top1": 0.8137,
+}  # fmt: skip
+
+
+def test_a_log_line_has_every_figure() -> None:
+    assert describe(RunStatus(metrics=METRICS)) == (
+        "loss 2.250, lr 3.00e-04, gradient 0.75, 1234 images/s, 512 TFLOP/s per worker, "
+        "MFU 55.1%, HFU 60.2%, data wait 3%, step 310 ms, own work 151 ms, at most 251 ms, "
+        "of worker 7, 71.2 GiB, top-1 81.37%"
+    )
+
+
+def test_both_accuracies_are_told_where_weights_are_averaged() -> None:
+    told = describe(RunStatus(metrics={"eval/top1": 0.5, "eval/averaged_top1": 0.625}))
+    assert told == "top-1 50.00%, of averaged weights 62.50%"
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert describe(RunStatus(metrics={"train/loss": 1.0})) == "loss 1.000"
+
+
+@pytest.mark.parametrize(
+    ("step", "start_step", "elapsed_s", "left"),
+    [
+        (150, 100, 25.0, "0:07:05"),  # 0.5 s a step, of 1,000 steps
+        (200, 0, 7200.0, "8:00:00"),
+        (100, 100, 3.0, "--:--"),  # after a restart nothing is known yet
+        (1000, 0, 10.0, "0:00:00"),
+    ],
+)
+def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
+    step: int, start_step: int, elapsed_s: float, left: str
+) -> None:
+    assert time_left(step, start_step, 1000, elapsed_s) == left
+
+
+def test_a_sweep_tells_its_trial_and_the_best_so_far() -> None:
+    stage = Stage("trial", 3)
+    assert describe(RunStatus(stage=str(stage))) == "trial 1 of 3"
+    stage.end_one("learning rate 0.01", 0.9)
+    stage.end_one("learning rate 0.03", None)
+    assert str(stage) == "trial 3 of 3, best 90.00% (learning rate 0.01)"
+    stage.end_one("learning rate 0.1", 0.95)
+    assert str(stage) == "trial 3 of 3, best 95.00% (learning rate 0.1)"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the display reads, in a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_time_left_of_a_sweep_counts_the_starts_of_its_trials_and_falls(
+    clock: list[float],
+) -> None:
+    # Four trials of 100 steps: each takes 30 s to start and 10 s to train.
+    pace, left = Pace(400), []
+    for trial in range(4):
+        for step in (0, 100):
+            clock[0] = 100.0 + trial * 40 + (30 if step == 0 else 40)
+            left.append(pace.left(RunStatus(step=trial * 100 + step, stage="trial")))
+    assert left[0] == "--:--"
+    assert left[1::2] == ["0:02:00", "0:01:20", "0:00:40", "0:00:00"]
+
+
+def test_the_time_left_of_one_run_leaves_out_how_long_it_took_to_start(clock: list[float]) -> None:
+    pace = Pace(100)
+    clock[0] += 60
+    pace.left(RunStatus(step=10))
+    clock[0] += 10
+    assert pace.left(RunStatus(step=20)) == "0:01:20"

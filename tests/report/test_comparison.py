@@ -1,0 +1,228 @@
+"""Comparisons of runs and studies in a real MLflow store."""
+
+import shutil
+import statistics
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tests.tracking.stored_runs import store_run
+from vit_ray.report.comparison import compare
+
+# Top-1 of the two seeds of each row, in either study.
+ROWS = {"ViT-S": ([0.70, 0.72], [0.73, 0.76]), "R50": ([0.60, 0.66], [0.61, 0.66])}
+
+
+class Store:
+    """Two experiments of a SQLite store, with runs of our kinds."""
+
+    def __init__(self, uri, name):
+        self.uri = uri
+        self.client = MlflowClient(uri)
+        self.here, self.there = f"{name}-here", f"{name}-there"
+        self.experiments = {n: self.client.create_experiment(n) for n in (self.here, self.there)}
+
+    def run(self, name, metrics=None, params=None, tags=None, *, is_there=False):
+        place = self.experiments[self.there if is_there else self.here]
+        return store_run(self.client, place, name, metrics, params, tags)
+
+    def study(self, name, side, **changes):
+        parent = self.run(name, tags={"vit_ray.kind": "study"})
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+        for label, values in ROWS.items():
+            for seed, top1 in enumerate(values[side]):
+                params = {"model.name": label, "seed": seed, "optim.weight_decay": 0.1, **changes}
+                row = {**tags, "vit_ray.study_label": label}
+                self.run(f"{name}-{label}-seed{seed}", {"eval/top1": top1}, params, row)
+        return parent
+
+    def id_of(self, name):
+        wanted = f"attributes.run_name = '{name}'"
+        (found,) = self.client.search_runs([self.experiments[self.here]], wanted)
+        return found.info.run_id
+
+    def compare(self, a, b):
+        return compare(self.uri, self.here, (a, b))
+
+
+@pytest.fixture(scope="module")
+def uri(empty_store, tmp_path_factory):
+    return f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
+
+
+@pytest.fixture
+def store(uri, request):
+    return Store(uri, request.node.name)
+
+
+def test_two_runs_differ_in_keys_and_metrics(store):
+    same = {"model.name": "ViT-S/16", "seed": 0}
+    store.run("a", {"eval/top1": 0.5, "train/loss": 1.0, "only/here": 1.0}, {**same, "optim.lr": 1})
+    store.run("b", {"eval/top1": 0.6, "train/loss": 0.7}, {**same, "optim.lr": 2, "train.mixup": 1})
+    found = store.compare("a", "b")
+    told = {one.key: one.values for one in found.keys}
+    assert told == {"optim.lr": ("1", "2"), "train.mixup": ("unset", "1")}
+    means = {one.metric: one.mean for one in found.differences}
+    assert means == {"eval/top1": pytest.approx(0.1), "train/loss": pytest.approx(-0.3)}
+    assert [one.standard_error for one in found.differences] == [None, None]
+    rows = {row[1]: row for row in found.difference_table().rows}
+    assert rows["top-1 accuracy %"][2:5] == ["50.00", "60.00", "+10.00"]
+
+
+def test_studies_are_compared_cell_by_cell_and_seed_by_seed(store):
+    store.study("old", 0)
+    store.study("new", 1, **{"optim.weight_decay": 0.3})
+    found = store.compare("old", "new")
+    assert [one.values for one in found.keys] == [("0.1", "0.3")]
+    by_cell = {one.cell: one for one in found.differences}
+    vit = by_cell["ViT-S"]
+    assert vit.is_paired
+    assert vit.mean == pytest.approx(0.035)
+    # Of the differences 0.03 and 0.04 of the two seeds.
+    assert vit.standard_error == pytest.approx(statistics.stdev([0.03, 0.04]) / 2**0.5)
+    assert by_cell["R50"].standard_error == pytest.approx(0.005)
+
+
+def test_cells_are_compared_and_not_their_fine_tunings_nor_failed_attempts(store):
+    for name, tasks in (("old", {"pets": 0.9, "svhn": 0.2}), ("new", {"pets": 0.8, "svhn": 0.4})):
+        parent = store.run(name, tags={"vit_ray.kind": "study"})
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+        params = {"model.name": "ViT-S", "seed": 0}
+        cell = {"eval/top1": 0.5, **{f"transfer/{task}_top1": v for task, v in tasks.items()}}
+        store.run(f"{name}-cell", cell, params, tags)
+        again = store.run(f"{name}-cell", {"eval/top1": 0.1}, params, tags)
+        store.client.set_terminated(again, "FAILED")
+        other = store.run(
+            f"{name}-other", {"eval/top1": 0.1}, {**params, "model.name": "R50"}, tags
+        )
+        store.client.set_terminated(other, "FAILED")
+        for task, top1 in tasks.items():
+            store.run(
+                f"{name}-{task}", {"eval/top1": top1}, params, {**tags, "vit_ray.kind": "finetune"}
+            )
+    found = store.compare("old", "new")
+    assert {one.metric: (one.cell, one.a, one.b) for one in found.differences} == {
+        "eval/top1": ("ViT-S", (0.5,), (0.5,)),
+        "transfer/pets_top1": ("ViT-S", (0.9,), (0.8,)),
+        "transfer/svhn_top1": ("ViT-S", (0.2,), (0.4,)),
+        "transfer/mean_top1": ("ViT-S", (pytest.approx(0.55),), (pytest.approx(0.6),)),
+    }
+    rows = {row[1]: row[2:5] for row in found.difference_table().rows}
+    assert rows["pets top-1 after fine-tuning %"] == ["90.00", "80.00", "-10.00"]
+    assert not found.only_a
+
+
+def test_an_accuracy_on_held_out_images_is_compared_with_its_like_alone(store):
+    store.run("a", {"dev/top1": 0.5, "train/loss": 1.0})
+    store.run("b", {"dev/top1": 0.6, "train/loss": 1.0})
+    store.run("tested", {"eval/top1": 0.9, "train/loss": 1.0})
+    rows = {row[1] for row in store.compare("a", "b").difference_table().rows}
+    assert rows == {"top-1 accuracy, dev split %", "training loss"}
+    assert {one.metric for one in store.compare("a", "tested").differences} == {"train/loss"}
+
+
+def test_other_seeds_are_compared_by_their_means(store):
+    store.study("old", 0)
+    parent = store.run("new", tags={"vit_ray.kind": "study"})
+    tags = {"mlflow.parentRunId": parent, "vit_ray.study_label": "ViT-S"}
+    for seed, top1 in ((7, 0.80), (8, 0.84), (9, 0.82)):
+        store.run(f"new-{seed}", {"eval/top1": top1}, {"seed": seed}, tags)
+    found = store.compare("old", "new")
+    (one,) = found.differences
+    assert not one.is_paired
+    expected = (statistics.variance(one.a) / 2 + statistics.variance(one.b) / 3) ** 0.5
+    assert one.standard_error == pytest.approx(expected)
+    assert found.only_a == ["R50"]
+    assert found.difference_table().rows[0][-1] == "2 and 3"
+
+
+def test_cells_are_told_apart_by_what_either_study_varies(store):
+    for name, fractions in (("wide", (0.1, 1.0)), ("narrow", (1.0,))):
+        parent = store.run(name, tags={"vit_ray.kind": "study"})
+        tags = {"mlflow.parentRunId": parent, "vit_ray.study_label": "ViT-S"}
+        for fraction in fractions:
+            metrics = {"eval/top1": 0.5 + 0.1 * fraction}
+            store.run(f"{name}-{fraction}", metrics, {"data.fraction": fraction, "seed": 0}, tags)
+    found = store.compare("wide", "narrow")
+    assert [(one.cell, one.mean) for one in found.differences] == [
+        ("ViT-S, data.fraction 1.0", pytest.approx(0.0))
+    ]
+    assert found.only_a == ["ViT-S, data.fraction 0.1"]
+
+
+def test_a_run_is_found_by_its_id_in_any_experiment(store):
+    a = store.run("same", {"eval/top1": 0.5})
+    b = store.run("same", {"eval/top1": 0.7}, is_there=True)
+    assert store.compare(a, b).differences[0].mean == pytest.approx(0.2)
+
+
+def test_what_cannot_be_compared_is_told(store):
+    store.run("digits", {"eval/top1": 0.5})
+    store.run("twice", {"eval/top1": 0.5})
+    second = store.run("twice", {"eval/top1": 0.6})
+    store.run("elsewhere", {"eval/top1": 0.5}, is_there=True)
+    store.run("silent", {"mine": 1.0})
+    store.study("study", 0)
+    store.run("empty", tags={"vit_ray.kind": "study"})
+    other = store.run("other", tags={"vit_ray.kind": "study"})
+    row = {"mlflow.parentRunId": other, "vit_ray.study_label": "unheard of"}
+    store.run("other-cell", {"eval/top1": 0.5}, tags=row)
+    for words, told in (
+        (("digits", "digist"), "-here' has no run 'digist'; near: digits"),
+        (("digits", "0" * 32), "MLflow has no run 0000"),
+        (("digits", "twice"), rf"2 runs are named 'twice': {second} \(finished\); .*give an id"),
+        (
+            ("digits", "elsewhere"),
+            rf"{store.there}' has one; give tracking.experiment={store.there} or",
+        ),
+        (("digits", "silent"), "no metric in common: eval/top1 here, mine there"),
+        (("digits", "study"), "'digits' is a single run and 'study' a study of 4 trainings"),
+        (("study", "empty"), "study 'empty' has no finished trainings to compare yet"),
+        (("study", "other"), r"no cell of 'study' \(ViT-S; R50\) is one of 'other' \(unheard of\)"),
+        (("digits", 'it\'s "quoted"'), "has no run"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            store.compare(*words)
+    with pytest.raises(ValueError, match=r"tracking.experiment=nowhere: .* it has Default, test"):
+        compare(store.uri, "nowhere", ("digits", "twice"))
+    with pytest.raises(ValueError, match="no such file"):
+        compare(f"{store.uri}x", store.here, ("digits", "twice"))
+
+
+def test_a_cell_holds_seeds_and_nothing_else(store):
+    """Two rates under one label are two cells, and a difference over both is none."""
+    for name, rates in (("old", {0.01: 0.9, 0.001: 0.1}), ("new", {0.01: 0.8, 0.1: 0.3})):
+        parent = store.run(name, tags={"vit_ray.kind": "study"})
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": parent}
+        for rate, top1 in rates.items():
+            params = {"model.name": "ViT-S/16", "optim.learning_rate": rate, "seed": 0}
+            store.run(f"{name}-{rate}", {"eval/top1": top1}, params, tags)
+    found = store.compare("old", "new")
+    cell = "ViT-S/16, optim.learning_rate 0.01"
+    assert [(one.cell, one.a, one.b) for one in found.differences] == [(cell, (0.9,), (0.8,))]
+    assert found.only_a == ["ViT-S/16, optim.learning_rate 0.001"]
+    assert found.only_b == ["ViT-S/16, optim.learning_rate 0.1"]
+
+
+def test_test_sets_and_commits_that_differ_are_told(store):
+    for name, commit, test in (("a", "c0ffee", "/data/pets"), ("b", "decaf", "/data/cars")):
+        tags = {"vit_ray.kind": "pretrain", "vit_ray.git_commit": commit, "data.eval": test}
+        store.run(name, {"eval/top1": 0.5}, {"model.name": "ViT-S/16", "seed": 0}, tags)
+    told = {one.key: one.values for one in store.compare("a", "b").keys}
+    assert told == {
+        "data.eval": ("/data/pets", "/data/cars"),
+        "git commit": ("c0ffee", "decaf"),
+        "test set": ("/data/pets", "/data/cars"),
+    }
+
+
+def test_a_study_that_is_recorded_twice_is_compared_once(store):
+    store.study("old", 0)
+    store.study("new", 1)
+    whole = store.compare("old", "new").differences
+    for seed, top1 in enumerate(ROWS["ViT-S"][1]):  # under names of their own
+        tags = {"vit_ray.kind": "study_cell", "mlflow.parentRunId": store.id_of("new")}
+        params = {"model.name": "ViT-S", "seed": seed, "optim.weight_decay": 0.1}
+        tags["vit_ray.study_label"] = "ViT-S"
+        store.run(f"again-{seed}", {"eval/top1": top1}, params, tags)
+    assert store.compare("old", "new").differences == whole

@@ -1,0 +1,283 @@
+"""A run's record and control, engine and parts of a worker without Ray and without DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.recipes import recipe_with
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Snapshot
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.config import Recipe
+from vit_ray.outcomes import EventKind, Failure
+from vit_ray.storage import locate
+from vit_ray.train.loop import Batch, EvaluationCutError, RankContext
+from vit_ray.worker.attempt import Attempt, WorkerHooks
+from vit_ray.worker.evaluation import Evaluator
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.nonfinite import NonfinitePolicy
+from vit_ray.worker.run_link import ControlsRun, Orders, RecordsRun, RunLink
+from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.watchdog import Watchdog
+
+BATCH, MICRO, TOTAL = 8, 4, 10
+
+
+class FakeRun(RecordsRun, ControlsRun):
+    """Record and control of a run, in this process: what was sent, and what is answered."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[EventKind, str, int]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.beats: list[tuple[int, int]] = []
+        self.files: dict[str, bytes] = {}
+        self.waited_for: str | None = None
+        self.failed: Failure | None = None
+        self.stop: str | None = None
+        self.saves = 0
+
+    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+        self.beats.append((rank, step))
+        return Orders(self.stop, self.saves)
+
+    def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
+        return self.waited_for
+
+    def stop_reason(self) -> str | None:
+        return self.stop
+
+    def request_save(self) -> None:
+        self.saves += 1
+
+    def failure(self) -> Failure | None:
+        return self.failed
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.logged.append((step, values))
+
+    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
+        self.events.append((kind, text, step))
+
+    def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
+        self.files[name] = content
+
+    def fail(self, failure: Failure | None) -> None:
+        self.failed = failure
+
+    def run_id(self, wait_s: float) -> str | None:
+        return "run-id"
+
+
+class OneRank:
+    """Collectives of a group of one."""
+
+    def sum(self, values: Any) -> list[float]:
+        return [float(v) for v in values]
+
+    max = sum
+
+
+@dataclass
+class Stepped:
+    refused: float = 0.0
+    grad_norm: float = 1.0
+
+
+@dataclass
+class FakeEngine:
+    """Its one weight is the number of steps applied, its loss the mean of the sample numbers."""
+
+    refused: tuple[int, ...] = ()
+    on_backward: Callable[[int], None] = lambda step: None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    weight: float = 0.0
+    average: Any = None
+    is_closed: bool = False
+    restored: list[int] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
+    seen: list[list[int]] = field(default_factory=list)
+    """Samples of each pass, and below its step."""
+    steps: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def applied_steps(self) -> int:
+        return int(self.weight)
+
+    def backward(
+        self, images: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        assert images.dtype == torch.uint8
+        self.seen.append(samples.tolist())
+        self.steps.append(step)
+        self.on_backward(step)
+        return samples.float().mean()
+
+    def step(self, learning_rate: float) -> Stepped:
+        self.rates.append(learning_rate)
+        if self.steps[-1] in self.refused:
+            return Stepped(refused=1.0)
+        self.weight += 1
+        return Stepped()
+
+    def take_forward_s(self) -> float:
+        return 0.001
+
+    def snapshot(self, position: Position) -> Snapshot:
+        return Snapshot(0, 1, {"weight|w|0": torch.tensor([self.weight])}, position)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self.weight = float(checkpoint.weights()["w"])
+        self.restored.append(checkpoint.position.step)
+
+    def activation_sizes(self, images: torch.Tensor) -> dict[str, float]:
+        return {"embedding": 1.0, "blocks.0": float("inf")}
+
+    def weight_norms(self) -> dict[str, float]:
+        return {"head.weight": 2.0, "head.bias": 3.0}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeHooks:
+    """What the loop asks of a worker, in its order."""
+
+    losses: list[float] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    refused: list[tuple[int, list[int]]] = field(default_factory=list)
+    noted: list[int] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    save_at: int | None = None
+    stop_at: int | None = None
+    steps: int = 0
+    cuts: list[bool] = field(default_factory=list)
+    """Evaluations that are cut short, and whether to stop."""
+    due: list[bool] = field(default_factory=list)
+    """At each save, whether an evaluation is due."""
+    is_whole: bool = True
+    """What was saved before."""
+
+    def note_step(self, step: int) -> None:
+        self.noted.append(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.order.append(f"evaluate {step}")
+        if self.cuts:
+            raise EvaluationCutError(is_stopping=self.cuts.pop(0))
+        return {"eval/loss": self.losses.pop(0)} if self.losses else {}
+
+    def save(self, progress: Progress) -> None:
+        self.order.append(f"save {progress.step}")
+        self.saved.append(progress.step)
+        self.due.append(progress.evaluation_due)
+
+    def wait_until_saved(self) -> None:
+        self.order.append("wait")
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        assert not progress.evaluation_due
+        self.order.append(f"note {progress.step}")
+        return self.is_whole
+
+    def save_is_wanted(self, step: int) -> bool:
+        self.steps += 1
+        return self.steps == self.save_at
+
+    def is_stopping(self) -> bool:
+        return self.stop_at is not None and self.steps >= self.stop_at
+
+    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+        self.refused.append((progress.step, batch["sample"].tolist()))
+
+
+def short_recipe(**sections: Any) -> Recipe:
+    """Of `TOTAL` steps without a clock."""
+    return recipe_with(
+        optim={"steps": TOTAL},
+        train={"global_batch_size": BATCH, "log_every_steps": 100},
+        checkpoint={"every_minutes": None},
+    ).with_changes(**sections)
+
+
+def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
+    """A run of a few steps below `folder`."""
+    recipe = short_recipe(**{"output": str(folder), **sections})
+    return TrainJob(
+        recipe, kind, 10, 100, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(),
+        FakeRun(), None, lambda bad: None,
+    )  # fmt: skip
+
+
+def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """One of 8 images for each step from `first` on."""
+    for step in range(first, TOTAL):
+        yield {
+            "image": np.zeros((BATCH, 2, 2, 3), np.uint8),
+            "labels": np.zeros((BATCH, 1), np.int32),
+            "sample": np.arange(step * BATCH, (step + 1) * BATCH),
+        }
+
+
+def write_now(write: Callable[[], None]) -> None:
+    """Without a thread."""
+    write()
+
+
+@dataclass
+class Worker:
+    """A worker whose outside is fake and whose parts are real, apart from the engine."""
+
+    job: TrainJob
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    actor: FakeRun = field(default_factory=FakeRun)
+    evaluation_batches: Callable[[str, int], Iterable[Any]] = lambda name, start: []
+    notice: Callable[[], Any] = lambda: None
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.link = RunLink(self.actor, self.actor, self.rank)
+        folder = locate(self.job.run_folder)
+        train = self.job.recipe.train
+        self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)
+        writer = CheckpointWriter(
+            folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number
+        )
+        engine: Any = self.engine
+        self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
+        evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
+        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda: 0)
+        self.hooks = WorkerHooks(
+            self.link, evaluator, self.saver, nonfinite, self.watchdog, self.notice, 0.0
+        )
+
+    def attempt(self, start_step: int | None = None) -> Attempt:
+        """Set up at the start of the run, or where `start_step` says."""
+        progress = Progress(step=start_step or 0)
+        context = RankContext(TOTAL, self.rank, 1, MICRO, OneRank())
+        engine: Any = self.engine
+        return Attempt(
+            self.job, context, self.link, engine, batches(progress.step), self.hooks,
+            self.watchdog, progress,
+        )  # fmt: skip
+
+    def kinds(self) -> list[str]:
+        """Of the events, in their order."""
+        return [kind for kind, _, _ in self.actor.events]

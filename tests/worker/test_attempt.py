@@ -1,0 +1,245 @@
+"""How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.outcomes import Failure
+from vit_ray.storage import locate
+from vit_ray.train.loop import EvaluationCutError
+from vit_ray.train.micro_batch import limit_key, read_limit
+from vit_ray.worker.attempt import run_attempt
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.setup import device_name
+
+
+def newest_step(worker: Worker) -> int:
+    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    return -1 if checkpoint is None else checkpoint.position.step
+
+
+def kept_limit(job: TrainJob) -> int | None:
+    return read_limit(locate(job.run_folder), limit_key(job.recipe, 1, device_name()))
+
+
+def run(worker: Worker) -> None:
+    run_attempt(worker.link, worker.attempt)
+
+
+def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    run(worker)
+    assert worker.kinds() == ["first step"]
+    assert newest_step(worker) == TOTAL
+    assert [step for step, _ in worker.actor.logged] == [1, 1, TOTAL, TOTAL]
+    assert ["startup/first_step_s" in values for _, values in worker.actor.logged] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert worker.engine.is_closed
+    assert worker.actor.failed is None
+
+
+def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    run_attempt(worker.link, lambda: None)
+    assert worker.actor.failed is None
+    assert worker.kinds() == []
+
+
+def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    run_attempt(worker.link, lambda: worker.attempt(4))
+    assert worker.engine.applied_steps == TOTAL - 4
+
+
+def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    worker.engine.on_backward = beat_before_third
+    run(worker)
+    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
+    assert newest_step(worker) == 3
+    assert worker.actor.failed is None
+    assert worker.engine.is_closed
+
+
+def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path: Path) -> None:
+    def run_out(step: int) -> None:
+        if step == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
+    with pytest.raises(SmallerMicroBatchError, match="4 images per pass do not fit"):
+        run(worker)
+    assert kept_limit(worker.job) == MICRO * 3 // 4
+    assert worker.actor.events[-1][0::2] == ("out of memory", 1)
+    assert worker.actor.failed is None
+    assert worker.engine.is_closed
+
+
+def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
+    def too_large(name: str, start: int) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    job = make_job(tmp_path, data={"eval": "somewhere"})
+    worker = Worker(job, evaluation_batches=too_large)
+    with pytest.raises(UnrecoverableError, match=r"evaluate\.batch_size=256 images do not fit"):
+        run(worker)
+    assert worker.actor.failed is not None
+    assert kept_limit(job) is None
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_an_unrecoverable_error_fails_the_run_and_is_raised_where_others_would_wait(
+    tmp_path: Path, is_agreed: bool
+) -> None:
+    def refuse(step: int) -> None:
+        raise UnrecoverableError("too many bad images", is_agreed=is_agreed)
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
+    if is_agreed:
+        run(worker)
+    else:
+        with pytest.raises(UnrecoverableError):
+            run(worker)
+    assert worker.actor.failed == Failure("too many bad images")
+    assert worker.engine.is_closed
+
+
+def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
+    def crash(step: int) -> None:
+        raise OSError("cable")
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=crash))
+    with pytest.raises(OSError, match="cable"):
+        run(worker)
+    assert worker.actor.failed is None
+    assert worker.engine.is_closed
+
+
+def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"nonfinite": "skip"})
+    worker = Worker(job, FakeEngine(refused=(0, 2, 3, 4)))
+    run(worker)
+    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4, 5]
+    assert worker.actor.failed is not None
+    assert worker.actor.failed.has_diverged
+    assert "with 3 such steps in a row" in worker.actor.failed.reason
+
+
+def test_a_request_and_a_notice_save_once_each(tmp_path: Path) -> None:
+    notices = iter([None] * 2 + ["node 1"] * TOTAL)
+    worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
+    worker.actor.saves = 3  # of an earlier attempt
+    worker.link.beat(0)
+
+    def request(step: int) -> None:
+        if step == 4:
+            worker.actor.saves = 4
+        worker.link.beat(step)
+
+    worker.engine.on_backward = request
+    run(worker)
+    saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
+    assert saves == [("preemption", 2), ("resizing", 4)]
+
+
+def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
+    job = make_job(tmp_path, kind="evaluate")
+    worker = Worker(job)
+    figures = {"eval/top1": 0.5}
+    worker.hooks.evaluator.evaluate = lambda step, *_: figures  # type: ignore[method-assign]
+    run(worker)
+    assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
+    assert worker.actor.events == []
+
+
+def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path: Path) -> None:
+    def cut(*_: Any) -> Any:
+        raise EvaluationCutError(is_stopping=True)
+
+    worker = Worker(make_job(tmp_path, kind="evaluate"))
+    worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
+    worker.actor.stop = "Ctrl-C"
+    run(worker)
+    assert worker.actor.logged == []
+    assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no figures", 0)]
+
+
+def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_it(
+    tmp_path: Path,
+) -> None:
+    def cut(*_: Any) -> Any:
+        worker.actor.stop = "SIGTERM"
+        worker.link.beat(TOTAL)
+        raise EvaluationCutError(is_stopping=True)
+
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
+    run(worker)
+    assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
+    saved = newest_checkpoint(locate(worker.job.run_folder))
+    assert saved is not None
+    assert not saved.position.progress.is_over(TOTAL)
+    again = Worker(make_job(tmp_path))
+    again.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
+    attempt = again.attempt(TOTAL)
+    attempt.progress.evaluation_due = True
+    run_attempt(again.link, lambda: attempt)
+    assert again.kinds() == ["first step"]
+    evaluated = newest_checkpoint(locate(worker.job.run_folder))
+    assert evaluated is not None
+    assert evaluated.position.progress.is_over(TOTAL)
+    assert evaluated.position.progress.metrics["eval/loss"] == 0.5
+    assert evaluated.shards == saved.shards
+
+
+def test_a_stop_whose_save_does_not_land_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    worker.engine.on_backward = beat_before_third
+    monkeypatch.setattr(worker.saver._writer, "write", lambda *_: None)
+    run(worker)
+    text = "SIGTERM; the checkpoint of step 3 could not be written"
+    assert worker.actor.events[-1] == ("stopped", text, 3)
+
+
+def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    told_before_landing: list[int] = []
+
+    def beat_before_third(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    def write_late(write: Callable[[], None]) -> None:
+        def late() -> None:
+            told_before_landing.append(len([e for e in worker.actor.events if e[0] == "stopped"]))
+            write()
+
+        threading.Timer(0.3, late).start()
+
+    worker.engine.on_backward = beat_before_third
+    worker.saver._run_beside = write_late
+    run(worker)
+    assert told_before_landing == [0]
+    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)

@@ -1,0 +1,227 @@
+"""Features and accuracy of a set that several ranks share, against one rank that has it all."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.engine_runs import build_engine
+from tests.train.pretended_device import PretendedGpu
+from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeEngine, FakeRun, Worker, make_job
+from vit_ray.config.training_sections import EvalConfig, TrainConfig
+from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
+from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.train.loop import EvaluationCutError
+from vit_ray.worker import evaluation
+from vit_ray.worker.evaluation import _features, measure_accuracy, measure_few_shot
+
+NUM_IMAGES, BATCH = 19, 4
+
+
+def share(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Whole batches of this rank, equally many on all; the last of the set are padding."""
+    rng = np.random.default_rng(0)
+    passes = -(-NUM_IMAGES // (BATCH * world_size))
+    rows = passes * BATCH * world_size
+    images = rng.integers(0, 256, (rows, 8, 8, 3), np.uint8)
+    samples = np.where(np.arange(rows) < NUM_IMAGES, np.arange(rows), -1)
+    labels = np.where(samples[:, None] < 0, -1, np.arange(rows)[:, None] % 5).astype(np.int32)
+    batches = []
+    for number in range(rank, passes * world_size, world_size):
+        part = slice(number * BATCH, (number + 1) * BATCH)
+        batches.append(
+            {
+                "image": images[part],
+                "labels": labels[part],
+                "sample": samples[part],
+                "weight": (samples[part] >= 0).astype(np.float32),
+            }
+        )
+    return batches
+
+
+def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
+    """Features of this rank's images, with their sample numbers in front."""
+    rows = [(b["sample"][r], f) for r, f, b in _features(engine, batches)]
+    return np.concatenate([np.column_stack(row) for row in rows])
+
+
+def evaluated(rank: int) -> dict[int, Any]:
+    """By ZeRO stage: features, accuracy, few-shot accuracy."""
+    world_size = torch.distributed.get_world_size()
+    batches = share(rank, world_size)
+    found = {}
+    for stage in (0, 3):
+        train = TrainConfig(zero_stage=stage, precision="fp32")
+        engine = build_engine(train, world_size, 1)
+        config = EvalConfig(shots=(1, 3), few_shot_seeds=2)
+        labels = np.arange(NUM_IMAGES) % 5
+        few_shot = FewShot(labels, 5, shots=config.shots, seeds=config.few_shot_seeds)
+        found[stage] = (
+            features_of(engine, batches),
+            measure_accuracy(engine, batches, train),
+            measure_few_shot(engine, batches, batches, config, few_shot),
+        )
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return run_ranks(1, evaluated)[0][0]
+
+
+@pytest.fixture(scope="module")
+def shared() -> list[dict[int, Any]]:
+    # 19 images in 6 batches of 4: rank 0 has 11 of them, and of rank 1's 3 batches one is padding.
+    return run_ranks(2, evaluated)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    for rank in shared:
+        assert rank[stage][1] == pytest.approx(alone[1], rel=1e-5)
+        assert rank[stage][2] == pytest.approx(alone[2])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_few_shot_accuracy_of_streams_is_that_of_all_features_at_once(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    rows = np.concatenate([rank[stage][0] for rank in shared])
+    rows = rows[np.argsort(rows[:, 0])]
+    assert rows[:, 0].tolist() == list(range(NUM_IMAGES))
+    features, labels = rows[:, 1:], np.arange(NUM_IMAGES) % 5
+    expected = few_shot_accuracy(
+        features, labels, features, labels, num_classes=5, shots=(1, 3), seeds=2
+    )
+    for rank in shared:
+        assert rank[stage][2] == {
+            f"few_shot/{n}_shot_top1": pytest.approx(value) for n, value in expected.items()
+        }
+
+
+def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
+    """Rank 1 is asked to stop while the second of three batches is computed."""
+    world_size, passed = torch.distributed.get_world_size(), []
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            passed.append(len(images))
+            if rank == 1 and len(passed) == 2:
+                worker.link.stop_reason = "SIGTERM"
+            return images.flatten(1), torch.zeros(len(images), 5)
+
+    job = make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"})
+    batches = share(rank, world_size)
+    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
+    try:
+        worker.hooks.evaluate(4)
+    except EvaluationCutError as cut:
+        return passed, cut.is_stopping
+    return passed, None
+
+
+def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2
+
+
+@pytest.mark.parametrize("stream", ["accuracy", "few-shot"])
+def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    batches, seen = share(0, 1), []
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(images)
+            return images.flatten(1), torch.zeros(len(images), 5)
+
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    monkeypatch.setattr(evaluation, "all_sum_array", lambda array, device: None)
+    monkeypatch.setattr(evaluation, "read_by_first", lambda read, device: read())
+    is_few_shot = stream == "few-shot"
+    sections = {"evaluate": {"few_shot_train": "a", "few_shot_test": "b", "shots": [1]}}
+    job = make_job(tmp_path, **(sections if is_few_shot else {"data": {"eval": "somewhere"}}))
+    pool = np.arange(NUM_IMAGES) % 5
+    job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
+    engine = Engine(device=torch.device("cuda"))
+    assert Worker(job, engine, FakeRun(), lambda name, start: batches).hooks.evaluate(4)
+    passes = len(batches) * (2 if is_few_shot else 1)
+    assert len(seen) == passes
+    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
+
+
+def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are of class 0 by the engine: a fifth of the test set, and half of two images."""
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
+
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    test, (dev, *_) = share(0, 1), share(0, 1)
+    dev = {**dev, "weight": np.array([1, 1, 0, 0], np.float32)}
+    streams = {"eval": test, "dev": [dev]}
+    data = {"eval": "somewhere", "held_out_fraction": 0.1}
+    for kind, kept, found in (
+        ("train", {"keep_best": True}, {"eval/top1": 4 / 19, "dev/top1": 1 / 2}),
+        ("train", {"keep_best": False}, {"eval/top1": 4 / 19}),
+        ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
+    ):
+        job = make_job(tmp_path, kind, data=data, checkpoint=kept)
+        worker = Worker(job, Engine(), FakeRun(), lambda name, start: streams[name])
+        metrics = worker.hooks.evaluate(4)
+        assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
+
+
+CLASSES = tuple("abcde")
+
+
+def of_each_class(rank: int, folder: str) -> Any:
+    """An evaluation's own run: the metrics, and the files that it keeps."""
+    world_size = torch.distributed.get_world_size()
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = images.flatten(1)
+            return flat, flat[:, :5]
+
+    # Images of class 0 have no answer, those of 1 have two, and output 4 does not compete.
+    table = np.array([[-1, -1], [1, 2], [2, -1], [3, -1], [-1, -1]], np.int32)
+    answers = Answers(CLASSES[:4], 5, np.arange(4), by_class=table)
+    job = replace(
+        make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"}),
+        kind="evaluate",
+        answers=answers,
+    )
+    batches = share(rank, world_size)
+    worker = Worker(job, Engine(), FakeRun(), lambda name, start: batches, rank=rank)
+    return worker.hooks.evaluate(0), worker.actor.files
+
+
+@pytest.mark.slow
+def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
+    alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
+    metrics, files = alone[0]
+    assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]
+
+    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
+    scores = images.transpose(0, 3, 1, 2).reshape(NUM_IMAGES, -1)[:, :4]
+    predicted, labels = scores.argmax(axis=1), np.arange(NUM_IMAGES) % 5
+    right = {1: (1, 2), 2: (2,), 3: (3,)}
+    of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
+    assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
+    rows = files["per_class.csv"].decode().splitlines()
+    assert len(rows) == 5
+    assert sum(int(row.split(",")[2]) for row in rows[1:]) == len(of_image)
+    assert sum(int(row.split(",")[3]) for row in rows[1:]) == sum(of_image)

@@ -1,0 +1,81 @@
+"""Steps that are not finite: what is reported of them, and how a group rolls back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.ranks import run_ranks
+from tests.worker.fakes import FakeEngine, Worker, batches, make_job
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.storage import locate
+from vit_ray.worker.job import UnrecoverableError
+from vit_ray.worker.nonfinite import describe_batch, roll_back
+
+
+def described(rank: int) -> str:
+    batch = next(batches(3 - rank))
+    return describe_batch(FakeEngine(), batch, micro_batch_size=4)
+
+
+def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer() -> None:
+    one, other = run_ranks(2, described)
+    assert one == other
+    assert one.startswith(f"Samples {', '.join(str(n) for n in range(16, 32))}. ")
+    assert "first not finite in blocks.0" in one
+    assert "embedding 1, blocks.0 inf" in one
+    assert one.endswith("Largest weight norms: head.bias 3, head.weight 2")
+
+
+def rolled_back(rank: int, folder: str) -> tuple[int, float, list[int], str]:
+    worker = Worker(make_job(Path(folder)), FakeEngine(weight=2.0), rank=rank)
+    run_folder = locate(worker.job.run_folder)
+    if rank == 0:
+        worker.saver.save(Progress(step=2))
+    worker.engine.weight = 5.0
+    step = roll_back(worker.engine, run_folder, worker.saver, worker.watchdog)
+    return step, worker.engine.weight, worker.engine.restored, str(worker.watchdog._is_paused)
+
+
+def test_all_ranks_roll_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
+    results = run_ranks(2, rolled_back, str(tmp_path))
+    assert results == [(2, 2.0, [2], "False")] * 2
+
+
+def refused(rank: int, folder: str) -> str:
+    worker = Worker(make_job(Path(folder)), rank=rank)
+    try:
+        roll_back(worker.engine, locate(folder), worker.saver, worker.watchdog)
+    except UnrecoverableError as error:
+        return f"{error} {error.is_agreed}"
+    return ""
+
+
+def test_without_a_checkpoint_all_ranks_end_alike(tmp_path: Path) -> None:
+    (text,) = set(run_ranks(2, refused, str(tmp_path)))
+    assert text == "there is no checkpoint to roll back to; the run stops True"
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_a_row", "kinds", "error"),
+    [
+        ("stop", 1, ["not finite"], "train.nonfinite=stop with 1"),
+        ("skip", 1, ["not finite"], ""),
+        ("skip", 3, ["not finite"], "train.nonfinite=skip with 3"),
+        ("rollback", 1, ["not finite", "rolled back"], ""),
+        ("rollback", 3, ["not finite"], "train.nonfinite=rollback with 3"),
+    ],
+)
+def test_what_the_recipe_says_is_done(
+    tmp_path: Path, policy: str, in_a_row: int, kinds: list[str], error: str
+) -> None:
+    worker = Worker(make_job(tmp_path, train={"nonfinite": policy}))
+    batch: Any = next(batches(0))
+    progress = Progress(step=9, nonfinite_steps=in_a_row)
+    if error:
+        with pytest.raises(UnrecoverableError, match=error):
+            worker.hooks.handle_nonfinite(progress, batch)
+    else:
+        worker.hooks.handle_nonfinite(progress, batch)
+    assert worker.kinds() == kinds
+    assert worker.actor.events[0][1].startswith("loss or gradient of step 8 is not finite;")

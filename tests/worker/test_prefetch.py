@@ -1,0 +1,101 @@
+"""Batches that a thread reads ahead."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.pretended_device import PretendedGpu
+from vit_ray.train.loop import Batch
+from vit_ray.worker.prefetch import device_batches, prefetch
+from vit_ray.worker.side_stream import SideStream
+
+
+def batch(number: int) -> Batch:
+    return {"image": np.full((2, 4, 4, 3), number, np.uint8), "sample": np.array([number])}
+
+
+def doubled(one: Batch) -> Batch:
+    return {**one, "sample": one["sample"] * 2}
+
+
+def test_all_batches_come_prepared_and_in_order() -> None:
+    found = [int(one["sample"][0]) for one in prefetch((batch(n) for n in range(9)), doubled)]
+    assert found == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_the_next_is_read_while_one_is_used() -> None:
+    was_read = [threading.Event() for _ in range(3)]
+
+    def batches() -> Iterator[Batch]:
+        for number, event in enumerate(was_read):
+            event.set()
+            yield batch(number)
+
+    prefetched = prefetch(batches(), doubled)
+    assert was_read[0].wait(30)  # before anything was asked for
+    next(prefetched)
+    assert was_read[1].wait(30)
+
+
+def test_an_error_comes_where_its_batch_was_due() -> None:
+    def batches() -> Iterator[Batch]:
+        yield batch(0)
+        raise ValueError("too many bad images")
+
+    prefetched = prefetch(batches(), doubled)
+    assert int(next(prefetched)["sample"][0]) == 0
+    with pytest.raises(ValueError, match="too many bad images"):
+        next(prefetched)
+    assert next(prefetched, "the end") == "the end"
+
+
+def test_the_end_stays_the_end() -> None:
+    prefetched = prefetch(iter([batch(0)]), doubled)
+    next(prefetched)
+    assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
+
+
+def test_without_a_gpu_nothing_is_copied() -> None:
+    one = batch(3)
+    (found,) = device_batches(iter([one]), torch.device("cpu"))
+    assert found["image"] is one["image"]
+
+
+def test_the_image_is_copied_beside_the_computing_which_waits_for_it_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    side = SideStream(torch.device("cuda"))
+    made = side.make(gpu.copy)
+    assert gpu.order == ["copy beside", "event"]
+    side.hand_over(made)
+    assert gpu.order[2:] == ["computing waits for event", "memory is kept"]
+
+
+def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    read = (batch(n) for n in range(4))
+    columns = ("image", "sample")
+    found = list(device_batches(read, torch.device("cuda"), 2, columns))
+    assert [int(one["sample"][0]) for one in found] == [0, 1, 2, 3]
+    assert len(gpu.pinned) == 8
+    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * 4
+
+
+def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> None:
+    def endless() -> Iterator[Batch]:
+        while True:
+            yield batch(0)
+
+    before = set(threading.enumerate())
+    prefetched = prefetch(endless(), doubled, 3)
+    next(prefetched)
+    (reader,) = set(threading.enumerate()) - before
+    del prefetched
+    reader.join(timeout=30)
+    assert not reader.is_alive()

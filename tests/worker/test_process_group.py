@@ -1,0 +1,76 @@
+"""One training after another in the same processes, each as if they were new."""
+
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
+from tests.train.ranks import run_ranks
+from vit_ray.config.training_sections import TrainConfig
+from vit_ray.worker.process_group import (
+    RankPlace,
+    joined_process_group,
+    leave_process_group,
+)
+
+MICRO, STEPS = 2, 3
+STAGES = (1, 3, 0, 1, 2, 3, 1)
+"""Each after another one; stages 1 and 3 come again."""
+
+
+def train_config(stage: int) -> TrainConfig:
+    return TrainConfig(
+        zero_stage=stage, precision="fp32", global_batch_size=GLOBAL_BATCH, averaging=0.9
+    )
+
+
+def train(rank: int, world_size: int, stages: tuple[int, ...]) -> Iterator[list[float]]:
+    """The losses of one training after another, in a process that has left the test's group."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    leave_process_group()
+    for number, stage in enumerate(stages):
+        yield _train(RankPlace(rank, world_size, rank, world_size, 0), store, number, stage)
+
+
+def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]:
+    def broadcast(address: str) -> str:
+        if place.rank == 0:
+            store.set(f"address {number}", address)
+        return store.get(f"address {number}").decode()
+
+    with joined_process_group(place, "127.0.0.1", broadcast, backend="gloo", timeout_s=300):
+        engine = build_engine(train_config(stage), place.world_size, MICRO)
+        losses = run_steps(engine, 0, STEPS, MICRO)
+        engine.close()
+    assert not torch.distributed.is_initialized()
+    return losses
+
+
+def train_one_after_another(rank: int, stages: tuple[int, ...]) -> list[list[float]]:
+    return list(train(rank, 2, stages))
+
+
+@pytest.mark.slow
+def test_a_training_after_others_is_bit_equal_to_the_first_of_its_process() -> None:
+    in_one = run_ranks(2, train_one_after_another, STAGES)[0]
+    alone = {stage: run_ranks(2, train_one_after_another, (stage,))[0][0] for stage in (0, 1, 2, 3)}
+    assert in_one == [alone[stage] for stage in STAGES]
+
+
+def memory_after_trainings(rank: int, count: int) -> list[float]:
+    return [_resident_mib() for _ in train(rank, 1, (1,) * count)]
+
+
+def _resident_mib() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_fifty_trainings() -> None:
+    (used,) = run_ranks(1, memory_after_trainings, 50)
+    grown: Any = used[-1] - used[9]
+    assert grown < 8, used

@@ -1,0 +1,163 @@
+"""A worker's link to record and control of its run, which are here."""
+
+import threading
+
+import pytest
+import ray
+
+from tests.worker.fakes import FakeRun
+from vit_ray.outcomes import EventKind
+from vit_ray.worker.run_link import DELIVERY_S, HANG_REPORT_S, Orders, RunLink
+from vit_ray.worker.watchdog import Watchdog
+
+
+@pytest.fixture
+def actor() -> FakeRun:
+    return FakeRun()
+
+
+def link_of(actor: FakeRun, rank: int = 0) -> RunLink:
+    return RunLink(actor, actor, rank)
+
+
+def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
+    link = link_of(actor, rank=3)
+    link.beat(7)
+    assert link.stop_reason is None
+    actor.stop = "SIGTERM"
+    link.beat(8)
+    assert link.stop_reason == "SIGTERM"
+    assert actor.beats == [(3, 7), (3, 8)]
+
+
+def test_a_save_request_is_taken_once_and_those_of_earlier_attempts_never(
+    actor: FakeRun,
+) -> None:
+    link = link_of(actor)
+    actor.saves = 2
+    assert not link.take_save_request()
+    link.beat(1)
+    assert not link.take_save_request()
+    actor.saves = 3
+    link.beat(2)
+    assert [link.take_save_request() for _ in range(3)] == [True, False, False]
+
+
+def test_only_rank_0_takes_a_save_request(actor: FakeRun) -> None:
+    link = link_of(actor, rank=1)
+    link.beat(1)
+    actor.saves = 1
+    link.beat(2)
+    assert not link.take_save_request()
+
+
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.ActorDiedError(), RuntimeError("has not answered in 30 s")]
+)
+def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
+    class Gone(FakeRun):
+        def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+            raise error
+
+        def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
+            raise error
+
+        def event(self, kind: str, text: str, step: int, wait_s: float = 0.0) -> None:
+            raise error
+
+        def run_id(self, wait_s: float) -> str | None:
+            raise error
+
+    link = link_of(Gone())
+    link.beat(1)
+    link.note_hang("no step", "calls", "threads", 1)
+    assert link.tracking_run_id() is None
+    assert link.stop_reason is None
+
+
+def test_an_answer_without_news_changes_nothing(actor: FakeRun) -> None:
+    link = link_of(actor)
+    actor.stop, actor.saves = "SIGTERM", 2
+    link.beat(1)
+    actor.heartbeat = lambda rank, step, *host: None  # type: ignore[method-assign]
+    link.beat(2)
+    assert link.stop_reason == "SIGTERM"
+    assert not link.take_save_request()
+
+
+def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRun) -> None:
+    now_s, ended = [0.0], []
+    for rank in (0, 1):
+        link = link_of(actor, rank)
+        watchdog = Watchdog(
+            5, 60.0, link.beat, link.note_hang,
+            end=lambda: ended.append(now_s[0]), clock=lambda: now_s[0],
+        )  # fmt: skip
+        watchdog.begin_steps(5)
+        watchdog.note_step(6)
+        now_s[0] += 61.0
+        watching = threading.Thread(target=watchdog.check)
+        watching.start()
+        watching.join(60)
+    assert ended == [61.0, 122.0]
+    assert [(kind, text[:9], step) for kind, text, step in actor.events] == [
+        ("hung", "worker 0:", 6), ("hung", "worker 1:", 6),
+    ]  # fmt: skip
+    here = "test_every_rank_that_hangs_tells_the_run_where_its_threads_are (test_run_link.py:"
+    assert all("MainThread: " in text and here in text for _, text, _ in actor.events)
+
+
+def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(
+    actor: FakeRun,
+) -> None:
+    actor.waited_for = "worker 7 on host-3 is silent for 61 s, at step 4"
+    link_of(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
+    actor.waited_for = ""
+    link_of(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
+    assert [text for _, text, _ in actor.events] == [
+        "worker 1: no step for 60 s. worker 7 on host-3 is silent for 61 s, at step 4. Threads of "
+        "it:\n  MainThread: all_reduce"
+    ]
+
+
+def test_a_worker_says_on_which_host_it_is_until_that_has_arrived() -> None:
+    sent: list[tuple[str, ...]] = []
+
+    class Control(FakeRun):
+        def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+            sent.append(host)
+            return Orders(None, 0) if len(sent) > 1 else None
+
+    run = Control()
+    link = RunLink(run, run, 1, 2, "host-1")
+    for step in range(4):
+        link.beat(step)
+    assert sent == [("host-1",), ("host-1",), (), ()]
+
+
+def test_the_run_id_is_asked_for_on_rank_0(actor: FakeRun) -> None:
+    assert link_of(actor).tracking_run_id() == "run-id"
+    assert link_of(actor, rank=1).tracking_run_id() is None
+
+
+def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
+    for rank in (0, 1):
+        link = link_of(actor, rank)
+        link.log(1, {"train/loss": 1.0})
+        link.note(EventKind.RESUMED, "text", rank)
+        link.note_last(EventKind.STOPPED, "text", rank)
+        link.note_own(EventKind.PREEMPTION, "text", rank)
+    assert actor.logged == [(1, {"train/loss": 1.0})]
+    assert [(kind, rank) for kind, _, rank in actor.events] == [
+        ("resumed", 0), ("stopped", 0), ("preemption", 0), ("preemption", 1),
+    ]  # fmt: skip
+
+
+def test_the_last_event_is_waited_for_and_others_are_not(actor: FakeRun) -> None:
+    waits: list[float] = []
+    actor.event = lambda kind, text, step, wait_s=0.0: waits.append(wait_s)  # type: ignore[method-assign]
+    link = link_of(actor)
+    link.note(EventKind.RESUMED, "text", 1)
+    link.note_last(EventKind.STOPPED, "text", 1)
+    link.note_hang("no step", "calls", "threads", 1)
+    assert waits == [0.0, DELIVERY_S, HANG_REPORT_S]

@@ -1,0 +1,122 @@
+"""What a worker's checkpoints hold, and when training may go on."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
+from vit_ray import lock
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.config.training_sections import CheckpointConfig
+from vit_ray.storage import locate
+from vit_ray.worker import saving
+from vit_ray.worker.job import UnrecoverableError
+from vit_ray.worker.saving import check_folder_is_shared, make_position, open_chosen_checkpoint
+
+
+def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
+    job, engine = make_job(tmp_path), FakeEngine(weight=3.0)
+    progress = Progress(step=4, metrics={"train/loss": 1.0})
+    position = make_position(job, engine, progress, "run-id")
+    progress.step, progress.metrics["train/loss"] = 5, 9.0
+    assert position.progress == Progress(step=4, metrics={"train/loss": 1.0})
+    assert (position.applied_steps, position.samples_seen) == (3, 4 * BATCH)
+    assert (position.tracking_run_id, position.data_fingerprint) == ("run-id", "print")
+    assert position.recipe["name"] == "run"
+    assert set(position.versions) == {"ray", "torch"}
+
+
+def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path), FakeEngine(weight=2.0))
+    worker.saver.save(Progress(step=2, train_seconds=1.5))
+    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    assert checkpoint is not None
+    assert checkpoint.position.progress == Progress(step=2, train_seconds=1.5)
+    assert float(checkpoint.weights()["w"]) == 2.0
+
+
+def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    writes: list[Callable[[], None]] = []
+    worker.saver._run_beside = writes.append
+    worker.saver.save(Progress(step=1))
+    second = threading.Thread(target=worker.saver.save, args=(Progress(step=2),))
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive()
+    assert len(writes) == 1
+    writes[0]()
+    second.join(timeout=30)
+    assert not second.is_alive()
+    assert len(writes) == 2
+
+
+def test_storage_that_refuses_too_often_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(worker.saver._writer, "write", refuse)
+    worker.saver.save(Progress(step=1))
+    for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
+        with pytest.raises(UnrecoverableError, match="disk full") as met:
+            meets_it()
+        assert not met.value.is_agreed
+
+
+def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "REMIND_S", 0.01)
+    worker = Worker(make_job(tmp_path))
+    worker.saver._run_beside = lambda write: None
+    worker.saver.save(Progress(step=1))
+    with pytest.raises(TimeoutError, match="waiting for the checkpoint before"):
+        worker.saver.wait_until_written(timeout_s=0.03)
+    assert set(worker.kinds()) == {"storage slow"}
+
+
+def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    paused: list[bool] = []
+    worker.saver._run_beside = lambda _: paused.append(worker.watchdog._is_paused)
+    worker.saver.save(Progress(step=1))
+    assert paused == [True]
+    assert not worker.watchdog._is_paused
+
+
+def test_a_chosen_checkpoint_that_has_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"checkpoint 7 of .* has gone"):
+        open_chosen_checkpoint(locate(str(tmp_path)), 7)
+
+
+def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "POLL_S", 0.01)
+    monkeypatch.setattr(lock, "SHOWN_S", 0.05)
+    job = replace(make_job(tmp_path), lock_number=3)
+    told = r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
+    with pytest.raises(UnrecoverableError, match=told):
+        check_folder_is_shared(job, "node-7")
+    locate(job.run_folder).child("lock-00000003.json").write(b"{}")
+    check_folder_is_shared(job, "node-7")
+
+
+def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
+    worker = Worker(replace(make_job(tmp_path), lock_number=1))
+    worker.saver._writer = CheckpointWriter(
+        locate(worker.job.run_folder), CheckpointConfig(), worker.link.note_own, 1
+    )
+    locate(worker.job.run_folder).child("lock-00000002.json").write(b"{}")
+    worker.saver.save(Progress(step=1))
+    with pytest.raises(UnrecoverableError, match="has been taken over"):
+        worker.saver.check()

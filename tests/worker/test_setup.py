@@ -1,0 +1,243 @@
+"""What a worker builds before its first step."""
+
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.small import FAMILIES, small_model
+from tests.worker.fakes import make_job
+from vit_ray.models import build_model
+from vit_ray.models.weights import save_weights
+from vit_ray.storage import locate
+from vit_ray.worker import setup
+from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.setup import (
+    build_engine,
+    choose_micro_batch,
+    keep_micro_batch,
+    lower_micro_batch,
+    open_batches,
+    work_per_image,
+)
+
+TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
+
+
+def test_a_number_in_the_recipe_is_taken(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": 2}, workers={"num_workers": 2})
+    assert choose_micro_batch(job, locate(job.run_folder), 2) == 2
+
+
+def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
+    folder = locate(job.run_folder)
+    assert choose_micro_batch(job, folder, 1) == 8  # all of a step's, on a CPU
+    error = lower_micro_batch(job, 1, 8)
+    assert isinstance(error, SmallerMicroBatchError)
+    assert str(error) == "8 images per pass do not fit; trying at most 6"
+    assert choose_micro_batch(job, folder, 1) == 4  # the largest divisor of 8 up to 6
+
+
+def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UnrecoverableError, match="one image per pass does not fit") as caught:
+        lower_micro_batch(make_job(tmp_path), 1, 1)
+    assert not caught.value.is_agreed
+
+
+def test_an_evaluation_accumulates_nothing(tmp_path: Path) -> None:
+    nothing: Any = None  # nor is anything read for it
+    assert choose_micro_batch(make_job(tmp_path, "evaluate"), nothing, 1) == 1
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """World sizes that were tried for, on a GPU that is not there; each finds 4 images."""
+    tried: list[int] = []
+
+    def find(recipe: Any, num_classes: int, world_size: int, device: Any, start: int) -> int:
+        tried.append(world_size)
+        return 4
+
+    properties = SimpleNamespace(name="GPU", total_memory=2**30)
+    monkeypatch.setattr(setup, "try_micro_batches", find)
+    monkeypatch.setattr(setup, "largest_micro_batch", lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return tried
+
+
+def test_later_attempts_take_what_the_ranks_agreed_on_and_try_nothing(
+    tmp_path: Path, trials: list[int]
+) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
+    folder = locate(job.run_folder)
+    assert choose_micro_batch(job, folder, 1) == 4
+    keep_micro_batch(job, folder, 1, 2)  # another rank has found fewer
+    assert [choose_micro_batch(job, folder, 1) for _ in range(2)] == [2, 2]
+    assert trials == [1]
+    assert choose_micro_batch(job, folder, 2) == 4  # under other workers it is found anew
+    assert trials == [1, 2]
+
+
+def test_a_trial_does_not_bound_what_a_recipe_asks_for(tmp_path: Path, trials: list[int]) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
+    folder = locate(job.run_folder)
+    keep_micro_batch(job, folder, 1, choose_micro_batch(job, folder, 1))
+    asking = make_job(tmp_path, train={"micro_batch_size": 8})
+    assert choose_micro_batch(asking, folder, 1) == 8
+
+
+def test_a_failure_counts_more_than_a_trial(tmp_path: Path, trials: list[int]) -> None:
+    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
+    folder = locate(job.run_folder)
+    keep_micro_batch(job, folder, 1, 4)
+    lower_micro_batch(job, 1, 4)
+    assert choose_micro_batch(job, folder, 1) == 2
+    assert trials == []
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_mfu_and_hfu_are_of_the_work_that_torch_counts(
+    tmp_path: Path, trials: list[int], monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    model = {**TINY, "depth": 2, "image_size": 16}
+    train = {"activation_checkpointing": every, "precision": "bf16"}
+    found = work_per_image(make_job(tmp_path, model=model, train=train))
+    assert found.peak_flops == 989e12  # NVIDIA's data sheet, without sparsity
+    assert found.model_macs == counted_macs(model, 0)
+    assert found.model_macs + found.recomputed_macs == counted_macs(model, every)
+    assert (found.recomputed_macs > 0) is (every > 0)
+
+
+def counted_macs(options: dict[str, Any], every: int) -> int:
+    """Of one image's forward and backward pass, on a model without memory."""
+    options = dict(options)
+    name, size = options.pop("name"), options.pop("image_size")
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
+        model: Any = build_model(name, 10, size, **options)
+        model.set_activation_checkpointing(every)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, size, size)).sum().backward()
+    return int(counter.get_total_flops()) // 2
+
+
+def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> None:
+    job = make_job(tmp_path, model={**TINY, "image_size": 16}, init_from=str(tmp_path / "none"))
+    with pytest.raises(
+        UnrecoverableError, match=r"init_from: .*holds no whole checkpoint"
+    ) as caught:
+        build_engine(job, 4, 1, loads_weights=True)
+    assert caught.value.is_agreed
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "place"),
+    [
+        ("ViT", "jax", "vit.npz"),
+        ("ViT", "timm", "vit.safetensors"),
+        ("ViT", "huggingface", "folder"),
+        ("ResNet", "jax", "bit.npz"),
+        ("ResNet", "timm", "bit.safetensors"),
+        ("ResNet", "huggingface", "folder"),
+        ("R+ViT", "jax", "hybrid.npz"),
+    ],
+)
+def test_a_worker_reads_weights_of_every_layout_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layout: Any, place: str
+) -> None:
+    """What it is sent is the address of the weights: all that differs is in the reading."""
+    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda model, *_, **__: model)
+    published = small_model(family, num_classes=3)
+    save_weights(published, tmp_path / place, layout)
+    sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in FAMILIES[family].items()}
+    model = {"name": family, "image_size": 32, **sizes}
+    job = make_job(tmp_path, model=model, init_from=str(tmp_path / place))
+    job = pickle.loads(cloudpickle.dumps(replace(job, new_head=True, num_classes=4)))
+    made, report = build_engine(job, 4, 1, loads_weights=True)
+    its: Any = made
+    assert report is not None
+    assert sorted(report.new) == ["head.bias", "head.weight"]
+    kept = {key: value for key, value in its.state_dict().items() if "head." not in key}
+    assert kept.keys() == {key for key in published.state_dict() if "head." not in key}
+    for key, value in kept.items():
+        torch.testing.assert_close(value, published.state_dict()[key], msg=key)
+
+
+@pytest.mark.parametrize(
+    ("classes", "kind", "frozen", "is_refused"),
+    [
+        (7, "train", ["head"], True),
+        (7, "train", ["norm"], False),
+        (3, "train", ["head"], False),  # the head that the weights have fits
+        (7, "evaluate", ["head"], False),
+    ],
+)
+def test_a_head_that_the_weights_lack_is_not_frozen(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    classes: int,
+    kind: Any,
+    frozen: list[str],
+    is_refused: bool,
+) -> None:
+    monkeypatch.setattr(setup, "DeepSpeedEngine", lambda *_, **__: None)
+    weights = tmp_path / "weights.safetensors"
+    options: dict[str, Any] = {key: value for key, value in TINY.items() if key != "name"}
+    save_weights(build_model("ViT", classes, 16, **options), weights, "vit_ray")
+    model = {**TINY, "image_size": 16}
+    job = make_job(tmp_path, kind, model=model, init_from=str(weights), optim={"frozen": frozen})
+    job = replace(job, new_head="auto", num_classes=3)
+    refused = pytest.raises(UnrecoverableError, match="new one of zeros would never learn")
+    with refused if is_refused else nullcontext():
+        build_engine(job, 4, 1, loads_weights=True)
+
+
+def test_two_batches_are_read_ahead(tmp_path: Path) -> None:
+    read: list[int] = []
+    enough = threading.Event()
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for n in range(20):
+            read.append(n)
+            if n == 3:  # the third waits in the queue's place, and one more is in hand
+                enough.set()
+            yield {"image": torch.zeros(1), "n": n}
+
+    prefetched = open_batches(make_job(tmp_path), batches(), 4, torch.device("cpu"))
+    assert next(prefetched)["n"] == 0
+    assert enough.wait(30)
+    assert len(read) <= 5
+    assert [batch["n"] for batch in prefetched] == list(range(1, 20))
+
+
+def test_a_refusal_of_the_device_decoder_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("nvImageCodec is needed")
+
+    monkeypatch.setattr(setup, "DeviceDecoder", refuse)
+    job = make_job(tmp_path, data={"decode": "device"})
+    read = open_batches(job, iter([]), 4, torch.device("cpu"))
+    with pytest.raises(UnrecoverableError, match="nvImageCodec") as caught:
+        next(read)
+    assert not caught.value.is_agreed
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_errors_cross_processes_whole(is_agreed: bool) -> None:
+    error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
+    assert (str(error), error.is_agreed) == ("text", is_agreed)

@@ -1,0 +1,382 @@
+"""The files of a checkpoint's folder, and when they make a checkpoint.
+
+Rank r of n writes `rank-0000r-of-0000n.safetensors`, 1-D fp32 tensors named `KIND|PARAMETER|START`
+for the fragments that it owns, and then `rank-0000r-of-0000n.json`, its index: the size and
+checksum of the tensors' file, and their keys. Rank 0's index also holds the run's position. A rank
+reads its tensors back before it writes their index. When all indexes are there, rank 0 writes
+`commit.json`, which lists every file with its size and checksum, and has one of itself. The
+checkpoint is what that lists; other files do not count.
+
+A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_rows` and
+`exp_avg_sq_columns` have one for each row and column of it as a matrix, all in rank 0's file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from vit_ray.retry import read_again
+from vit_ray.storage import Location, other_format
+
+FORMAT_VERSION = 2
+COMMIT: Final = "commit.json"
+_INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
+_SIZES: Final[dict[str, Callable[[Sequence[int]], int]]] = {
+    "exp_avg_sq_rows": lambda shape: shape[0],
+    "exp_avg_sq_columns": lambda shape: math.prod(shape[1:]),
+}
+"""Elements of the kinds that have other than one for each element of a parameter of that shape."""
+_READERS: Final = 8
+"""Files read at a time."""
+_PIECE_BYTES: Final = 32 << 20
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class DamagedCheckpointError(ValueError):
+    """What is in a checkpoint's folder is not what was written."""
+
+
+class PartialCheckpointError(ValueError):
+    """A checkpoint's folder that nobody has committed."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's tensors in a checkpoint."""
+
+    file: str
+    bytes: int
+    sha256: str
+    tensors: dict[str, int]
+    """Elements by key."""
+
+    def fragments(self) -> Iterable[tuple[str, str, int, int]]:
+        """(kind, parameter, start, elements) of each tensor."""
+        for key, count in self.tensors.items():
+            kind, name, start = key.split("|")
+            yield kind, name, int(start), count
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """A whole checkpoint's files."""
+
+    shards: list[Shard]
+    position: dict[str, Any]
+
+
+def index_name(rank: int, world_size: int) -> str:
+    """File of a rank's index."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def tensors_name(index: str) -> str:
+    """File of the tensors that an index lists."""
+    return index.removesuffix(".json") + ".safetensors"
+
+
+def write_part(
+    folder: Location, rank: int, world_size: int, content: bytes, index: Mapping[str, Any]
+) -> None:
+    """Write a rank's tensors, read them back, and write their index.
+
+    Args:
+        content: the file of the tensors.
+        index: `tensors`, and of rank 0 the `position`.
+
+    Raises:
+        DamagedCheckpointError: what was read back is not what was written.
+        OSError: the folder cannot be read or written.
+    """
+    name, sha256 = index_name(rank, world_size), _sha256(content)
+    facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
+    folder.child(tensors_name(name)).write(content)
+    verify_shard(folder, Shard(tensors_name(name), len(content), sha256, {}))
+    folder.child(name).write(json.dumps({**facts, **index}).encode())
+
+
+def commit(folder: Location, world_size: int, before_commit: Callable[[], object]) -> None:
+    """Make the checkpoint whole; every rank has written its part, and read it back.
+
+    Args:
+        before_commit: called when nothing but the marker is missing; may raise.
+
+    Raises:
+        DamagedCheckpointError: the parts are not what the ranks wrote, or do not fit together.
+        OSError: the folder cannot be read or written.
+    """
+    names = [index_name(rank, world_size) for rank in range(world_size)]
+    contents = dict(zip(names, read_all(names, lambda n: _agreed(folder.child(n))), strict=True))
+    indexes = {name: _parse(folder, name, content) for name, content in contents.items()}
+    shards = [_shard(folder, name, index) for name, index in indexes.items()]
+    check_coverage(folder, shards, _parameter_shapes(folder, names[0], indexes[names[0]]))
+    sizes = _sizes(folder)
+    for shard in shards:
+        _check_size(folder, shard.file, shard.bytes, sizes)
+    files = {name: (len(content), _sha256(content)) for name, content in contents.items()}
+    files |= {shard.file: (shard.bytes, shard.sha256) for shard in shards}
+    before_commit()
+    folder.child(COMMIT).write(_marker(files))
+
+
+def is_committed(folder: Location) -> bool:
+    """Whether the folder's marker is there."""
+    return folder.child(COMMIT).exists()
+
+
+def marker_sha256(folder: Location) -> str:
+    """Of the marker, which lists the checksums of all files."""
+    return _sha256(folder.child(COMMIT).read())
+
+
+def missing_ranks(folder: Location, world_size: int) -> tuple[list[int], list[int]]:
+    """Ranks that have not written their part, and those of them that cannot."""
+    sizes = _sizes(folder)
+    missing = [rank for rank in range(world_size) if index_name(rank, world_size) not in sizes]
+    return missing, [rank for rank in missing if _failure_name(rank, world_size) in sizes]
+
+
+def note_failure(folder: Location, rank: int, world_size: int, reason: str) -> None:
+    """Note that a rank cannot write its part, so that rank 0 does not wait for it.
+
+    Raises:
+        OSError: the folder does not take the note either.
+    """
+    folder.child(_failure_name(rank, world_size)).write(reason.encode())
+
+
+def read_marker(folder: Location) -> dict[str, dict[str, Any]]:
+    """`bytes` and `sha256` of each file of a whole checkpoint, all of which have their size.
+
+    Two or three requests, however many files there are.
+
+    Raises:
+        PartialCheckpointError, DamagedCheckpointError, ValueError: as `read_folder`.
+    """
+    sizes = _sizes(folder)
+    if COMMIT not in sizes:
+        raise PartialCheckpointError(_why_partial(folder, sizes))
+    listed = _listed_files(folder)
+    for name, facts in listed.items():
+        _check_size(folder, name, facts["bytes"], sizes)
+    return listed
+
+
+def read_folder(folder: Location) -> FolderContent:
+    """What a whole checkpoint consists of; tensors are not read.
+
+    Raises:
+        PartialCheckpointError: nobody has committed it.
+        DamagedCheckpointError: it was committed, and its files are not what was written.
+        ValueError: it has another format.
+    """
+    listed = read_marker(folder)
+    indexes = _read_listed(folder, listed)
+    if missing := {tensors_name(name) for name in indexes} - listed.keys():
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{COMMIT} does not list {min(missing)}"
+        )
+    shards = [_shard(folder, name, index) for name, index in indexes.items()]
+    for shard in shards:
+        _check_size(folder, shard.file, shard.bytes, {shard.file: listed[shard.file]["bytes"]})
+    positions = [index["position"] for index in indexes.values() if "position" in index]
+    if len(positions) != 1 or not isinstance(positions[0], dict):
+        raise DamagedCheckpointError(f"checkpoint {folder.path} has {len(positions)} positions")
+    return FolderContent(shards, positions[0])
+
+
+def verify_shard(folder: Location, shard: Shard) -> None:
+    """Compare a file with its checksum piece by piece: it may be gigabytes.
+
+    Raises:
+        DamagedCheckpointError: it differs from what was written, each time it is read.
+    """
+    read_again(lambda: _verify_once(folder, shard), DamagedCheckpointError)
+
+
+def _verify_once(folder: Location, shard: Shard) -> None:
+    file, digest, size = folder.child(shard.file), hashlib.sha256(), 0
+    while True:  # to the end of the file: asking for its size would be one more request
+        piece = file.read_range(size, _PIECE_BYTES)
+        digest.update(piece)
+        size += len(piece)
+        if len(piece) < _PIECE_BYTES or size > shard.bytes:
+            break
+    _check_size(folder, shard.file, shard.bytes, {shard.file: size})
+    compare(folder, shard, digest.hexdigest())
+
+
+def compare(folder: Location, shard: Shard, sha256: str) -> None:
+    """Raise unless this is the checksum of what was written."""
+    if sha256 != shard.sha256:
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{shard.file}: its bytes do not match the checksum of "
+            f"the {shard.bytes} bytes that were written"
+        )
+
+
+def check_coverage(
+    folder: Location, shards: list[Shard], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Every kind covers each of its parameters from end to end, without a gap or an overlap.
+
+    Args:
+        shapes: of the parameters, all of which have weights.
+
+    Raises:
+        DamagedCheckpointError: naming the parameter.
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for shard in shards:
+        for kind, name, start, count in shard.fragments():
+            spans[kind, name].append((start, start + count))
+    missing = [name for name in shapes if ("weight", name) not in spans]
+    if missing:
+        raise DamagedCheckpointError(f"checkpoint {folder.path}: no weights of {missing[0]}")
+    for (kind, name), parts in spans.items():
+        reached = 0
+        size = _SIZES.get(kind, math.prod)(shapes[name]) if name in shapes else -1
+        for first, last in [*sorted(parts), (size, size)]:
+            if first != reached:
+                raise DamagedCheckpointError(
+                    f"checkpoint {folder.path}: {kind} of {name} has "
+                    f"{'a gap' if first > reached else 'an overlap'} at element {reached}"
+                )
+            reached = last
+
+
+def read_all(items: Iterable[_Item], read: Callable[[_Item], _Result]) -> list[_Result]:
+    """Some at a time, each in the context of the caller, which has its policy of retries."""
+    context = copy_context()
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(lambda item: context.copy().run(read, item), items))
+
+
+def _failure_name(rank: int, world_size: int) -> str:
+    return index_name(rank, world_size).removesuffix(".json") + ".failed"
+
+
+def _sizes(folder: Location) -> dict[str, int]:
+    return {info.base_name: info.size for info in folder.list_files(recursive=False)}
+
+
+def _agreed(file: Location) -> bytes:
+    """A small file without a recorded checksum: read twice, and a third time if they differ."""
+    first, second = file.read_twice()
+    return first if first == second else file.read()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _marker(files: Mapping[str, tuple[int, str]]) -> bytes:
+    body = {
+        "format_version": FORMAT_VERSION,
+        "files": {name: {"bytes": size, "sha256": sha} for name, (size, sha) in files.items()},
+    }
+    sha256 = _sha256(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, "sha256": sha256}, indent=1).encode()
+
+
+def _listed_files(folder: Location) -> dict[str, dict[str, Any]]:
+    """What the marker lists; it has to be, byte for byte, what `commit` writes."""
+    content = folder.child(COMMIT).read()
+    marker = _parse(folder, COMMIT, content)
+    _check_version(folder, marker)
+    try:
+        files = {name: (f["bytes"], f["sha256"]) for name, f in marker["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        files = {}
+    if content != _marker(files):
+        raise DamagedCheckpointError(f"checkpoint file {folder.path}/{COMMIT} was changed")
+    return dict(marker["files"])
+
+
+def _read_listed(folder: Location, listed: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    names = [name for name in listed if name.endswith(".json")]
+    indexes = {}
+    for name, content in zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True):
+        if _sha256(content) != listed[name]["sha256"]:
+            raise DamagedCheckpointError(f"checkpoint file {folder.path}/{name} was changed")
+        indexes[name] = _parse(folder, name, content)
+    return indexes
+
+
+def _why_partial(folder: Location, sizes: Mapping[str, int]) -> str:
+    """Why a folder without the marker is no checkpoint, by the ranks whose indexes are there.
+
+    Raises:
+        ValueError: it has another format; the first one had no marker.
+    """
+    matches = [match for match in map(_INDEX.fullmatch, sorted(sizes)) if match]
+    if not matches:
+        return f"checkpoint {folder.path} holds no part of any rank"
+    name = matches[0][0]
+    _check_version(folder, _parse(folder, name, folder.child(name).read()))
+    groups: dict[int, set[int]] = defaultdict(set)
+    for match in matches:
+        groups[int(match[2])].add(int(match[1]))
+    if any(len(ranks) == n for n, ranks in groups.items()):
+        return f"checkpoint {folder.path} has no {COMMIT}"
+    parts = [f"{len(ranks)} of {n} ranks" for n, ranks in sorted(groups.items())]
+    return f"checkpoint {folder.path} holds the parts of {' and '.join(parts)}"
+
+
+def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} is not what was written"
+        ) from None
+
+
+def _check_version(folder: Location, content: Mapping[str, Any]) -> None:
+    version = content.get("format_version")
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        raise ValueError(other_format(f"checkpoint {folder.path}", version, FORMAT_VERSION))
+
+
+def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:
+    try:
+        tensors = {str(key): int(count) for key, count in index["tensors"].items()}
+        shard = Shard(tensors_name(name), int(index["bytes"]), str(index["sha256"]), tensors)
+        list(shard.fragments())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} is not what was written"
+        ) from None
+    return shard
+
+
+def _parameter_shapes(
+    folder: Location, name: str, index: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter, by the position in rank 0's index."""
+    try:
+        shapes = index["position"]["shapes"]
+        return {key: tuple(map(int, shape)) for key, shape in shapes.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name} has no position, or a damaged one"
+        ) from None
+
+
+def _check_size(folder: Location, name: str, size: int, sizes: Mapping[str, int | None]) -> None:
+    if sizes.get(name) != size:
+        raise DamagedCheckpointError(
+            f"checkpoint file {folder.path}/{name}: {sizes.get(name, 'none')} of the {size} bytes "
+            "that were written are there"
+        )

@@ -1,0 +1,112 @@
+"""The checkpoint that a starting worker group resumes from: chosen by rank 0, for all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
+from vit_ray.outcomes import EventKind
+from vit_ray.retry import RetryPolicy, retry_policy
+from vit_ray.storage import Location
+
+RETRIES: Final = RetryPolicy(
+    attempts=20, denied_attempts=10, max_delay_s=30.0, budget_s=300.0, tries_every_error=True
+)
+"""For each request while the choice is made: an error would end the run."""
+
+ASK_S: Final = 30.0
+"""Interval at which rank 0 tells the others whether the choice has been made."""
+CHOICE_LIMIT_S: Final = 4 * 3600.0
+"""For reading the newest checkpoint back, and older ones if it is damaged."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that all workers of a group open, and the stream's place that goes with it."""
+
+    step: int | None
+    """Of the checkpoint; None = there is none."""
+    samples_seen: int
+    is_over: bool = False
+    """There is nothing left to do."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | None, total_steps: int) -> ResumePoint:
+        """The point after a checkpoint; None = the start of the run."""
+        if checkpoint is None:
+            return cls(None, 0)
+        position = checkpoint.position
+        is_over = position.progress.is_over(total_steps)
+        return cls(position.step, position.samples_seen, is_over)
+
+
+def choose_resume_point(
+    run_folder: Location,
+    total_steps: int,
+    note: Callable[[EventKind, str], None],
+) -> ResumePoint:
+    """The point after the newest checkpoint whose every byte is as written.
+
+    What is newer than the chosen one is set aside: training is about to write the same folders
+    again. A storage that is away for some minutes is waited for, which is noted once.
+
+    Args:
+        note: called with kind and text of an event for the run's history.
+
+    Raises:
+        NoUsableCheckpointError: there are checkpoints, and none of them is good.
+        OSError: the storage was away for too long.
+    """
+    calls = itertools.count()
+
+    def tell_once(text: str) -> None:
+        if next(calls) == 0:  # of several reading threads, too
+            note(EventKind.STORAGE_AWAY, f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
+
+    with retry_policy(replace(RETRIES, tell=tell_once)):
+        newest = newest_verified_checkpoint(
+            run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
+        )
+    return ResumePoint.of(newest, total_steps)
+
+
+class ResumePointChoice:
+    """A choice that is made in a thread, while the waiting ranks keep exchanging messages."""
+
+    def __init__(
+        self, choose: Callable[[], ResumePoint], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._answers: queue.Queue[ResumePoint | str] = queue.Queue()
+        self._clock, self._since_s = clock, clock()
+        threading.Thread(
+            target=self._choose, args=(choose,), daemon=True, name="resume-point"
+        ).start()
+
+    def wait(
+        self, note: Callable[[EventKind, str], None], timeout_s: float = ASK_S
+    ) -> ResumePoint | str | None:
+        """The point, or why there is none; None (and an event) while it is not known."""
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            waited_s = self._clock() - self._since_s
+            if waited_s > CHOICE_LIMIT_S:
+                return f"no checkpoint could be chosen in {waited_s:.0f} s: storage does not answer"
+            note(
+                EventKind.STORAGE_SLOW,
+                f"has been choosing the checkpoint to resume from for {waited_s:.0f} s",
+            )
+            return None
+
+    def _choose(self, choose: Callable[[], ResumePoint]) -> None:
+        try:
+            self._answers.put(choose())
+        except Exception as error:  # all ranks end with it
+            self._answers.put(str(error) or repr(error))

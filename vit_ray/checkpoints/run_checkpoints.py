@@ -1,0 +1,327 @@
+"""Which checkpoints a run has: the one that counts, those set aside, and those that may go.
+
+Nothing is deleted here but whole checkpoints that newer ones, read back, have followed. A folder
+that is not usable is renamed to `step-00001000.damaged` and reported; the user decides what to do
+with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Container
+from typing import Final, TypeVar
+
+from vit_ray.checkpoints.checkpoint import (
+    Checkpoint,
+    evaluation_note,
+    folder_name,
+    open_checkpoint,
+    read_checkpoint,
+)
+from vit_ray.checkpoints.checkpoint_format import (
+    DamagedCheckpointError,
+    PartialCheckpointError,
+    read_marker,
+)
+from vit_ray.measure.best_evaluation import STEP
+from vit_ray.retry import read_again
+from vit_ray.storage import Location, locate
+
+READ_AGAIN_S: Final = 10.0
+"""After which a folder that seems damaged is read a second time: files may be shown late."""
+ASIDE: Final = ".damaged"
+_DELETED: Final = ".deleted"
+"""Of a folder that is being removed; what is left of it after a crash is removed later."""
+NONE_YET: Final = "no_checkpoint_yet.json"
+"""Stands in a run's folder from its start at step 0 until its first checkpoint is committed."""
+NEWEST: Final = "newest_checkpoint.json"
+"""Says in a run's folder which checkpoint was committed last, should all of them have gone."""
+_NO_GOOD: Final = (PartialCheckpointError, DamagedCheckpointError)
+_STEP: Final = re.compile(r"step-(\d{8,})")
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
+_Found = TypeVar("_Found")
+
+
+class NoUsableCheckpointError(ValueError):
+    """A run has had checkpoints and none of them can be used."""
+
+
+def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
+    """(step, folder) of everything that looks like a checkpoint, newest first."""
+    matches = [(_STEP.fullmatch(name), name) for name in run_folder.list_folders()]
+    found = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
+    return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
+    """The newest whole checkpoint, its tensors unread."""
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            checkpoint = open_checkpoint(folder)
+        except FileNotFoundError:  # its run is active, and has just removed it
+            continue
+        if checkpoint is not None:
+            return checkpoint
+    return None
+
+
+def newest_verified_checkpoint(
+    run_folder: Location, tell: Tell = logger.warning, *, changes: bool = True
+) -> Checkpoint | None:
+    """The newest checkpoint whose every byte is as written; None if the run has had none.
+
+    Args:
+        tell: called with the reason for each newer one that is not usable.
+        changes: newer ones that are not usable are also set aside; for the run's driver.
+
+    Raises:
+        NoUsableCheckpointError: there are folders of checkpoints, none of them is usable, and
+            nothing shows that there never was one. Starting over would silently lose the run.
+        OSError: storage does not let this be decided; nothing has been changed.
+    """
+    bad: list[tuple[Location, str]] = []
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            checkpoint = _judge_whole(folder)
+        except _NO_GOOD as error:
+            bad.append((folder, str(error)))
+            continue
+        if checkpoint is not None:
+            _pass_over(bad, tell, changes=changes)
+            if changes:  # a driver that died between the first commit and this left it behind
+                run_folder.child(NONE_YET).delete()
+            return checkpoint
+    if not has_had_checkpoints(run_folder):
+        _pass_over(bad, tell, changes=changes)
+        return None
+    raise NoUsableCheckpointError(_nothing_usable(run_folder, bad))
+
+
+def has_had_checkpoints(run_folder: Location) -> bool:
+    """Whether there is a folder of a checkpoint, good or not, or set aside, or the note of one.
+
+    A run that was killed in the middle of its first save has one and has lost nothing: it says by
+    its own file that none was committed before.
+    """
+    names = [name.removesuffix(ASIDE).partition("~")[0] for name in run_folder.list_folders()]
+    if not any(map(_STEP.fullmatch, names)) and not run_folder.child(NEWEST).exists():
+        return False
+    return not run_folder.child(NONE_YET).exists()
+
+
+def note_newest(run_folder: Location, step: int) -> None:
+    """Note that the checkpoint of a step has been committed."""
+    note = {"meaning": "the checkpoint that was committed last", "step": step}
+    run_folder.child(NEWEST).write(json.dumps(note).encode())
+    run_folder.child(NONE_YET).delete()
+
+
+def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
+    """Note that the run starts at step 0; folders of checkpoints that are there are set aside.
+
+    Returns:
+        Id of the training: that of one which began here and has not come to a checkpoint, or a
+        new one.
+
+    Raises:
+        ValueError: a good one is among them.
+    """
+    for _, folder in list_checkpoints(run_folder):
+        try:
+            is_good = _judge_whole(folder) is not None
+        except _NO_GOOD as error:
+            set_aside(folder, str(error), tell)
+            continue
+        if is_good:
+            raise ValueError(f"{folder.path} can be used; a run does not start over beside it")
+    begun = run_folder.child(NONE_YET)
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        return str(json.loads(begun.read())["training"])
+    training = uuid.uuid4().hex
+    meaning = "this run has not committed a checkpoint"
+    note = {"meaning": meaning, "since_s": time.time(), "training": training}
+    begun.write(json.dumps(note).encode())
+    return training
+
+
+def set_aside(folder: Location, reason: str, tell: Tell) -> None:
+    """Rename a checkpoint's folder, so that nothing reads it or writes into it."""
+    place = _free_name(folder)
+    folder.move_to(place)
+    tell(
+        f"{reason}. It was set aside as {place.uri}; nothing in it was deleted. Repair it and "
+        "rename it back, or delete it to have its space"
+    )
+
+
+def prune(
+    run_folder: Location,
+    keep_last: int,
+    keep: Collection[int] = (),
+    verified: set[int] | None = None,
+    tell: Tell = logger.warning,
+    opened: Container[int] = (),
+) -> list[int]:
+    """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
+
+    The newer ones count only when every byte has been read back. What is not a whole checkpoint is
+    never deleted: if a good one is newer it is set aside, else it may be in the middle of being
+    written.
+
+    Args:
+        keep: steps that stay in any case.
+        verified: steps that were read back before; those that are read here are added.
+        opened: steps that were whole before: of these the marker and the sizes are looked at, and
+            not the index of every rank.
+    """
+    _finish_deleting(run_folder)
+    verified = set() if verified is None else verified
+    good: list[int] = []
+    deleted: list[int] = []
+    for step, folder in list_checkpoints(run_folder):
+        try:
+            needs_reading = len(good) < keep_last and step not in verified
+            look: Callable[[Location], object] = read_marker if step in opened else read_checkpoint
+            is_there = _judge(folder, _read_whole if needs_reading else look) is not None
+        except _NO_GOOD as error:
+            if good:
+                set_aside(folder, str(error), tell)
+            continue
+        if not is_there:
+            continue
+        if needs_reading:
+            verified.add(step)
+        if len(good) >= keep_last and step not in keep:
+            _delete(folder)
+            deleted.append(step)
+        elif len(good) < keep_last:
+            good.append(step)
+    return deleted
+
+
+def find_weights(path: str) -> Checkpoint:
+    """The checkpoint that `path` names: a checkpoint folder, or a run folder (its result).
+
+    Raises:
+        ValueError: there is none, or as `result_checkpoint`.
+    """
+    location = locate(path)
+    if (checkpoint := open_checkpoint(location)) is not None:
+        return checkpoint
+    # The run may live, and belong to somebody else: nothing is written there.
+    newest = newest_verified_checkpoint(location, changes=False)
+    if newest is None:
+        raise ValueError(
+            f"{path!r} holds no whole checkpoint; give a run folder, one of its step-* folders, "
+            "or an exported weight file"
+        )
+    return result_checkpoint(location, newest)
+
+
+def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
+    """What a run hands on: the best checkpoint where it keeps that, or else the newest.
+
+    Raises:
+        ValueError: the best one cannot be used.
+    """
+    step = newest.position.progress.metrics.get(STEP)
+    if step is None or step == newest.position.step:
+        return newest
+    folder = run_folder.child(folder_name(int(step)))
+    try:
+        best = _judge_whole(folder)
+        reason = "it is not there"
+    except _NO_GOOD as error:
+        best, reason = None, str(error)
+    if best is None:
+        raise ValueError(
+            f"{run_folder.path}: the result of the run is its best evaluation, and the checkpoint "
+            f"of it, {folder.path}, cannot be used: {reason}. Restore it, or give another step-* "
+            "folder of the run"
+        )
+    return best
+
+
+def _read_whole(folder: Location) -> Checkpoint:
+    checkpoint = read_checkpoint(folder)
+    checkpoint.verify()
+    return checkpoint
+
+
+def _judge_whole(folder: Location) -> Checkpoint | None:
+    return _judge(folder, _read_whole)
+
+
+def _judge(folder: Location, look: Callable[[Location], _Found]) -> _Found | None:
+    """What `look` finds in a checkpoint's folder; None if the folder has gone.
+
+    Raises:
+        PartialCheckpointError, DamagedCheckpointError: it is not usable, by two reads.
+        OSError: it cannot be read.
+    """
+
+    def judge_once() -> _Found | None:
+        try:
+            return look(folder)
+        except (*_NO_GOOD, FileNotFoundError):
+            if folder.exists():
+                raise
+            return None
+
+    return read_again(judge_once, *_NO_GOOD, FileNotFoundError, pause_s=READ_AGAIN_S)
+
+
+def _pass_over(bad: list[tuple[Location, str]], tell: Tell, *, changes: bool) -> None:
+    for folder, reason in bad:
+        if changes:
+            set_aside(folder, reason, tell)
+        else:
+            tell(f"{reason}; passed over")
+
+
+def _nothing_usable(run_folder: Location, bad: list[tuple[Location, str]]) -> str:
+    reasons = "; ".join(reason for _, reason in bad)
+    if not reasons and any(name.endswith(ASIDE) for name in run_folder.list_folders()):
+        reasons = "all of them have been set aside before"
+    if not reasons:
+        reasons = f"their folders are gone, {run_folder.child(NEWEST).path} says which was the last"
+    return (
+        f"run {run_folder.path} has had checkpoints, and none of them can be used: {reasons}. "
+        "Nothing was changed. Restore one of them (a folder set aside is named step-*.damaged), "
+        "choose another name, or set resume=from_zero to start at step 0"
+    )
+
+
+def _free_name(folder: Location) -> Location:
+    """`step-N.damaged`, or `step-N~2.damaged` if that is taken."""
+    taken = 1
+    while True:
+        again = f"~{taken}" if taken > 1 else ""
+        place = Location(folder.filesystem, f"{folder.path}{again}{ASIDE}")
+        if not place.exists():
+            return place
+        taken += 1
+
+
+def _delete(folder: Location) -> None:
+    """Renamed first on a disk, so that half of it is never taken for a damaged checkpoint."""
+    doomed = folder
+    if folder.is_local:
+        doomed = Location(folder.filesystem, folder.path + _DELETED)
+        folder.move_to(doomed)
+    doomed.delete()
+    evaluation_note(folder).delete()
+
+
+def _finish_deleting(run_folder: Location) -> None:
+    for name in run_folder.list_folders():
+        if name.endswith(_DELETED) and _STEP.fullmatch(name.removesuffix(_DELETED)):
+            run_folder.child(name).delete()

@@ -1,0 +1,119 @@
+"""What a job prints when it has ended: tables for people."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vit_ray.launch.run import RunResult
+from vit_ray.outcomes import TrialState
+from vit_ray.report import tables as report_tables
+
+if TYPE_CHECKING:
+    from vit_ray.experiments.sweep import SweepResult
+
+_SHOWN = (
+    ("eval/top1", "top-1 accuracy", "{:.2%}"),
+    ("eval/last_top1", "top-1 accuracy of the last evaluation, beside the best", "{:.2%}"),
+    ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
+    ("eval/loss", "evaluation loss", "{:.4f}"),
+    ("train/loss", "last training loss", "{:.4f}"),
+    ("train/images_per_s", "images/s", "{:.0f}"),
+    ("data/wait_fraction", "share of time waiting for data", "{:.1%}"),
+    ("perf/mfu", "MFU", "{:.1%}"),
+    ("startup/first_step_s", "Ray up to first step, s", "{:.1f}"),
+)
+
+
+def print_result(result: RunResult) -> int:
+    """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
+    table = Table(title=f"{result.name}: step {result.steps} of {result.total_steps}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, title, form in _SHOWN:
+        if key in result.metrics:
+            table.add_row(title, form.format(result.metrics[key]))
+    for key, value in sorted(result.metrics.items()):
+        if key.startswith("few_shot/"):
+            table.add_row(key.removeprefix("few_shot/").replace("_", " "), f"{value:.2%}")
+    _show(table)
+    note = " (it was complete before)" if result.already_complete else ""
+    print(f"checkpoint: {result.checkpoint}{note}")
+    if result.hint:
+        print(f"MLflow page: {result.hint}")
+    return 0 if result.is_complete else 3
+
+
+def print_sweep(result: SweepResult | None) -> int:
+    """The grid, the choice and the test accuracy; exit code 3 if it was stopped on request."""
+    if result is None:
+        print("stopped on request; the same command goes on from the checkpoints of its runs")
+        return 3
+    table = Table(title="Trials, of which the dev split chose one")
+    keys = list(result.best)
+    for key in keys:
+        table.add_column(key.rpartition(".")[2].replace("_", " "), justify="right")
+    averages = bool(result.last_test_top1)
+    table.add_column(f"dev top-1{', averaged weights' if averages else ''}", justify="right")
+    if averages:
+        table.add_column("dev top-1, last weights", justify="right")
+    table.add_column("")
+    for row in result.rows:
+        accuracies = [row.dev_top1, row.last_dev_top1] if averages else [row.dev_top1]
+        shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
+        note = "chosen" if row.point == result.best else ""
+        note = f"{row.state}: {row.error}" if row.dev_top1 is None else note
+        if row.state is TrialState.STOPPED_EARLY:
+            note = f"stopped early, at step {row.steps}"
+        values = [row.point[key] for key in keys]
+        texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        table.add_row(*texts, *shown, note)
+    _show(table)
+    print(f"test top-1, trained on all data: {describe_spread(result)}")
+    if result.beside_paper is not None:
+        print_table(result.beside_paper)
+    if averages:
+        last = statistics.fmean(result.last_test_top1)
+        print(f"that is of the averaged weights; of the last weights: {last:.2%}")
+    if result.page is not None:
+        print(f"report: {result.page}")
+    print(f"MLflow page: {result.hint}")
+    return 0
+
+
+def describe_spread(result: SweepResult) -> str:
+    """Mean and deviation of the test accuracy; one run has no deviation."""
+    runs = len(result.test_top1)
+    if runs == 1:
+        return f"{result.mean:.2%} (1 run; sweep.seeds tells how many)"
+    return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
+
+
+def print_metrics(metrics: dict[str, float]) -> None:
+    """Figures of an evaluation."""
+    table = Table(title="Evaluation")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, value in sorted(metrics.items()):
+        table.add_row(key, f"{value:.4f}")
+    _show(table)
+
+
+def print_table(table: report_tables.Table) -> None:
+    """A table as it is kept with a run, numbers in their form; columns without values left out."""
+    used = table.used()
+    shown = Table(title=escape(used.caption), title_justify="left")
+    for column in used.columns:
+        title = escape(column.title)
+        shown.add_column(title, justify="right" if column.form else "left", overflow="fold")
+    for row in used.cells():
+        shown.add_row(*(escape(cell.text) for cell in row))
+    _show(shown)
+
+
+def _show(table: Table) -> None:
+    Console().print(table)

@@ -1,0 +1,131 @@
+"""Which changes of a recipe decide what its training results in, by the marks on its keys.
+
+A run that is resumed, and a finished cell of a study, are of the recipe at hand only if no key has
+changed that decides.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pydantic import BaseModel
+
+from vit_ray.config.recipe import Recipe
+from vit_ray.config.section import OnResume, UsedIf
+from vit_ray.config.validation import section_type
+
+_Marks = dict[str, tuple[OnResume | None, UsedIf | None]]
+
+DATA_SET: Final = "the data set's fingerprint"
+"""Compared as if it were a key; it is as fixed as the seed."""
+
+
+def _marks(section: type[BaseModel], prefix: str, mark: OnResume | None) -> _Marks:
+    found: _Marks = {}
+    for name, field in section.model_fields.items():
+        own = next((one for one in field.metadata if isinstance(one, OnResume)), mark)
+        used_if = next((one for one in field.metadata if isinstance(one, UsedIf)), None)
+        found[f"{prefix}{name}"] = own, used_if and replace(used_if, key=f"{prefix}{used_if.key}")
+        if below := section_type(field.annotation):
+            found |= _marks(below, f"{prefix}{name}.", own)
+    return found
+
+
+_MARKS: Final = {DATA_SET: (OnResume.FIXED, None), **_marks(Recipe, "", None)}
+EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
+"""They decide what is measured, and nothing of the weights; the same set may have moved."""
+LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
+TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
+"""Recorded as tags: where things lie, and what is measured."""
+
+
+def on_resume(key: str) -> OnResume | None:
+    """Whether a run may be resumed with another value; None of a key that no training reads."""
+    return _MARKS[key][0] if key in _MARKS else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that decides, and its values as text."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before} and is {self.now}"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no run can go on with it."""
+        return on_resume(self.key) is OnResume.FIXED
+
+    @property
+    def is_move(self) -> bool:
+        """Whether the first weights, which the run has taken over, are by name the same."""
+        before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
+        return self.key == "init_from" and before == now
+
+
+def is_trained(key: str) -> bool:
+    """Whether the key of a recipe decides what the training results in."""
+    return on_resume(key) not in (None, OnResume.FREE)
+
+
+def incompatible_changes(
+    before: Mapping[str, str], now: Mapping[str, str], without: tuple[str, ...] = ()
+) -> list[Change]:
+    """What decides and differs, in the recipe's order; `auto` stands for what there was before.
+
+    Args:
+        before, now: `Recipe.flat`; a key that is not in both is passed over.
+        without: keys that are passed over, too.
+    """
+    skipped = {*without, *_moved_along(before, now)}
+    skipped |= unused_keys(now) & unused_keys({**now, **before})
+    if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
+        skipped.add("evaluate.every_steps")  # else it decides when the run stops
+    return [
+        Change(key, before[key], value)
+        for key, value in now.items()
+        if is_trained(key) and key not in skipped
+        if value != "auto" and before.get(key, value) != value
+    ]
+
+
+def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
+    """What decides a training and what is measured of it, of `Recipe.flat`, but for its seed.
+
+    The data sets and the first weights are not among them: their fingerprints tell more than their
+    places.
+    """
+    left_out = {"seed", "init_from", *EVALUATED_SETS, *unused_keys(flat)}
+    if flat.get("train.early_stopping", "None") == "None":
+        left_out.add("evaluate.every_steps")
+    return {key: flat[key] for key in flat if is_trained(key) and key not in left_out}
+
+
+def unused_keys(flat: Mapping[str, str]) -> set[str]:
+    """Keys that decide nothing in a recipe, `Recipe.flat`, as others of it are set."""
+    return {
+        key
+        for key, (_, used_if) in _MARKS.items()
+        if used_if and (value := flat.get(used_if.key)) is not None
+        if (value not in used_if.values if used_if.values else value == "None")
+    }
+
+
+def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Places that lie from the run's output as they did: all was moved together."""
+    places = (*EVALUATED_SETS, "init_from")
+    return [key for key in places if (way := _way(before, key)) and way == _way(now, key)]
+
+
+def _way(flat: Mapping[str, str], key: str) -> str | None:
+    place, output = flat.get(key, "None"), flat.get("output", "None")
+    if "None" in (place, output) or "://" in place + output:
+        return None
+    return os.path.relpath(place, output)

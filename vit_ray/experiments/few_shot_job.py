@@ -1,0 +1,165 @@
+"""Few-shot accuracy of weights as a job: features by all workers, then every draw from files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.config import Recipe, require
+from vit_ray.data import open_dataset
+from vit_ray.data.format.labels import all_first_labels
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.evaluate.feature_files import read_features
+from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
+from vit_ray.launch.feature_extraction import extract_features
+from vit_ray.launch.worker_pool import kept_pools
+from vit_ray.storage import Location
+
+Features = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class FewShotRow:
+    """One number of shots; accuracies in [0, 1], one for each seed."""
+
+    shots: int
+    linear: list[float]
+    neighbors: list[float]
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and deviation over seeds, as MLflow has them."""
+        found = {}
+        for group, values in (("few_shot", self.linear), ("knn", self.neighbors)):
+            key = f"{group}/{self.shots}_shot_top1"
+            found[key] = statistics.fmean(values)
+            if len(values) > 1:
+                found[f"{key}_std"] = statistics.stdev(values)
+        return found
+
+
+def run_few_shot(recipe: Recipe) -> list[FewShotRow]:
+    """Extract features of both sets, if they are not there, and measure every number of shots.
+
+    Raises:
+        ValueError: a set is missing, the two have other classes, or a class has fewer images than
+            shots; nothing was started. Or a feature is not finite.
+    """
+    recipe = recipe.with_absolute_paths()
+    pool, test = (_set_of(recipe, part) for part in ("train", "test"))
+    if pool.classes != test.classes:
+        raise ValueError(
+            f"evaluate.few_shot_test: {test.path} has other classes than {pool.path}; convert both "
+            "with one list of classes"
+        )
+    labels = all_first_labels(pool.path)
+    examples = np.bincount(labels[labels >= 0], minlength=pool.num_classes)
+    require_shots(examples, shots=recipe.evaluate.shots, classes=pool.classes)
+    with kept_pools():
+        examples_at, tests_at = (_extracted(recipe, part) for part in ("train", "test"))
+    return measure(recipe, examples_at, tests_at, labels, pool.num_classes)
+
+
+def _set_of(recipe: Recipe, part: str) -> Manifest:
+    key = f"few_shot_{part}"
+    path = require(getattr(recipe.evaluate, key), f"evaluate.{key}", "a converted data set")
+    return open_dataset(path)
+
+
+def _extracted(recipe: Recipe, part: str) -> Location:
+    return extract_features(
+        recipe.with_changes(
+            extract={
+                "data": getattr(recipe.evaluate, f"few_shot_{part}"),
+                "path": f"{recipe.run_folder}-features/{part}",
+                "logits": False,
+            }
+        )
+    )
+
+
+def measure(
+    recipe: Recipe, pool: Location, test: Location, labels: NDArray[np.integer], num_classes: int
+) -> list[FewShotRow]:
+    """Linear and nearest-neighbour accuracy of every number of shots, from features in files.
+
+    Args:
+        labels: of the pool, by sample number. An image that has no feature, since it could not be
+            decoded, is not drawn.
+    """
+    config = recipe.evaluate
+    drawable = np.full(len(labels), -1, np.int64)
+    for part in read_features(pool, ["sample", "label"]):
+        drawable[part["sample"]] = part["label"]
+    few_shot = FewShot(
+        drawable,
+        num_classes,
+        shots=config.shots,
+        seeds=config.few_shot_seeds,
+    )
+    for part in read_features(pool, ["sample", "feature"]):
+        few_shot.add_examples(part["feature"], part["sample"])
+    few_shot.solve()
+    for features, truth in _tests(test):
+        few_shot.add_tests(features, truth)
+    linear = few_shot.accuracies()
+    shots = sorted(set(config.shots))
+    votes = _neighbor_accuracies(recipe, pool, test, drawable, num_classes)
+    return [FewShotRow(n, linear[n], votes[n]) for n in shots]
+
+
+def _tests(folder: Location) -> Iterator[tuple[Features, NDArray[Any]]]:
+    for part in read_features(folder, ["label", "feature"]):
+        yield part["feature"], part["label"]
+
+
+def _neighbor_accuracies(
+    recipe: Recipe,
+    pool: Location,
+    test: Location,
+    drawable: NDArray[np.int64],
+    num_classes: int,
+) -> dict[int, list[float]]:
+    """By shots, of each seed; the features of one seed's examples are held at a time."""
+    config = recipe.evaluate
+    found: dict[int, list[float]] = {n: [] for n in config.shots}
+    for seed in range(config.few_shot_seeds):
+        ranks = ranks_in_class(drawable, num_classes, seed)
+        samples, features = _drawn(pool, ranks < max(config.shots))
+        for n, accuracies in found.items():
+            chosen = ranks[samples] < n
+            accuracies.append(
+                neighbor_accuracy(
+                    features[chosen],
+                    drawable[samples[chosen]],
+                    _tests(test),
+                    num_classes=num_classes,
+                )
+            )
+    return found
+
+
+def _drawn(pool: Location, is_drawn: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Features]:
+    samples, features = [], []
+    for part in read_features(pool, ["sample", "feature"]):
+        kept = is_drawn[part["sample"]]
+        samples.append(part["sample"][kept])
+        features.append(part["feature"][kept])
+    return np.concatenate(samples), np.concatenate(features)
+
+
+def table_csv(rows: list[FewShotRow]) -> str:
+    """Every draw on a line."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("shots", "seed", "linear_top1", "knn_top1"))
+    for row in rows:
+        pairs = zip(row.linear, row.neighbors, strict=True)
+        writer.writerows((row.shots, seed, *pair) for seed, pair in enumerate(pairs))
+    return text.getvalue()

@@ -1,0 +1,112 @@
+"""The report page of a run and of what is recorded under it, beside its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from vit_ray.config import Recipe
+from vit_ray.launch.run_host import RunRecord
+from vit_ray.report.page import Written, parts_of, reload_s, write_report
+from vit_ray.tracking.metrics_log import metrics_log_path
+from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri
+
+FLUSH_S: Final = 20.0
+"""Longest wait until MLflow has the metrics that the page shows."""
+FIRST_PAGE_S: Final = 60.0
+"""What ends sooner has its page at the end alone."""
+TIMES_ITS_COST: Final = 20
+"""Time between two pages, in times what the one before has taken: a twentieth of one core."""
+END_S: Final = 300.0
+"""Longest wait at the end of a job for the page that is just being written."""
+
+logger = logging.getLogger(__name__)
+
+
+def write_page(recipe: Recipe, run_id: str | None, watch_s: float | None = None) -> Written:
+    """The page of a run with its children, or of the whole experiment.
+
+    Args:
+        watch_s: as in `write_report`.
+
+    Raises:
+        ValueError: MLflow has no such runs.
+    """
+    selection = run_id or recipe.tracking.experiment
+    uri = absolute_uri(recipe.tracking.uri)
+    return write_report(uri, selection, _place_of_page(recipe), watch_s=watch_s)
+
+
+def _place_of_page(recipe: Recipe) -> Path:
+    return metrics_log_path(recipe.run_folder).with_name("report.html")
+
+
+def page_of(recipe: Recipe, run_id: str | None, record: RunRecord) -> Path | None:
+    """As `write_page` at the end of a long job, which must not fail because MLflow is away.
+
+    The page, its table and its figures are kept with the run of `record`. It is the
+    last one, and does not reload itself, although that run has not ended.
+    """
+    if run_id is None:
+        return None
+    try:
+        record.flush(FLUSH_S)
+        page = write_page(recipe, run_id).page
+        for path, folder in parts_of(page):
+            record.artifact(path, folder)
+        return page
+    except Exception as error:
+        _tell_of_none(recipe, run_id, error)
+        return None
+
+
+def _tell_of_none(recipe: Recipe, run_id: str, error: Exception) -> None:
+    reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+    logger.warning("no report of run %s for now; jobs/report.py makes it: %s", run_id, reason)
+
+
+@contextmanager
+def page_meanwhile(recipe: Recipe, run_id: str | None) -> Iterator[Callable[[], None]]:
+    """Inside this block the page of a long job is written anew after each call of what it gives.
+
+    A thread writes it, which nobody waits for but the end of the block, and whose failures are
+    told alone. What is called while a page is written, or sooner after it than `TIMES_ITS_COST`,
+    has the next one in common. A page that reloads itself, as `report.watch_s` has it, goes on to.
+    """
+    is_due, is_over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        pause_s = FIRST_PAGE_S
+        while run_id is not None and not is_over.wait(pause_s):
+            is_due.wait()  # no limit: a thread; the study's end sets it
+            if is_over.is_set():
+                return
+            is_due.clear()
+            begun_s = time.monotonic()
+            try:
+                watch_s = recipe.report.watch_s or reload_s(_place_of_page(recipe))
+                write_page(recipe, run_id, watch_s)
+            except Exception as error:
+                _tell_of_none(recipe, run_id, error)
+            pause_s = TIMES_ITS_COST * (time.monotonic() - begun_s)
+
+    writing = threading.Thread(target=write, name="page", daemon=True)
+    writing.start()
+    try:
+        yield is_due.set
+    finally:
+        is_over.set()
+        is_due.set()
+        writing.join(END_S)  # or an older page would take the place of the last one
+        if writing.is_alive():
+            logger.warning(
+                "a page of run %s that was begun is not written after %g s, and not waited for any "
+                "longer; where it takes the last one's place, jobs/report.py makes that anew",
+                run_id,
+                END_S,
+            )

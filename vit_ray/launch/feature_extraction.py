@@ -1,0 +1,149 @@
+"""Features of a data set by all workers, from recipe to a folder of parquet files."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from vit_ray.config import Recipe, require
+from vit_ray.config.command_sections import ExtractConfig
+from vit_ray.evaluate.feature_files import FACTS_FILE, read_facts, whole_parts, write_facts
+from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.preflight import (
+    PreparedRun,
+    check_weights,
+    errors_of_weights,
+    resolve_run,
+)
+from vit_ray.launch.run import run_prepared
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.storage import Location, locate
+from vit_ray.worker.job import Extraction
+
+ROWS_PER_FILE: Final = 16384
+"""Images in a file of one worker, about; what was interrupted goes on behind whole files."""
+_OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
+"""Keys of `model` that features do not depend on."""
+
+
+def extract_features(recipe: Recipe) -> Location:
+    """Write features of `extract.data` with the weights of `init_from`; returns their folder.
+
+    An extraction that was interrupted goes on behind what it has written, and one that has ended is
+    not repeated.
+
+    Raises:
+        ValueError: the recipe cannot work, the folder holds features of something else, or another
+            process writes features there; nothing was started.
+        RunStoppedError: it was stopped on request; the same command goes on.
+    """
+    recipe = recipe.with_absolute_paths()
+    hint = "extract.data and extract.path, such as extract='{data: data/train, path: features/}'"
+    config = require(recipe.extract, "extract", hint)
+    require(recipe.init_from, "init_from", "the run, checkpoint or file whose features to take")
+    folder = locate(config.path)
+    folder.refuse_file_in_its_place("extract.path")
+    prepared = _prepare(recipe, config)
+    facts = _facts(prepared)
+    if _is_complete(folder, facts):
+        return folder
+    with lock_run(folder, what=f"extract.path: {folder.uri}"):
+        if not _is_complete(folder, facts):  # another process may have ended it before the lock
+            write_facts(folder, facts)
+            run_prepared(prepared)
+            _end(folder, facts)
+    return folder
+
+
+def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
+    recipe = recipe.with_changes(
+        name=f"{recipe.name}-features-{time.strftime('%Y%m%d-%H%M%S')}",
+        data={"train": None, "eval": config.data, "held_out_fraction": 0.0, "fraction": 1.0},
+        evaluate={"few_shot_train": None, "few_shot_test": None},
+    )
+    resolved = resolve_run(recipe, needs_train=False)
+    spec = replace(resolved.streams["eval"], gives_keys=True)
+    outputs = _weights_outputs(recipe)
+    prepared = PreparedRun(
+        resolved.recipe,
+        "extract",
+        replace(resolved, streams={"train": spec, "eval": spec}),
+        outputs=outputs,
+        extraction=Extraction(config.path, config.logits and outputs is not None, ROWS_PER_FILE),
+    )
+    check_weights(prepared)
+    return prepared
+
+
+def _weights_outputs(recipe: Recipe) -> int | None:
+    """Outputs of the weights' head; None where they have none."""
+    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch, which takes seconds
+
+    assert recipe.init_from is not None
+    with errors_of_weights():
+        return meta_state_of(recipe.init_from).num_classes
+
+
+def _facts(prepared: PreparedRun) -> dict[str, Any]:
+    """What decides the features' values."""
+    recipe, extraction = prepared.recipe, prepared.extraction
+    assert extraction is not None
+    return {
+        "data_fingerprint": prepared.resolved.manifest.fingerprint,
+        "num_images": prepared.resolved.manifest.num_images,
+        "init_from": recipe.init_from,
+        "init_resize": recipe.init_resize,
+        "weights": _weights_state(recipe),
+        "model": recipe.model.model_dump(mode="json", exclude=_OF_TRAINING),
+        "eval_augment": recipe.data.eval_augment.model_dump(mode="json"),
+        "precision": recipe.train.precision,
+        "with_logits": extraction.with_logits,
+    }
+
+
+def _weights_state(recipe: Recipe) -> str:
+    """Which state of the weights: of a run the step of its checkpoint, of a file its size."""
+    from vit_ray.checkpoints.init_weights import find_weight_file
+    from vit_ray.checkpoints.run_checkpoints import find_weights
+
+    assert recipe.init_from is not None
+    file = find_weight_file(recipe.init_from)
+    if file is None:
+        return f"step {find_weights(recipe.init_from).position.step}"
+    info = file.info()
+    return f"{info.size} bytes of {info.mtime_ns}"
+
+
+def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
+    """Whether all features are there.
+
+    Raises:
+        ValueError: those that are there are of something else.
+    """
+    before = read_facts(folder)
+    if before is None:
+        if whole_parts(folder)[:2] != ([], []):
+            raise ValueError(
+                f"extract.path: {folder.uri} holds features without {FACTS_FILE}, which says what "
+                "they are of; choose another folder"
+            )
+        return False
+    changed = [key for key, value in facts.items() if before.get(key) != value]
+    if changed:
+        told = "; ".join(f"{key}: {before.get(key)} there, {facts[key]} here" for key in changed)
+        raise ValueError(
+            f"extract.path: {folder.uri} holds features of something else ({told}); choose another "
+            "folder"
+        )
+    return bool(before.get("is_complete"))
+
+
+def _end(folder: Location, facts: dict[str, Any]) -> None:
+    files, _, end = whole_parts(folder)
+    if end < facts["num_images"]:
+        raise RunFailedError(
+            f"the workers have ended, and {folder.uri} holds files of {end} of "
+            f"{facts['num_images']} images; run the same command again"
+        )
+    write_facts(folder, {**facts, "is_complete": True, "files": files})

@@ -1,0 +1,113 @@
+"""An accuracy next to the paper's: which of its test sets a recipe measures, and the table.
+
+A result carries a label: `data` where test set, pre-training and model are the paper's, `proxy`
+otherwise. The paper's numbers are shown next to a proxy only if they are of its test set.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from vit_ray.config import Recipe
+from vit_ray.config.command_sections import PaperConfig
+from vit_ray.config.secrets import redact
+from vit_ray.data import open_dataset
+from vit_ray.report.paper import PRETRAINING, SOURCE, TEST_SETS, table_2, table_5
+from vit_ray.report.tables import Column, Table, Value, percent
+
+PAPER_FILE: Final = "paper/row.csv"
+"""Of a run in MLflow."""
+
+
+@dataclass(frozen=True)
+class OurResult:
+    """An accuracy as a share, and what it is of."""
+
+    model: str
+    data: str
+    """Name of the test set's folder."""
+    num_images: int
+    """Of the test set."""
+    num_classes: int
+    top1: float | None
+    deviation: float | None = None
+    """Over `runs`; None for a single one."""
+    runs: int = 1
+
+
+def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
+    """The result of an evaluation and the paper's; None where it has no accuracy."""
+    top1 = metrics.get("eval/top1")
+    if top1 is None or recipe.data.eval is None:
+        return None
+    return _table(recipe, [top1], recipe.benchmark.kind)
+
+
+def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Table:
+    """What the choice of a sweep reaches on the test set, over its runs, and the paper's."""
+    return _table(recipe, test_top1, "own_labels")
+
+
+def _table(recipe: Recipe, top1: Sequence[float], labels: str) -> Table:
+    paper = recipe.paper
+    # ImageNet and ImageNet ReaL are the same images; the labels decide which one it is.
+    if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
+        by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
+        paper = paper.model_copy(update={"task": by_labels.get(labels)})
+    if labels != "own_labels" and not is_imagenet:
+        paper = paper.model_copy(update={"task": None})
+    assert recipe.data.eval is not None
+    test = open_dataset(recipe.data.eval)
+    ours = OurResult(
+        model=recipe.model.name,
+        data="/".join(PurePosixPath(redact(test.path)).parts[-2:]),
+        num_images=test.num_images,
+        num_classes=test.num_classes,
+        top1=statistics.fmean(top1),
+        deviation=statistics.stdev(top1) if len(top1) > 1 else None,
+        runs=len(top1),
+    )
+    return result_table(ours, paper)
+
+
+def result_table(ours: OurResult, paper: PaperConfig) -> Table:
+    """Our row, and below it the paper's of the same test set and model, by pre-training.
+
+    Args:
+        paper: what the recipe says of test set and pre-training; a test set of another size or with
+            other classes is not the paper's.
+    """
+    wanted = TEST_SETS.get(paper.task or "")
+    doubt = "" if wanted else "paper.task is not set"
+    if wanted and (ours.num_classes, ours.num_images) != (wanted.num_classes, wanted.num_images):
+        doubt = (
+            f"{wanted.title} has {wanted.num_images} test images of {wanted.num_classes} classes, "
+            f"not {ours.num_images} of {ours.num_classes}"
+        )
+        wanted = None
+    of_paper: list[list[Value]] = []
+    for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
+        if wanted is not None and paper.task is not None:
+            what = [wanted.title, PRETRAINING[pretraining], ours.model]
+            if (two := table_2(ours.model, pretraining, paper.task)) is not None:
+                of_paper.append(["paper, Table 2", *what, *two, "3", "paper", ""])
+            if (five := table_5(ours.model, pretraining, paper.task)) is not None:
+                of_paper.append(["paper, Table 5", *what, five, None, "", "paper", ""])
+    is_data = bool(of_paper) and paper.pretraining is not None
+    if not doubt and not is_data:
+        doubt = "paper.pretraining is not set" if of_paper else "the paper has no such model"
+    columns = [
+        Column("row"), Column("test set"), Column("pre-training"), Column("model"),
+        Column("top-1 %", percent), Column("deviation", percent), Column("runs"), Column("label"),
+        Column("note"),
+    ]  # fmt: skip
+    mine: list[Value] = [
+        "ours", wanted.title if wanted else ours.data,
+        PRETRAINING[paper.pretraining] if paper.pretraining else None, ours.model, ours.top1,
+        ours.deviation, str(ours.runs), "data" if is_data else "proxy", doubt,
+    ]  # fmt: skip
+    return Table(f"This result and the paper's: {SOURCE}", columns, [mine, *of_paper])

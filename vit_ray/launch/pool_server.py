@@ -1,0 +1,130 @@
+"""The actor of a pool: hands one training after another to its workers.
+
+It runs the streams of the ranks of its own host, too, and starts servers for those of other hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final
+
+import ray
+import ray.util
+
+from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.pool_link import Assignment
+
+ANSWER_S: Final = 5.0
+"""Longest time that a call waits before it answers that nothing has changed."""
+
+
+class PoolServer:
+    """Runs as an actor with a thread for every call; the driver that made it owns it."""
+
+    def __init__(self, **how: Any) -> None:
+        """`how`: of `StreamServer`."""
+        self._how = how
+        self._streams = StreamServer(**how)
+        self._workers = ""
+        self._host_servers: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
+        self._has_ended = True
+        self._ended: dict[str, set[int]] = {}
+        self._is_open = True
+        self._is_placed = False
+
+    def next_block(self, one: Pass | PassName, rank: int, index: int) -> list[Any]:
+        """As `StreamServer.next_block`."""
+        return self._streams.next_block(one, rank, index)
+
+    def stream_server(self, group: str, host: str, node: str, ranks: range) -> Any:
+        """Handle of the process that serves the ranks of a host, None for this actor itself.
+
+        Each start of the worker group has other servers: those of the last one, dead or alive, end
+        with the handles of its workers.
+
+        Args:
+            group: as in `RankStreams`.
+            host: its address.
+            node: Ray's id of a node of the host, on which the server starts.
+            ranks: of the group, all that are on the host.
+        """
+        if host == ray.util.get_node_ip_address():  # type: ignore[no-untyped-call]
+            return None
+        workers = group.partition(" ")[0]
+        with self._changed:
+            if workers != self._workers:
+                self._workers, self._host_servers = workers, {}
+            if host not in self._host_servers:
+                options: dict[str, Any] = {
+                    "num_cpus": 0,
+                    "max_concurrency": 2 * len(ranks) + 2,
+                    "label_selector": {"ray.io/node-id": node},
+                }
+                how = {**self._how, "warms_up": True}
+                server = ray.remote(StreamServer).options(**options).remote(**how)
+                self._host_servers[host] = server
+            return self._host_servers[host]
+
+    def assign(self, assignment: Assignment) -> None:
+        """The next training; the one before it has ended."""
+        with self._changed:
+            self._assignment, self._has_ended, self._ended = assignment, False, {}
+            self._changed.notify_all()
+
+    def current_job(self) -> TrainJob | None:
+        """The training under way; None between two of them."""
+        return None if self._has_ended or self._assignment is None else self._assignment.job
+
+    def note_placement(self, is_placed: bool) -> None:
+        """Whether the worker group is running, by its controller."""
+        self._is_placed = is_placed
+
+    def is_placed(self) -> bool:
+        """Whether the workers have found their place."""
+        return self._is_placed
+
+    def wait_until_ended(self, timeout_s: float = ANSWER_S) -> bool:
+        """Whether all workers have finished the training, now or within some seconds."""
+        with self._changed:
+            return (
+                self._changed.wait_for(lambda: self._has_ended or not self._is_open, timeout_s)
+                and self._has_ended
+            )
+
+    def next_assignment(self, after: int) -> tuple[bool, Assignment | None]:
+        """Whether the pool is open, and the training under way if its number is above `after`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_new(after) or not self._is_open, ANSWER_S)
+            return self._is_open, self._assignment if self._has_new(after) else None
+
+    def end_rank(self, number: int, group: str, rank: int, world_size: int) -> None:
+        """A worker is done; the training has ended when all of one group are."""
+        with self._changed:
+            if self._assignment is None or number != self._assignment.number:
+                return
+            done = self._ended.setdefault(group, set())
+            done.add(rank)
+            if len(done) == world_size:
+                self._has_ended = True
+                self._close_streams()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the workers end."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+        self._close_streams()
+
+    def _close_streams(self) -> None:
+        self._streams.close()
+        for server in self._host_servers.values():
+            server.close.remote()  # no limit: nobody waits for it
+
+    def _has_new(self, after: int) -> bool:
+        return (
+            self._assignment is not None and not self._has_ended and self._assignment.number > after
+        )

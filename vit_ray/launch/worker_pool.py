@@ -1,0 +1,376 @@
+"""A worker pool: a worker group under Ray Train that trains one run after another.
+
+Starting processes and importing libraries take longer than a small training, so what runs trainings
+one by one (a sweep, a study) keeps a pool open for them. A fault of a training costs at most its
+pool, and the next training gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import fsspec
+import ray
+import ray.train
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+
+from vit_ray.config import Recipe
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import start_beside_server
+from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.launch.actor_calls import PROCESS_DIED, answer
+from vit_ray.launch.cluster import ClusterShape, has_dashboard
+from vit_ray.launch.placement_wait import NoPlaceError, PlacementWait, missing_now
+from vit_ray.launch.pool_server import PoolServer
+from vit_ray.launch.ray_policies import (
+    ConsecutiveFailurePolicy,
+    DivisorScalingPolicy,
+    NameGroups,
+    NotePlacement,
+    PolicedTrainer,
+    SaveBeforeResize,
+    remove_groups,
+)
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.pool_entry import work_in_pool
+from vit_ray.worker.pool_link import Assignment
+
+_GIVEN: Final = dict(os.environ)
+"""The user's own settings, before any pool changed them."""
+_SERVER: Final = "the server of the workers' pool"
+CLOSE_S: Final = 60.0
+"""Longest time for the workers of a pool to end."""
+ABANDON_S: Final = 30.0
+"""Longest time for a controller to end whose group has lost its places, or never had any."""
+
+
+class PoolEndedError(RuntimeError):
+    """The pool's workers have ended before their training did; the cause is Ray Train's error."""
+
+
+class PoolLostError(PoolEndedError):
+    """A process between driver and workers has died; another pool may take the training."""
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What a pool's workers are; a pool takes any training of its shape."""
+
+    num_workers: int | tuple[int, int]
+    sizes: tuple[int, ...]
+    """Worker counts that divide the batch."""
+    cpus_per_worker: float
+    reading_cpus: float = field(compare=False)
+    """Of a task that reads; any group takes trainings that read with others."""
+    kept_cpus: float
+    """That an elastic group leaves to reading as it grows; 0 for others."""
+    use_gpu: bool
+    hides_gpus: bool
+    """There are GPUs that its workers must not see."""
+    collective_timeout_s: int
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool, trains: bool = True
+    ) -> PoolShape:
+        """The shape that a training needs, or an evaluation."""
+        workers = recipe.workers
+        is_elastic = len(workers.sizes) > 1
+        sizes = recipe.group_sizes if trains else list(workers.sizes)
+        return cls(
+            workers.num_workers,
+            tuple(sizes) if is_elastic else (),
+            workers.cpus_per_worker,
+            recipe.data.cpus_per_task,
+            recipe.data.cpus_per_task if is_elastic else 0.0,
+            use_gpu,
+            cluster.num_gpus > 0 and not use_gpu,
+            workers.collective_timeout_s,
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group may change its size."""
+        return isinstance(self.num_workers, tuple)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What a worker reserves."""
+        return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
+
+    def reading_tasks(self, cpus: float) -> int:
+        """Reading tasks that have a place beside the largest group."""
+        left = cpus - self.most_workers * self.cpus_per_worker
+        return max(0, int(left / self.reading_cpus))
+
+    @property
+    def least_workers(self) -> int:
+        """Workers of the smallest group."""
+        return self.num_workers if isinstance(self.num_workers, int) else min(self.sizes)
+
+    @property
+    def most_workers(self) -> int:
+        """Workers of the largest group."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+
+@dataclass(frozen=True)
+class _CurrentJob:
+    """Asked by the controller's policies, in its process."""
+
+    server: Any
+
+    def __call__(self) -> TrainJob | None:
+        job: TrainJob | None = answer(self.server.current_job.remote(), _SERVER)
+        return job
+
+
+class WorkerPool:
+    """A placed worker group, its streams' process, and the thread that runs its controller."""
+
+    def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
+        """Start it; workers are placed and import while the caller goes on.
+
+        Args:
+            is_private: Ray was started by this driver, for itself alone.
+        """
+        self.shape = shape
+        self._num_assigned = 0
+        self._error: BaseException | None = None
+        # Each rank may wait for its next training, and for a block of each of two streams.
+        self._server: Any = (
+            ray.remote(PoolServer)
+            .options(
+                num_cpus=0,
+                max_concurrency=3 * shape.most_workers + 8,
+                label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            )
+            .remote(
+                keeps_statistics=not is_private or has_dashboard(),
+                warms_up=not is_private,
+                cpus_per_rank=shape.cpus_per_worker,
+            )
+        )
+        if is_private:
+            cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+            start_beside_server(shape.reading_tasks(cpus))
+        self._thread = threading.Thread(
+            target=self._run_workers, args=(is_private,), daemon=True, name="pool"
+        )
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its workers take another training."""
+        return self._thread.is_alive()
+
+    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
+        """Train, until all workers are done, through failures and resizes.
+
+        Raises:
+            PoolEndedError: the group has ended, and the pool with it.
+            PoolLostError: through no fault of the training.
+            NoPlaceError: there is no place for the group, or a stop came while there was none.
+        """
+        shape = self.shape
+        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
+        source = StreamSource(self._server, ray.put(streams))
+        assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
+        self._num_assigned += 1
+        self._ask("assign", assignment)
+        while not self._ask("wait_until_ended"):
+            if not self._thread.is_alive():
+                if isinstance(self._error, PROCESS_DIED):
+                    text = "the process of Ray Train's controller, on the driver's host, has died"
+                    raise PoolLostError(text) from self._error
+                raise PoolEndedError(str(self._error)) from self._error
+            watch.check(is_placed=self._ask("is_placed"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the pool's server."""
+        try:
+            return answer(getattr(self._server, method).remote(*arguments), _SERVER)
+        except PROCESS_DIED as error:
+            text = "the process of the pool's server, on the driver's host, has died"
+            raise PoolLostError(text) from error
+
+    def close(self) -> None:
+        """Let the workers end, and wait for it; those that do not lose their places."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
+            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End the server, and take from the group what it holds or waits for until it has ended.
+
+        The controller of a group without a place, which hears of nothing meanwhile, ends as soon
+        as there is nothing to wait for, and no server; it may only be starting now.
+        """
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._server)
+        deadline = time.monotonic() + ABANDON_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_groups(pool_name(self._server))
+            self._thread.join(0.5)
+
+    def _run_workers(self, is_private: bool) -> None:
+        try:
+            # no limit: a thread; `close` and `abandon` end the trainer
+            _trainer(self.shape, self._server, is_private=is_private).fit()
+        except BaseException as error:  # raised where the training is waited for
+            self._error = error
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+
+
+def pool_environment(shape: PoolShape, *, is_private: bool) -> dict[str, str]:
+    """Ray Train's settings for one pool; what the user has set stays, what another pool had not."""
+    wanted = {
+        # How soon Ray Train notices that a worker has ended or died.
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
+        # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
+        # takes 15 s to notice, and decides anew each time that a group has found no place.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
+        # On a private Ray nobody takes the one node away, and nobody reads metrics.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
+        "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
+    }
+    return wanted | {key: _GIVEN[key] for key in wanted if key in _GIVEN}
+
+
+def pool_name(server: Any) -> str:
+    """As Ray shows it: of Ray Train's run and, before a number, of its placement groups."""
+    return f"pool-{server._actor_id.hex()}"
+
+
+def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrainer:
+    os.environ |= pool_environment(shape, is_private=is_private)
+    scaling = ScalingConfig(
+        num_workers=shape.num_workers,
+        use_gpu=shape.use_gpu,
+        resources_per_worker=shape.resources,
+    )
+    current_job = _CurrentJob(server)
+    callbacks: list[Any] = [NameGroups(), NotePlacement(server)]
+    if shape.is_elastic:
+        callbacks.append(SaveBeforeResize(current_job))
+    policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
+    if shape.is_elastic:
+        policies["scaling_policy"] = DivisorScalingPolicy(
+            scaling, shape.sizes, shape.kept_cpus, current_job
+        )
+    return PolicedTrainer(
+        policies,
+        is_private=is_private,
+        train_loop_per_worker=work_in_pool,
+        train_loop_config={"server": server},
+        scaling_config=scaling,
+        run_config=RunConfig(
+            name=pool_name(server),
+            # Ray Train's own notes, which nobody reads: the controller's memory, so that no end of
+            # any kind leaves files behind. Checkpoints do not go through Ray Train.
+            storage_path="pools",
+            storage_filesystem=PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))),
+            # Ray leaves a machine's GPUs visible to workers that did not ask for one.
+            worker_runtime_env=(
+                {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if shape.hides_gpus else None
+            ),
+            callbacks=callbacks,
+        ),
+    )
+
+
+class _IdlePools:
+    """Worker pools that wait for their next training; for several threads."""
+
+    def __init__(self) -> None:
+        self._pools: list[WorkerPool] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def take(self, shape: PoolShape) -> WorkerPool | None:
+        """One of the shape. Where there is none, those of other shapes give up their places."""
+        with self._lock:
+            fitting = [pool for pool in self._pools if pool.shape == shape and pool.is_open]
+            if fitting:
+                self._pools.remove(fitting[0])
+                return fitting[0]
+            others, self._pools = self._pools, []
+        for pool in others:
+            pool.close()
+        return None
+
+    def start(self, shape: PoolShape, *, is_private: bool) -> None:
+        """Start one of the shape if there is none; those of other shapes give up their places."""
+        self.give(self.take(shape) or WorkerPool(shape, is_private=is_private))
+
+    def give(self, pool: WorkerPool) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._pools.append(pool)
+                return
+        pool.close()
+
+    def close(self) -> None:
+        with self._lock:
+            pools, self._pools, self._is_closed = self._pools, [], True
+        for pool in pools:
+            pool.close()
+
+
+_IDLE: ContextVar[_IdlePools | None] = ContextVar("idle_pools", default=None)
+
+
+@contextlib.contextmanager
+def kept_pools() -> Iterator[None]:
+    """Inside the block, pools stay open for the next training of their shape.
+
+    Threads that train in it must be started in a copy of its context.
+    """
+    if _IDLE.get() is not None:
+        yield
+        return
+    idle = _IdlePools()
+    token = _IDLE.set(idle)
+    try:
+        yield
+    finally:
+        _IDLE.reset(token)
+        idle.close()
+
+
+def start_kept_pool(shape: PoolShape, *, is_private: bool) -> None:
+    """Inside `kept_pools`: let workers be placed and import before their training is ready."""
+    if (idle := _IDLE.get()) is not None:
+        idle.start(shape, is_private=is_private)
+
+
+@contextlib.contextmanager
+def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[WorkerPool]:
+    """A pool of this shape; after an error in the block it is closed, and no other run gets it."""
+    idle = _IDLE.get()
+    pool = idle.take(shape) if idle is not None else None
+    pool = pool or WorkerPool(shape, is_private=is_private)
+    try:
+        yield pool
+    except NoPlaceError:
+        pool.abandon()
+        raise
+    except BaseException:
+        pool.close()
+        raise
+    if idle is None or not pool.is_open:
+        pool.close()
+    else:
+        idle.give(pool)

@@ -1,0 +1,76 @@
+"""Names and shapes of the tensors in a file, without their values: megabytes of gigabytes are read.
+
+They tell whether weights fit a model before anything is started. Tensors are on the device `meta`.
+"""
+
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Iterable
+from typing import IO, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit_ray.models.weights.name_maps import Tensors
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+def npz_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
+    """Arrays of an `.npz` file; such files have no metadata.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: it is no such file, or has objects, which can run code.
+    """
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        return {name.removesuffix(".npy"): _array_header(archive, name) for name in names}, {}
+
+
+def _array_header(archive: zipfile.ZipFile, name: str) -> Tensor:
+    with archive.open(name) as member:
+        is_first = np.lib.format.read_magic(member) == (1, 0)
+        header = np.lib.format.read_array_header_1_0 if is_first else _read_header_2
+        shape, _, dtype = header(member)
+    if dtype.hasobject:
+        raise ValueError(f"{name} has objects, which can run code")
+    return _without_values(shape)
+
+
+_read_header_2 = np.lib.format.read_array_header_2_0
+
+
+def safetensors_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
+    """Tensors and metadata of a safetensors file: its head is a length and JSON.
+
+    Raises:
+        ValueError: it is no such file, or is cut.
+    """
+    file.seek(0, os.SEEK_END)
+    rest = file.tell() - _LENGTH.size
+    file.seek(0)
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size)) if rest > 0 else (0,)
+    if not 0 < length <= rest:
+        raise ValueError("it has no head of safetensors")
+    try:
+        head = json.loads(file.read(length))
+        told = head.pop("__metadata__", {})
+        tensors = {name: _without_values(one["shape"]) for name, one in head.items()}
+        promised = max((one["data_offsets"][1] for one in head.values()), default=0)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"its head is none of safetensors ({error!r})") from None
+    if promised != rest - length:
+        raise ValueError(
+            f"its tensors have {rest - length:,} bytes of {promised:,}; fetch it again"
+        )
+    return tensors, told
+
+
+def _without_values(shape: Iterable[Any]) -> Tensor:
+    sides = tuple(shape)
+    if not all(type(side) is int and side >= 0 for side in sides):
+        raise ValueError(f"a tensor of the shape {sides}")
+    return torch.empty(sides, device="meta")

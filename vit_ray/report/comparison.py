@@ -1,0 +1,402 @@
+"""Two runs, or two studies or sweeps, compared, from MLflow alone.
+
+Trainings of two studies are compared where they are of one cell: the same row, and the same values
+of everything that varies within a row of either study (data size, length, rate, test set). Runs of
+a cell differ in the seed alone, and give mean and spread; with the same seeds on both sides,
+differences are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from vit_ray.report.charts import Axis, Chart
+from vit_ray.report.document import named_apart, render, replace_file, write_figures
+from vit_ray.report.figures import (
+    ACCURACIES,
+    CURVES,
+    DEV,
+    accuracy_name,
+    curve_series,
+    is_trial,
+    studied,
+    trainings,
+)
+from vit_ray.report.groups import TRAINING_IMAGES, Group, differences, differing_keys
+from vit_ray.report.runs import (
+    MEAN_TRANSFER,
+    PARENT_TAG,
+    RUN_ID,
+    TRANSFER,
+    Archive,
+    RecordedRun,
+    require_store,
+)
+from vit_ray.report.seeds import mean_of, one_run_a_cell
+from vit_ray.report.tables import Column, Table, Value, percent
+
+_EVALUATED: Final = {**ACCURACIES, "eval/top5": "top-5 accuracy", "eval/loss": "validation loss"}
+METRICS: Final = {
+    **_EVALUATED,
+    # Of images held out of the training set, which are no test set.
+    **{
+        key.replace("eval/", "dev/"): f"{name}, {DEV}"
+        for key, name in _EVALUATED.items()
+        if key.startswith("eval/")
+    },
+    "train/loss": "training loss",
+    "train/images_per_s": "images/s",
+    "perf/mfu": "MFU",
+    "study/exaflops": "exaFLOPs",
+    "cost/core_days": "core-days",
+}
+_SHARES: Final = {key for key in METRICS if "_top" in key or "/top" in key} | {"perf/mfu"}
+_PARENTS: Final = ("study", "sweep", "vtab")
+_FOLLOWS: Final = {TRAINING_IMAGES}
+"""Follows from other keys."""
+ONE_SEED: Final = (
+    "one seed on a side: the difference cannot be told from the spread between seeds; train more "
+    "seeds of both"
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: a run, or a parent run with the trainings under it."""
+
+    root: RecordedRun
+    runs: Sequence[RecordedRun]
+    """Trainings whose results count; the run itself where it is no parent."""
+    archive: Archive
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it is a study, a sweep or another parent."""
+        return [run.run_id for run in self.runs] != [self.root.run_id]
+
+    @property
+    def kind(self) -> str:
+        """For messages."""
+        what = self.root.kind or "parent run"
+        return f"a {what} of {len(self.runs)} trainings" if self.is_group else "a single run"
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """A key of the recipe that differs in some or all of the compared cells."""
+
+    key: str
+    values: tuple[str, str]
+    """Of either side; several of one side are joined, what is not recorded is `unset`."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric of one cell on both sides."""
+
+    cell: str
+    metric: str
+    a: tuple[float, ...]
+    """One value for each seed."""
+    b: tuple[float, ...]
+    is_paired: bool
+    """Whether both have the same seeds, in this order."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of B less mean of A."""
+        return statistics.fmean(self.b) - statistics.fmean(self.a)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of `mean`, from the spread over seeds; None where either side has a single one."""
+        if min(len(self.a), len(self.b)) < 2:
+            return None
+        if self.is_paired:
+            each = [b - a for a, b in zip(self.a, self.b, strict=True)]
+            return statistics.stdev(each) / math.sqrt(len(each))
+        return math.sqrt(sum(statistics.variance(v) / len(v) for v in (self.a, self.b)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two sides."""
+
+    a: Side
+    b: Side
+    keys: Sequence[KeyDifference]
+    differences: Sequence[Difference]
+    only_a: Sequence[str]
+    """Cells without a counterpart."""
+    only_b: Sequence[str]
+
+    def described(self) -> Iterator[tuple[str, Side, str]]:
+        """Letter of each side, the side, and where it is."""
+        for letter, side in (("A", self.a), ("B", self.b)):
+            root = side.root
+            where = f"{root.status.lower()}, experiment {side.archive.experiment}, {root.run_id}"
+            yield letter, side, f"{side.kind}, {where}"
+
+    def notes(self) -> list[str]:
+        """What a reader has to know: single seeds, and cells that only one side has."""
+        found = [ONE_SEED] if all(one.standard_error is None for one in self.differences) else []
+        return found + [
+            f"only in {side.root.name}, not compared: {'; '.join(cells)}"
+            for side, cells in ((self.a, self.only_a), (self.b, self.only_b))
+            if cells
+        ]
+
+    def key_table(self) -> Table:
+        """Recipe keys that differ."""
+        heads = [Column("key"), Column(self.a.root.name), Column(self.b.root.name)]
+        return Table(
+            "Keys of the recipe that differ", heads, [[k.key, *k.values] for k in self.keys]
+        )
+
+    def curves(self) -> list[Chart]:
+        """Every curve that both sides have: a colour for each side."""
+        charts = []
+        for key, axis in CURVES.items():
+            series = [
+                replace(
+                    one,
+                    name=f"{letter}: {one.name}",
+                    group=f"{letter}: {side.root.name}",
+                    has_markers=False,
+                )
+                for letter, side, _ in self.described()
+                for one in curve_series(
+                    side.archive, side.runs, key, {run.run_id: run.name for run in side.runs}
+                )
+            ]
+            if len({one.group for one in series}) == 2:
+                title = f"{axis.title.capitalize()}, compared"
+                charts.append(Chart(title, Axis("optimizer step"), axis, series))
+        return charts
+
+    def difference_table(self) -> Table:
+        """Metrics of both, and B less A with its standard error."""
+        heads = [
+            Column("cell"), Column("metric"), Column(f"A: {self.a.root.name}"),
+            Column(f"B: {self.b.root.name}"), Column("B - A"), Column("standard error"),
+            Column("seeds"),
+        ]  # fmt: skip
+        rows: list[list[Value]] = []
+        for one in self.differences:
+            is_share = one.metric in _SHARES or bool(TRANSFER.fullmatch(one.metric))
+            form = percent if is_share else "{:.4g}".format
+            name = METRICS.get(one.metric) or accuracy_name(one.metric)
+            spread, sizes = one.standard_error, [str(len(one.a)), str(len(one.b))]
+            rows.append([
+                one.cell,
+                f"{name} %" if is_share else name,
+                *(mean.text(form) for values in (one.a, one.b) if (mean := mean_of(values))),
+                f"{'+' if one.mean > 0 else ''}{form(one.mean)}",
+                None if spread is None else form(spread),
+                " and ".join(dict.fromkeys(sizes)),
+            ])  # fmt: skip
+        return Table("Differences", heads, rows).used()
+
+
+def write_comparison(found: Comparison, page: Path) -> None:
+    """Write the page, and its figures as SVG and PNG next to it.
+
+    Args:
+        page: the `.html` file; its folder is made.
+    """
+    page.parent.mkdir(parents=True, exist_ok=True)
+    curves = named_apart({"curves": found.curves()})["curves"]
+    text = render(
+        "compare.html",
+        curves,
+        title=f"{found.a.root.name} and {found.b.root.name}",
+        opening=found.a.archive.opening,
+        sides=[(letter, side, where) for letter, side, where in found.described()],
+        notes=found.notes(),
+        differences=found.difference_table(),
+        keys=found.key_table(),
+        curves=curves,
+    )
+    replace_file(page, text.encode())
+    write_figures(page.parent, curves)
+
+
+def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
+    """Find both, and what differs.
+
+    Args:
+        uri: tracking server or SQLite address; it is only read.
+        experiment: in which names are looked up; a run id may be of any.
+        words: run ids or run names.
+
+    Raises:
+        ValueError: a run is not there or its name is of several, one is a single run and the other
+            is not, or they have no cell or no metric in common.
+    """
+    require_store(uri)
+    client = MlflowClient(uri)
+    a, b = (_side(Archive(uri, _find_run(client, experiment, word))) for word in words)
+    if a.is_group != b.is_group:
+        raise ValueError(
+            f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs (a "
+            "cell of a study is one, by its name) or two of the others"
+        )
+    cells_a, cells_b = _cells(a, b)
+    common = [cell for cell in cells_a if cell in cells_b]
+    if not common:
+        raise ValueError(
+            f"compare: no cell of {a.root.name!r} ({_some(cells_a)}) is one of {b.root.name!r} "
+            f"({_some(cells_b)})"
+        )
+    held_a, held_b = (sorted({key for run in side.runs for key in run.recorded}) for side in (a, b))
+    tasks_a, tasks_b = ({*filter(TRANSFER.fullmatch, held)} for held in (held_a, held_b))
+    tasks = sorted(tasks_a & tasks_b - ({MEAN_TRANSFER} if tasks_a != tasks_b else set()))
+    found = []
+    for cell in common:
+        for metric in (*METRICS, *tasks):
+            # A seed that was trained twice counts once, by the later run.
+            by_seed_a, by_seed_b = (
+                {run.seed: run.recorded[metric] for run in cells[cell] if metric in run.recorded}
+                for cells in (cells_a, cells_b)
+            )
+            if by_seed_a and by_seed_b:
+                is_paired = by_seed_a.keys() == by_seed_b.keys() and len(cells_a[cell]) == len(
+                    by_seed_a
+                )
+                values_a, values_b = (
+                    tuple(one[seed] for seed in sorted(one)) for one in (by_seed_a, by_seed_b)
+                )
+                found.append(Difference(cell, metric, values_a, values_b, is_paired))
+    if not found:
+        raise ValueError(
+            f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: "
+            f"{_some(held_a) or 'none'} here, {_some(held_b) or 'none'} there"
+        )
+    only_a, only_b = ([c for c in one if c not in common] for one in (cells_a, cells_b))
+    pairs = [(cells_a[cell], cells_b[cell]) for cell in common]
+    return Comparison(a, b, _key_differences(pairs), found, only_a, only_b)
+
+
+def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
+    """Id of the run with this id or name.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    if RUN_ID.fullmatch(word):
+        return word
+    names = {str(one.experiment_id): one.name for one in client.search_experiments()}
+    here = [key for key, name in names.items() if name == experiment]
+    if not here:
+        raise ValueError(
+            f"tracking.experiment={experiment}: MLflow has no such experiment; it has "
+            f"{', '.join(sorted(names.values()))}"
+        )
+    quote = '"' if "'" in word else "'"
+
+    def named(experiments: list[str]) -> list[Run]:
+        if quote in word or not experiments:
+            return []  # both kinds of quotes: MLflow cannot be asked for such a name
+        wanted = f"attributes.run_name = {quote}{word}{quote}"
+        newest_first = ["attributes.start_time DESC"]
+        return list(client.search_runs(experiments, wanted, order_by=newest_first))
+
+    found = named(here)
+    if len(found) > 1:
+        listed = "; ".join(
+            f"{run.info.run_id} ({run.info.status.lower()}"
+            f"{' under a parent' if PARENT_TAG in run.data.tags else ''})"
+            for run in found
+        )
+        raise ValueError(f"compare: {len(found)} runs are named {word!r}: {listed}; give an id")
+    if found:
+        return str(found[0].info.run_id)
+    hint = "; give its name or its id"
+    if elsewhere := named([key for key in names if key not in here]):
+        other = names[str(elsewhere[0].info.experiment_id)]
+        hint = f", and experiment {other!r} has one; give tracking.experiment={other} or its id"
+    else:
+        known = {str(run.info.run_name) for run in client.search_runs(here)}
+        if near := difflib.get_close_matches(word, sorted(known), 3, 0.5):
+            hint = f"; near: {', '.join(near)}"
+    raise ValueError(f"compare: experiment {experiment!r} has no run {word!r}{hint}")
+
+
+def _side(archive: Archive) -> Side:
+    root = archive.parent
+    assert root is not None
+    below, _ = one_run_a_cell(run for run in archive.runs if run.run_id != root.run_id)
+    counted = [
+        run for run in studied(trainings(below)) if not is_trial(run) and run.status == "FINISHED"
+    ]
+    if root.kind in _PARENTS and not counted:
+        raise ValueError(
+            f"compare: {root.kind} {root.name!r} has no finished trainings to compare yet"
+        )
+    return Side(root, counted or [root], archive)
+
+
+def _cells(a: Side, b: Side) -> tuple[dict[str, list[RecordedRun]], dict[str, list[RecordedRun]]]:
+    """Trainings of each side by the name of their cell."""
+    if not a.is_group:
+        name = a.root.label if a.root.label == b.root.label else "both"
+        return {name: [a.root]}, {name: [b.root]}
+    axes: set[str] = set()
+    for side in (a, b):
+        rows: dict[str, list[Group]] = {}
+        for run in side.runs:
+            rows.setdefault(_row(run), []).append(run.group)
+        axes |= {key for groups in rows.values() for key in differing_keys(groups)} - _FOLLOWS
+    places = {run.run_id: run.group.only(axes.__contains__) for run in (*a.runs, *b.runs)}
+    names = differences([*places.values()])
+    found: tuple[dict[str, list[RecordedRun]], dict[str, list[RecordedRun]]] = {}, {}
+    for side, cells in zip((a, b), found, strict=True):
+        for run in side.runs:
+            name = ", ".join(filter(None, (_row(run), names[places[run.run_id]])))
+            cells.setdefault(name, []).append(run)
+    return found
+
+
+def _row(run: RecordedRun) -> str:
+    return run.tags.get("vit_ray.vtab_task") or run.label
+
+
+def _key_differences(
+    pairs: Sequence[tuple[Sequence[RecordedRun], Sequence[RecordedRun]]],
+) -> list[KeyDifference]:
+    """Keys that differ in any pair of cells, with the values that they have there.
+
+    Of the recipe as recorded, and of the fingerprints, weights and commit that decide, too.
+    """
+    values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for pair in pairs:
+        known = [
+            [
+                {**run.params, **{k: v for k, v in run.group.items if " " in k}}
+                for run in side
+            ]
+            for side in pair
+        ]  # fmt: skip
+        for key in {key for side in known for one in side for key in one} - _FOLLOWS:
+            held = [sorted({one.get(key, "unset") for one in side}) for side in known]
+            if held[0] != held[1]:
+                for side, texts in zip(values.setdefault(key, ({}, {})), held, strict=True):
+                    side.update(dict.fromkeys(texts))
+    return [
+        KeyDifference(key, (", ".join(a), ", ".join(b))) for key, (a, b) in sorted(values.items())
+    ]
+
+
+def _some(names: Sequence[str] | Mapping[str, object], most: int = 4) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return "; ".join(listed[:most]) + more

@@ -1,0 +1,51 @@
+"""The best evaluation so far: keeping the best, and early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.config import Recipe
+from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, best_key, without_best
+
+
+def judge_evaluation(
+    progress: Progress, metrics: Mapping[str, float], recipe: Recipe
+) -> tuple[bool, dict[str, float]]:
+    """Compare an evaluation with the best so far; moves `progress`, and ends it without patience.
+
+    Args:
+        metrics: of the evaluation, with `progress.loss_key`.
+
+    Returns:
+        Whether its validation loss is the best so far, and the metrics of the best evaluation
+        where the run keeps its best.
+    """
+    loss = metrics[progress.loss_key]
+    if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
+        progress.best_loss_key = progress.loss_key
+        progress.best_eval_loss, progress.evals_without_best, progress.num_evals = None, 0, 0
+    progress.eval_step = progress.step
+    progress.num_evals += 1
+    best = progress.best_eval_loss
+    is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
+    of_best: dict[str, float] = {}
+    if not recipe.keeps_best:
+        progress.metrics = without_best(progress.metrics)
+    elif is_best or STEP in progress.metrics:
+        of_best[EVALUATIONS] = progress.num_evals
+        if is_best:
+            progress.metrics = without_best(progress.metrics)
+            of_best |= {best_key(key): value for key, value in metrics.items()}
+            of_best[STEP] = progress.step
+        progress.metrics |= of_best
+    if is_best:
+        progress.best_eval_loss, progress.evals_without_best = loss, 0
+        return True, of_best
+    progress.evals_without_best += 1
+    patience = recipe.train.early_stopping
+    if patience is not None and progress.evals_without_best >= patience:
+        count = progress.evals_without_best
+        progress.ended = f"no better validation loss in {count} evaluations"
+    return False, of_best

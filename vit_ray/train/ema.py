@@ -1,0 +1,56 @@
+"""Polyak averaging of the weights, sharded like the optimizer state.
+
+Each rank averages only the fragments that it owns (arXiv:2010.11929, B.1.1: factor 0.9999), so
+the average costs 4 bytes per element over all ranks together, under every ZeRO stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit_ray.checkpoints.fragments import Fragment, exchange_weights, weights_by_name
+
+
+class WeightAverage:
+    """Running average of the fp32 master weights, started at their first values."""
+
+    def __init__(self, fragments: list[Fragment], factor: float) -> None:
+        self.fragments = fragments
+        self.factor = factor
+        self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
+
+    def restart(self) -> None:
+        """Restart the average at the current weights."""
+        for value, fragment in zip(self.values, self.fragments, strict=True):
+            value.copy_(fragment.weight)
+
+    @torch.no_grad()
+    def update(self, refused: Tensor) -> None:
+        """After an optimizer step: average = factor x average + (1 - factor) x weight.
+
+        Args:
+            refused: scalar; 1 if the step was not applied, which leaves the average too, else 0.
+        """
+        share = (1.0 - self.factor) * (1.0 - refused)
+        for value, fragment in zip(self.values, self.fragments, strict=True):
+            value.lerp_(fragment.weight, share)
+
+    def by_name(self) -> dict[str, list[tuple[int, Tensor]]]:
+        """Parameter name -> list of (start, averaged values (n,)) on this rank."""
+        return weights_by_name(self.fragments, self.values)
+
+    @contextmanager
+    def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
+        """The module computes with the averaged weights inside this block; all ranks enter it."""
+        # Without ZeRO and in fp32 the module's weights are the masters: keep them aside.
+        masters = [f.weight.detach().clone() for f in self.fragments]
+        exchange_weights(engine, names, self.by_name())
+        try:
+            yield
+        finally:
+            exchange_weights(engine, names, weights_by_name(self.fragments, masters))

@@ -1,0 +1,245 @@
+"""One attempt of a run on one worker: it trains or evaluates, and reports how that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.measure.profile import profiled
+from vit_ray.outcomes import EventKind, Failure
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.loop import (
+    Batch,
+    Ending,
+    EvaluationCutError,
+    LoopHooks,
+    RankContext,
+    run_training,
+)
+from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.worker.evaluation import Evaluator
+from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
+from vit_ray.worker.nonfinite import NonfinitePolicy
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.saving import CheckpointSaver
+from vit_ray.worker.setup import lower_micro_batch, work_per_image
+from vit_ray.worker.watchdog import Watchdog
+
+
+class Startable(Protocol):
+    """An attempt that is set up."""
+
+    def run(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def run_attempt(link: RunLink, set_up: Callable[[], Startable | None]) -> None:
+    """Run to the end, and report an error that a restart would meet.
+
+    Args:
+        set_up: builds the attempt; None if there is nothing left to do.
+    """
+    try:
+        attempt = set_up()
+        if attempt is not None:
+            with contextlib.closing(attempt):
+                attempt.run()
+    except UnrecoverableError as error:
+        link.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
+        if not error.is_agreed:
+            raise  # the other workers may wait for this one: let Ray end them
+
+
+@dataclass
+class Attempt:
+    """The parts of a worker, put together."""
+
+    job: TrainJob
+    context: RankContext
+    link: RunLink
+    engine: DeepSpeedEngine
+    batches: Iterator[Batch]
+    hooks: WorkerHooks
+    watchdog: Watchdog
+    progress: Progress
+
+    def run(self) -> None:
+        """Train to the end, or evaluate once.
+
+        Raises:
+            UnrecoverableError: the recipe says to stop here, or the data are wrong.
+            SmallerMicroBatchError: a pass did not fit into memory; the next attempt's may.
+        """
+        if self.job.kind == "evaluate":
+            try:
+                self.link.log(0, self.hooks.evaluator.evaluate(0, self.hooks.is_stopping))
+            except EvaluationCutError:
+                text = f"{self._stop_reason()}; the evaluation has no figures"
+                self.link.note_last(EventKind.STOPPED, text, 0)
+            return
+        try:
+            self._train()
+        except UnrecoverableError as error:
+            if error.is_agreed:  # the process takes another training
+                self.watchdog.pause()
+                with contextlib.suppress(UnrecoverableError, TimeoutError):
+                    self.hooks.saver.wait_until_written()
+            raise
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            context = self.context
+            smaller = lower_micro_batch(self.job, context.world_size, context.micro_batch_size)
+            self.link.note_own(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
+            raise smaller from error
+
+    def close(self) -> None:
+        """Stop the watchdog and leave the process group as Ray expects it."""
+        self.watchdog.stop()
+        self.engine.close()
+
+    def _train(self) -> None:
+        progress, batches = self.progress, self.batches
+        steps = self.job.recipe.train.profile_steps
+        if steps is not None and self.context.rank == 0:
+            batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
+        ending = run_training(
+            self.engine,
+            batches,
+            self.job.recipe,
+            self.context,
+            self.hooks,
+            progress,
+            work_per_image(self.job),
+        )
+        self.watchdog.pause()  # the steps are over, and waiting has limits of its own
+        self.hooks.saver.wait_until_written()
+        if ending is not Ending.FINISHED:
+            reason = progress.ended or self._stop_reason()
+            text = f"{reason}; {self._last_save(progress.step)}"
+            self.link.note_last(EventKind.STOPPED, text, progress.step)
+
+    def _stop_reason(self) -> str:
+        return self.link.current_stop_reason() or "another worker was asked to stop"
+
+    def _last_save(self, step: int) -> str:
+        """Report whether the save before the stop was committed, once all ranks have written."""
+        self.watchdog.pause()
+        self.hooks.saver.wait_until_written()
+        self.context.collectives.sum([0.0])
+        if self.hooks.saver.is_whole(step):
+            return f"checkpoint at step {step}"
+        return f"the checkpoint of step {step} could not be written"
+
+
+@dataclass
+class WorkerHooks(LoopHooks):
+    """What the loop asks of a worker, each from the part that does it."""
+
+    link: RunLink
+    evaluator: Evaluator
+    saver: CheckpointSaver
+    nonfinite: NonfinitePolicy
+    watchdog: Watchdog
+    preemption_notice: Callable[[], Any]
+    """What the cluster has announced about this group's nodes; None = nothing."""
+    ray_ready_s: float
+    compile_s: Callable[[], float] = lambda: 0.0
+    """What compiling has taken so far."""
+    _has_started: bool = field(default=False, init=False)
+    _notice_seen: str = field(default="", init=False)
+
+    @property
+    def log(self) -> Callable[[int, dict[str, float]], None]:
+        """The link's, for the metrics of a step."""
+        return self.link.log
+
+    def note_step(self, step: int) -> None:
+        """For the watchdog, and through its heartbeat for the display.
+
+        Raises:
+            UnrecoverableError: checkpoints can no longer be written.
+        """
+        self.watchdog.note_step(step)
+        self.saver.check()
+        self._note_start(step)
+
+    def _note_start(self, step: int) -> None:
+        """Log, once, how long it took since Ray was up, and how much of that was compiling."""
+        if not self._has_started:
+            self._has_started = True
+            since_ray_s = time.time() - self.ray_ready_s
+            metrics = {"startup/first_step_s": since_ray_s}
+            text = f"{since_ray_s:.1f} s after Ray was up"
+            if compiled_s := self.compile_s():
+                metrics["startup/compile_s"] = compiled_s
+                text += f", {compiled_s:.1f} s of them torch.compile's"
+            self.link.note(EventKind.FIRST_STEP, text, step)
+            self.link.log(step, metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy and few-shot accuracy."""
+        wants_save = partial(self.save_is_wanted, step)
+        try:
+            figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
+        except EvaluationCutError as cut:
+            reason = "a stop" if cut.is_stopping else "a checkpoint at once"
+            text = f"for {reason}; there are no figures of it"
+            self.link.note(EventKind.EVALUATION_CUT, text, step)
+            raise
+        if figures:
+            self._note_start(step)  # of an attempt without steps, which only evaluates
+        return figures
+
+    def save(self, progress: Progress) -> None:
+        """Start writing a checkpoint, and log for how long training stood still."""
+        stall_s = self.saver.save(progress)
+        progress.metrics["checkpoint/stall_s"] = stall_s
+        self.link.log(progress.step, {"checkpoint/stall_s": stall_s})
+
+    def wait_until_saved(self) -> None:
+        """This rank's part."""
+        self.watchdog.pause()
+        self.saver.wait_until_written()
+        self.watchdog.resume()
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        """Recorded with the checkpoint."""
+        return self.saver.note_evaluation(progress)
+
+    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
+        """As the recipe says."""
+        self.nonfinite.handle(progress, batch)
+
+    def save_is_wanted(self, step: int) -> bool:
+        """Once for each request of the driver, and each notice that a node of this run leaves."""
+        if self.link.take_save_request():
+            text = "the group is about to change its size: checkpoint at once"
+            self.link.note(EventKind.RESIZING, text, step)
+            return True
+        notice = self.preemption_notice()
+        if notice is None or repr(notice) == self._notice_seen:
+            return False
+        self._notice_seen = repr(notice)
+        text = "a node is about to leave: checkpoint at once"
+        self.link.note_own(EventKind.PREEMPTION, text, step)
+        return True
+
+    def is_stopping(self) -> bool:
+        """Whether this rank was asked to stop, by the last heartbeat (SIGTERM, Ctrl-C)."""
+        return self.link.stop_reason is not None
+
+
+def resume_from(checkpoint: Checkpoint, engine: DeepSpeedEngine, link: RunLink) -> Progress:
+    """Restore the engine, and report it; returns where the run continues."""
+    engine.restore(checkpoint)
+    position = checkpoint.position
+    text = f"from step {position.step} ({position.samples_seen} samples seen)"
+    link.note(EventKind.RESUMED, text, position.step)
+    return position.progress

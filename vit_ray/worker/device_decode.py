@@ -1,0 +1,250 @@
+"""Images that arrive encoded, decoded and cropped on the device while the step before computes.
+
+The crop's place was drawn with the sample's own random numbers before the image travelled, so it is
+the one that the host would have cut; the resize is bilinear and antialiased, as Pillow's.
+
+JPEG files go through nvImageCodec (`pip install 'vit-ray[device-decode]'`), which reads only the
+region: in hardware where the GPU has it, or by its CPU backend where there is no GPU. Without a GPU
+and without nvImageCodec, and for a file that it refuses, Pillow decodes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from vit_ray.worker.batched_resize import resize_regions
+from vit_ray.worker.side_stream import SideStream
+
+if TYPE_CHECKING:
+    from vit_ray.train.loop import Batch
+
+Box = tuple[int, int, int, int]
+"""Top, left, bottom, right in pixels of the file; the last two exclusive."""
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class RegionDecoder(Protocol):
+    """Decodes a region of each of many JPEG files."""
+
+    def __call__(self, files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
+        """uint8 (height, width, 3) of each box; None where a file cannot be decoded."""
+
+
+def region_decoder(device: torch.device) -> RegionDecoder:
+    """The best decoder for a device.
+
+    Raises:
+        ValueError: on a GPU without nvImageCodec: Pillow is too slow for any GPU.
+    """
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec"):
+        return NvImageCodec(device)
+    if device.type == "cuda":
+        raise ValueError(
+            "data.decode=device needs nvImageCodec on every worker with a GPU; "
+            "pip install 'vit-ray[device-decode]', or set data.decode=host"
+        )
+    return decode_with_pillow
+
+
+class NvImageCodec:
+    """nvImageCodec on a GPU, or its CPU backend."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Here and not above: it is an optional package.
+        from nvidia import nvimgcodec
+
+        self._codec = nvimgcodec
+        self._device = device
+        on_cpu = device.type == "cpu"
+        backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)] if on_cpu else None
+        index = device.index if device.index is not None else nvimgcodec.NVIMGCODEC_DEVICE_CURRENT
+        self._decoder = nvimgcodec.Decoder(
+            device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY if on_cpu else index,
+            max_num_cpu_threads=torch.get_num_threads(),  # what this worker was given
+            backends=backends,
+            options=":fancy_upsampling=1",  # smooth chroma, as libjpeg's
+        )
+        # EXIF rotation is not applied, as on the host.
+        self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False)
+
+    def __call__(self, files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
+        """As `RegionDecoder`."""
+        regions = [self._region(file, box) for file, box in zip(files, boxes, strict=True)]
+        known = [region for region in regions if region is not None]
+        images = iter(self._decode(known) if known else ())
+        return [None if region is None else self._tensor(next(images)) for region in regions]
+
+    def _decode(self, regions: list[Any]) -> list[Any]:
+        stream = 0
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        found: list[Any] = self._decoder.decode(regions, params=self._params, cuda_stream=stream)
+        return found
+
+    def _region(self, file: np.ndarray, box: Box) -> Any:
+        try:
+            stream = self._codec.CodeStream(file)
+            return stream.get_sub_code_stream(region=self._codec.Region(*box))
+        except RuntimeError:
+            return None
+
+    def _tensor(self, image: Any) -> Tensor | None:
+        if image is None:
+            return None
+        if self._device.type == "cpu":
+            return torch.from_numpy(np.asarray(image.cpu()))
+        return from_dlpack(image)
+
+
+def decode_with_pillow(files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
+    """As `RegionDecoder`, one whole file after the other."""
+    return [_pillow_region(file, box) for file, box in zip(files, boxes, strict=True)]
+
+
+def _pillow_region(file: np.ndarray, box: Box) -> Tensor | None:
+    top, left, bottom, right = box
+    try:
+        with Image.open(io.BytesIO(file.tobytes()), formats=["JPEG"]) as opened:
+            region = opened.convert("RGB").crop((left, top, right, bottom))
+    except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
+        _LOG.info("Pillow cannot decode an image: %s: %s", type(error).__name__, error)
+        return None
+    return torch.from_numpy(np.array(region))
+
+
+class DeviceDecoder:
+    """Packed blocks of a stream to batches on the device.
+
+    Args:
+        size: height and width of the model's input in pixels.
+        batch_size: images per batch; blocks may hold any number.
+        note_bad: called with images that no decoder takes, sample number to description; raises
+            when there are too many. Another image of the batch takes their place.
+        decode: decodes regions; None for the best that there is.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        size: tuple[int, int],
+        batch_size: int,
+        note_bad: Callable[[dict[int, str]], None],
+        decode: RegionDecoder | None = None,
+    ) -> None:
+        self._device = device
+        self._size = size
+        self._batch_size = batch_size
+        self._note_bad = note_bad
+        self._decode = decode or region_decoder(device)
+        self._side = SideStream(device)
+
+    def batches(self, blocks: Iterable[pa.Table]) -> Iterator[Batch]:
+        """Batches of exactly `batch_size`, in order, each decoded while the one before is used.
+
+        Args:
+            blocks: `iter_batches(batch_size=None, batch_format="pyarrow")` of the stream.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="device-decode") as pool:
+            waiting = None
+            for table in rebatched(blocks, self._batch_size):
+                ahead = pool.submit(self._side.make, partial(self.decoded, table))
+                if waiting is not None:
+                    # no limit: train.step_timeout_s ends a step that waits for images
+                    yield self._side.hand_over(waiting.result())
+                waiting = ahead
+            if waiting is not None:
+                yield self._side.hand_over(waiting.result())  # no limit: as above
+
+    def decoded(self, table: pa.Table) -> Batch:
+        """One batch.
+
+        Raises:
+            ValueError: if none of its images can be decoded, or `note_bad` finds too many bad.
+        """
+        images, bad = self._images(table)
+        batch = {
+            "image": images,
+            "labels": _matrix(table["labels"]),
+            "sample": table["sample"].to_numpy(),
+        }
+        if not bad:
+            return batch
+        samples = batch["sample"]
+        self._note_bad({int(samples[i]): table["where"][i].as_py() for i in bad})
+        return self._with_neighbours(batch, bad, table)
+
+    def _images(self, table: pa.Table) -> tuple[Tensor, list[int]]:
+        """Crops of all rows, uint8 (B, H, W, 3), and which of them could not be made."""
+        files = [_bytes(value) for value in table["encoded"]]
+        boxes: list[Box] = [tuple(box) for box in _matrix(table["box"]).tolist()]
+        flips = table["is_flipped"].to_pylist()
+        images = torch.zeros((len(files), *self._size, 3), dtype=torch.uint8, device=self._device)
+        are_jpeg = [i for i, box in enumerate(boxes) if any(box)]
+        regions = self._decode([files[i] for i in are_jpeg], [boxes[i] for i in are_jpeg])
+        pixels = {
+            i: _pillow_region(files[i], boxes[i]) if region is None else region
+            for i, region in zip(are_jpeg, regions, strict=True)
+        }
+        good = {i: found.to(self._device) for i, found in pixels.items() if found is not None}
+        resize_regions(good, flips, images)
+        for i in set(range(len(files))) - set(are_jpeg):
+            finished = torch.from_numpy(files[i].copy()).view(*self._size, 3)
+            images[i] = finished.to(self._device)
+        return images, [i for i, found in pixels.items() if found is None]
+
+    def _with_neighbours(self, batch: Batch, bad: list[int], table: pa.Table) -> Batch:
+        """The batch with its bad rows overwritten by the next good ones, labels and all."""
+        count = len(batch["sample"])
+        good = sorted(set(range(count)) - set(bad))
+        if not good:
+            raise ValueError(
+                f"none of {count} images can be decoded on the device, the first is "
+                f"{table['where'][0].as_py()}; run jobs/verify.py, or set data.decode=host."
+            )
+        rows = np.arange(count)
+        rows[bad] = [good[int(np.searchsorted(good, i)) % len(good)] for i in bad]
+        return {
+            "image": batch["image"][torch.from_numpy(rows).to(self._device)],
+            "labels": batch["labels"][rows],
+            "sample": batch["sample"][rows],
+        }
+
+
+def rebatched(blocks: Iterable[pa.Table], batch_size: int) -> Iterator[pa.Table]:
+    """Rows of packed blocks, in order, `batch_size` at a time."""
+    held: list[pa.Table] = []
+    count = 0
+    for block in blocks:
+        for packed in block["packed"]:
+            table = pa.ipc.open_stream(packed.as_buffer()).read_all()
+            held.append(table)
+            count += table.num_rows
+        while count >= batch_size:
+            joined = pa.concat_tables(held)
+            yield joined.slice(0, batch_size)
+            held, count = [joined.slice(batch_size)], count - batch_size
+
+
+def _bytes(value: pa.Scalar) -> np.ndarray:
+    """Without a copy: uint8 (length,)."""
+    return np.frombuffer(value.as_buffer(), np.uint8)
+
+
+def _matrix(column: pa.ChunkedArray) -> np.ndarray:
+    """A column of fixed-size lists as (rows, length)."""
+    array = column.combine_chunks()
+    return array.flatten().to_numpy().reshape(len(array), -1)

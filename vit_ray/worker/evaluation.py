@@ -1,0 +1,254 @@
+"""Evaluation inside a run: all ranks work, each image counts once, every rank gets the figures.
+
+Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vit_ray.config import Recipe
+from vit_ray.config.training_sections import EvalConfig, TrainConfig
+from vit_ray.evaluate.accuracy import AccuracySums
+from vit_ray.evaluate.confusion import Confusion
+from vit_ray.evaluate.few_shot import FewShot
+from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.outcomes import EventKind
+from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
+from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.worker.extraction import begin_extraction, write_features
+from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
+from vit_ray.worker.prefetch import device_batches
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.watchdog import Watchdog
+
+
+def has_accuracy(recipe: Recipe) -> bool:
+    """Whether there are images to measure accuracy on, and a head that was trained."""
+    has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
+    return has_images and recipe.train.loss != "masked_patch"
+
+
+class Evaluator:
+    """Evaluates the engine on a run's own streams, as its recipe says; all ranks call it."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        engine: DeepSpeedEngine,
+        open_batches: Callable[[str, int], Iterable[Batch]],
+        link: RunLink,
+        watchdog: Watchdog,
+    ) -> None:
+        """
+        Args:
+            open_batches: this rank's evaluation batches of the stream of a name, without the first
+                images of a number.
+        """
+        self._job, self._engine, self._open_batches = job, engine, open_batches
+        self._link, self._watchdog = link, watchdog
+        self._pool_labels: NDArray[np.int32] | None = None
+
+    def evaluate(
+        self,
+        step: int,
+        is_stopping: Callable[[], bool] = lambda: False,
+        is_save_wanted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
+
+        Metrics that cannot be computed fail an evaluation's own run; in a training run they
+        become an event, and there are no metrics.
+
+        Args:
+            is_stopping, is_save_wanted: asked between two batches, on every rank.
+
+        Raises:
+            EvaluationCutError: one of them was true on some rank.
+            UnrecoverableError: as said, or a batch does not fit into memory.
+        """
+        self._watchdog.expect_long_steps()
+        self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
+        try:
+            if self._job.extraction is not None:
+                metrics = self._extract(self._job.extraction)
+            else:
+                metrics = self._measure("")
+                if self._engine.average is not None and metrics:
+                    with self._engine.averaged():
+                        metrics |= self._measure("averaged_")
+        except ValueError as error:
+            # All ranks have the same figures and so the same error; training is not at fault.
+            if self._job.kind == "evaluate":
+                raise UnrecoverableError(str(error)) from None
+            self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
+            metrics = {}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = self._job.recipe.evaluate.batch_size
+            raise UnrecoverableError(
+                f"evaluate.batch_size={size} images do not fit into device memory; lower it",
+                is_agreed=False,
+            ) from error
+        self._watchdog.resume()
+        return metrics
+
+    def _measure(self, prefix: str) -> dict[str, float]:
+        recipe, engine = self._job.recipe, self._engine
+        metrics: dict[str, float] = {}
+        if has_accuracy(recipe):
+            accuracy = self._measure_accuracy(prefix)
+            metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
+        if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
+            on_dev = measure_accuracy(engine, self._watched("dev"), recipe.train)
+            metrics |= {f"dev/{prefix}{name}": value for name, value in on_dev.items()}
+        if recipe.evaluate.few_shot_train is not None:
+            train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
+            found = measure_few_shot(engine, train, test, recipe.evaluate, self._few_shot())
+            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
+        return metrics
+
+    def _extract(self, extraction: Extraction) -> dict[str, float]:
+        """Write features from where an earlier attempt ended."""
+        engine = self._engine
+        start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
+        count = write_features(
+            _predictions(engine, self._watched("eval", start)),
+            extraction,
+            start=start,
+            batch_size=self._job.recipe.evaluate.batch_size,
+            rank=engine.rank,
+            world_size=engine.world_size,
+        )
+        (total,) = all_sum([float(count)], engine.device)
+        return {"extract/images": total}
+
+    def _few_shot(self) -> FewShot:
+        """With the labels of the pool, which rank 0 has read at the first evaluation.
+
+        Raises:
+            ValueError: they cannot be read, on all ranks.
+        """
+        if self._pool_labels is None:
+            read = self._job.few_shot_labels
+            assert read is not None
+            self._pool_labels = read_by_first(read, self._engine.device)
+        config = self._job.recipe.evaluate
+        return FewShot(
+            self._pool_labels,
+            self._job.few_shot_classes,
+            shots=config.shots,
+            seeds=config.few_shot_seeds,
+        )
+
+    def _measure_accuracy(self, prefix: str) -> dict[str, float]:
+        """In an evaluation's own run, of each class too, with tables that are kept with the run."""
+        answers, train = self._job.answers, self._job.recipe.train
+        if answers is None:
+            return measure_accuracy(self._engine, self._watched("eval"), train)
+        confusion = Confusion()
+        batches = self._watched("eval")
+        accuracy = measure_accuracy(self._engine, batches, train, answers, confusion)
+        if self._link.rank == 0:
+            for name, content in confusion.files(answers.classes).items():
+                self._link.keep_file(f"{prefix}{name}", content, "evaluation")
+        of_classes = confusion.accuracies(len(answers.classes))
+        return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
+
+    def _watched(self, name: str, start: int = 0) -> Iterator[Batch]:
+        """Batches of a stream; on a GPU, images are copied while it computes."""
+        batches, device = self._open_batches(name, start), self._engine.device
+        if device.type == "cuda":  # all but the images is used on the host
+            batches = device_batches(batches, device, pinned=("image",))
+        for batch in batches:
+            self._watchdog.note_move()
+            stops, saves = all_sum([self._is_stopping(), self._is_save_wanted()], device)
+            if stops or saves:
+                raise EvaluationCutError(is_stopping=stops > 0)
+            yield batch
+
+
+def measure_accuracy(
+    engine: DeepSpeedEngine,
+    batches: Iterable[Batch],
+    train: TrainConfig,
+    answers: Answers | None = None,
+    confusion: Confusion | None = None,
+) -> dict[str, float]:
+    """`top1`, `top5` and `loss` over all images of an evaluation stream.
+
+    Args:
+        answers: the ground truth; None for the labels of the stream.
+        confusion: gets the counts of all ranks' images.
+    """
+    sums = AccuracySums()
+    loss = "softmax" if train.loss == "masked_patch" else train.loss
+    unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
+    for batch, _, logits in _predictions(engine, batches):
+        truth = batch["labels"]
+        if answers is not None:
+            truth = answers.of_batch(truth, batch["sample"])
+            if answers.competing is not None:
+                logits = logits[:, torch.from_numpy(answers.competing).to(logits.device)]
+        labels = torch.from_numpy(truth).to(logits.device).long()
+        losses = classification_loss(logits, labels, unsmoothed)
+        weights = torch.from_numpy(batch["weight"]).to(logits.device)
+        sums = sums + AccuracySums.of_batch(logits, labels, losses, weights)
+        if confusion is not None:
+            confusion.add_batch(logits, labels, weights)
+    if confusion is not None:
+        confusion.merge(all_rows(confusion.pairs(), engine.device))
+    total = all_sum(sums.as_tensor().tolist(), engine.device)
+    return AccuracySums.from_tensor(torch.tensor(total, dtype=torch.float64)).means()
+
+
+def measure_few_shot(
+    engine: DeepSpeedEngine,
+    train_batches: Iterable[Batch],
+    test_batches: Iterable[Batch],
+    config: EvalConfig,
+    few_shot: FewShot,
+) -> dict[str, float]:
+    """`few_shot/N_shot_top1` for each number of shots, of the mean over the seeds.
+
+    Ranks add up sums over the examples that are drawn; features are held for a batch at a time. A
+    drawn image that cannot be decoded leaves its class with an example less.
+    """
+    for real, features, batch in _features(engine, train_batches):
+        few_shot.add_examples(features, batch["sample"][real])
+    for array in few_shot.sum_arrays():
+        all_sum_array(array, engine.device)
+    few_shot.solve()
+    for real, features, batch in _features(engine, test_batches):
+        few_shot.add_tests(features, batch["labels"][real, 0])
+    counts = np.array(all_sum(few_shot.counts.tolist(), engine.device))
+    found = few_shot.accuracies(counts)
+    return {f"few_shot/{n}_shot_top1": float(np.mean(found[n])) for n in config.shots}
+
+
+def _features(
+    engine: DeepSpeedEngine, batches: Iterable[Batch]
+) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.float32], Batch]]:
+    """Which rows of each batch are images, and the features of these: float32 (n, D)."""
+    for batch, head_inputs, _ in _predictions(engine, batches):
+        real = batch["weight"] > 0
+        yield real, head_inputs.cpu().numpy()[real], batch
+
+
+def _predictions(
+    engine: DeepSpeedEngine, batches: Iterable[Batch]
+) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    for batch in batches:
+        images = as_tensor(batch["image"]).to(engine.device)
+        features, logits = engine.predict(normalize(images, engine.dtype))
+        yield batch, features, logits

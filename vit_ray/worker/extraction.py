@@ -1,0 +1,81 @@
+"""Features of a data set by all workers, each writing what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit_ray.evaluate.feature_files import FeatureRows, part_name, whole_parts, write_part
+from vit_ray.storage import locate
+from vit_ray.worker.job import Extraction
+
+Prediction = tuple[Mapping[str, Any], Tensor, Tensor]
+"""A batch, head inputs (B, D) and logits (B, K)."""
+
+
+def begin_extraction(folder: str) -> int:
+    """The position to continue from; files of positions that are not whole are removed.
+
+    These were written by an extraction of the same features into the same folder, and the images in
+    them are computed again, perhaps by another number of workers.
+    """
+    _, others, end = whole_parts(locate(folder))
+    for name in others:
+        locate(folder).child(name).delete()
+    return end
+
+
+def write_features(
+    predictions: Iterable[Prediction],
+    extraction: Extraction,
+    *,
+    start: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+) -> int:
+    """Write this rank's files; returns the number of its images.
+
+    Args:
+        predictions: of this rank's batches from position `start` on, with the images' keys.
+        batch_size: images of a batch.
+    """
+    folder = locate(extraction.folder)
+    passes_per_file = max(1, extraction.rows_per_file // batch_size)
+    first, count = start, 0
+    for parts in _in_groups(_rows(predictions, extraction.with_logits), passes_per_file):
+        last = first + len(parts) * batch_size * world_size
+        write_part(folder, part_name(first, last, rank, world_size), parts)
+        first, count = last, count + sum(len(part.samples) for part in parts)
+    return count
+
+
+def _rows(predictions: Iterable[Prediction], with_logits: bool) -> Iterator[FeatureRows]:
+    for batch, features, logits in predictions:
+        real = batch["weight"] > 0
+        yield FeatureRows(
+            [bytes(key).rstrip(b"\0").decode() for key in batch["key"][real]],
+            batch["labels"][real, 0],
+            batch["sample"][real].astype(np.int64),
+            _kept(features, real),
+            _kept(logits, real) if with_logits else None,
+        )
+
+
+def _kept(rows: Tensor, real: np.ndarray) -> np.ndarray:
+    return rows.to(torch.float32).cpu().numpy()[real]
+
+
+def _in_groups(rows: Iterator[FeatureRows], size: int) -> Iterator[list[FeatureRows]]:
+    group: list[FeatureRows] = []
+    for part in rows:
+        group.append(part)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -1,0 +1,84 @@
+"""What a training worker is given, and the errors by which it ends an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.config import Recipe
+from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.worker.run_link import ControlsRun, RecordsRun
+
+if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
+    from vit_ray.models.weights.state_dicts import NewHead
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What is written of the stream `eval`, and where."""
+
+    folder: str
+    with_logits: bool
+    rows_per_file: int
+    """Of each worker, about: whole batches are taken."""
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that a worker needs to know; the driver makes it, Ray carries it."""
+
+    recipe: Recipe
+    kind: Literal["train", "evaluate"]
+    num_classes: int
+    num_images: int
+    """Training images of one epoch."""
+    total_steps: int
+    """Of the whole run, by which the rate is scheduled."""
+    data_fingerprint: str
+    run_folder: str
+    new_head: NewHead
+    """What `init_from` does about the head: as in `initialize_weights`."""
+    few_shot_classes: int
+    ray_ready_s: float
+    """Unix time at which Ray was up, for the time to the first step."""
+    record: RecordsRun
+    """Workers use it, and `control`, through `run_link.RunLink` only."""
+    control: ControlsRun
+    lock_number: int | None
+    """Of the driver's lock of the run's folder; None where nothing is written there."""
+    note_bad_images: Callable[[dict[int, str]], None]
+    """Counts images that cannot be decoded here: sample number to description; may raise."""
+    few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
+    """Reads the first label of every image that few-shot examples are drawn from."""
+    extraction: Extraction | None = None
+    """Features to write in the place of an evaluation."""
+    answers: Answers | None = None
+    """Of an evaluation: what is right for its images."""
+    until_step: int | None = None
+    """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+
+    @property
+    def last_step(self) -> int:
+        """After which the workers are done."""
+        return self.until_step or self.total_steps
+
+
+class UnrecoverableError(RuntimeError):
+    """A restart would meet the same error: the run must end."""
+
+    def __init__(self, text: str, *, is_agreed: bool = True) -> None:
+        """`is_agreed`: all workers raise it at the same place, so that all may simply return."""
+        super().__init__(text)
+        self.is_agreed = is_agreed
+
+
+class DivergedError(UnrecoverableError):
+    """The loss or the gradient is not finite, and the recipe says to end the run then."""
+
+
+class SmallerMicroBatchError(RuntimeError):
+    """A pass did not fit into memory; the next attempt takes fewer images."""

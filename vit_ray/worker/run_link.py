@@ -1,0 +1,169 @@
+"""A worker's link to the run's record and to its control, which live with the driver.
+
+Metrics and events are sent without waiting for an answer. If the driver is gone, Ray ends this
+worker too, so calls that may fail then are not errors of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final, NamedTuple, Protocol
+
+import ray
+
+from vit_ray.outcomes import EventKind, Failure
+
+HANG_REPORT_S: Final = 10.0
+RUN_ID_S: Final = 20.0
+DELIVERY_S: Final = 120.0
+"""For what must have arrived: a worker that gets no answer ends, and its group starts again."""
+
+
+class Orders(NamedTuple):
+    """The answer to a heartbeat."""
+
+    stop: str | None
+    """Why to checkpoint and end; None = continue."""
+    saves: int
+    """Checkpoints that were requested since the run was opened."""
+
+
+class RecordsRun(Protocol):
+    """The record of a run, as workers use it.
+
+    A `wait_s` above 0 waits for so long until it has arrived; RayError or RuntimeError if it has
+    not.
+    """
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Metrics of a step, which are the same on all ranks."""
+
+    def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
+        """An entry of the run's history."""
+
+    def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
+        """A file to keep with the run, in a folder of its artifacts."""
+
+    def run_id(self, wait_s: float) -> str | None:
+        """MLflow's id of the run; None while MLflow is away."""
+
+
+class ControlsRun(Protocol):
+    """The control of a run, as its workers and their policies use it.
+
+    Calls wait for an answer; RayError or RuntimeError if there is none.
+    """
+
+    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+        """A worker, on a host if that is given, is at `step`; None: no news, as after the end."""
+
+    def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
+        """Which workers the others wait for; empty where that has been told, None: not known."""
+
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to stop, asked now."""
+
+    def request_save(self) -> None:
+        """Ask the workers for a checkpoint at once."""
+
+    def fail(self, failure: Failure) -> None:
+        """The workers end, and a restart would not help."""
+
+    def failure(self) -> Failure | None:
+        """What was given to `fail`, if anything was."""
+
+
+class RunLink:
+    """One worker's side of the link."""
+
+    def __init__(
+        self,
+        record: RecordsRun,
+        control: ControlsRun,
+        rank: int,
+        world_size: int = 1,
+        host: str = "",
+    ) -> None:
+        self._record, self._control, self.rank = record, control, rank
+        self._world_size = world_size
+        self._introduction: tuple[str, ...] = (host,) if host else ()
+        """Sent until it has arrived: a heartbeat is small."""
+        self.log = record.metrics if rank == 0 else lambda step, values: None
+        """Takes metrics of a step, which are the same on all ranks; rank 0 sends them."""
+        self.stop_reason: str | None = None
+        """Why the workers were asked to stop, by the last answer to a heartbeat."""
+        self._saves_requested = 0
+        # Until the first answer it is not known how many were requested of earlier attempts.
+        self._saves_seen: int | None = None
+
+    def fail(self, failure: Failure) -> None:
+        """End the run; returns once that is noted."""
+        self._control.fail(failure)
+
+    def beat(self, step: int) -> None:
+        """Send a heartbeat and store the requests that the answer holds."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            orders = self._control.heartbeat(self.rank, step, *self._introduction)
+            if orders is not None:
+                self._introduction = ()
+                self.stop_reason = orders.stop or self.stop_reason
+                self._saves_requested = orders.saves
+                if self._saves_seen is None:
+                    self._saves_seen = orders.saves
+
+    def current_stop_reason(self) -> str | None:
+        """Asked now: another worker's heartbeat may have had the answer first."""
+        return self._control.stop_reason()
+
+    def take_save_request(self) -> bool:
+        """Whether the driver has requested a checkpoint; true once for each request, on rank 0."""
+        if self.rank > 0 or self._saves_seen in (None, self._saves_requested):
+            return False
+        self._saves_seen = self._saves_requested
+        return True
+
+    def note(self, kind: EventKind, text: str, step: int) -> None:
+        """Send an event that all ranks know of, from rank 0."""
+        if self.rank == 0:
+            self.note_own(kind, text, step)
+
+    def note_own(self, kind: EventKind, text: str, step: int) -> None:
+        """Send an event of this rank alone."""
+        self._record.event(kind, text, step)
+
+    def note_last(self, kind: EventKind, text: str, step: int) -> None:
+        """As `note`, and wait until it has arrived: this process ends right after."""
+        if self.rank == 0:
+            self._record.event(kind, text, step, DELIVERY_S)
+
+    def note_hang(self, reason: str, where: str, threads: str, step: int) -> None:
+        """Report that this rank hangs; waits for some seconds at most.
+
+        Args:
+            reason: how long it has not moved.
+            where: the calls that its training is in; ranks that are in the same report once.
+            threads: where all its threads are.
+            step: steps completed.
+        """
+        waited_for: str | None = None
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            waited_for = self._control.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
+        if waited_for == "":
+            return
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            cause = f" {waited_for}." if waited_for else ""
+            text = f"worker {self.rank}: {reason}.{cause} Threads of it:\n{threads}"
+            self._record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
+
+    def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:
+        """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""
+        self._record.content(name, content, folder, DELIVERY_S)
+
+    def tracking_run_id(self) -> str | None:
+        """MLflow's id of the run on rank 0; None where it is not known in time."""
+        if self.rank > 0:
+            return None  # only rank 0's position is kept
+        try:
+            return self._record.run_id(RUN_ID_S)
+        except (ray.exceptions.RayError, RuntimeError):
+            return None  # training continues without its tracking

@@ -1,0 +1,186 @@
+"""A worker's checkpoints: when training may go on, what they hold, and how one is restored."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from importlib.metadata import version
+from typing import Final, Protocol
+
+import torch
+
+from vit_ray.checkpoints.checkpoint import (
+    Checkpoint,
+    Position,
+    Snapshot,
+    folder_name,
+    open_checkpoint,
+)
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.lock import LockLostError, sees_lock
+from vit_ray.outcomes import EventKind
+from vit_ray.storage import Location, locate
+from vit_ray.worker.job import TrainJob, UnrecoverableError
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.watchdog import Watchdog
+
+WRITE_TIMEOUT_S: Final = 1800.0
+"""Longest wait for the checkpoint before, with all retries of a storage that is away."""
+REMIND_S: Final = 60.0
+
+RunBeside = Callable[[Callable[[], None]], object]
+"""Runs a function that does not raise, while its caller goes on."""
+
+
+def start_thread(work: Callable[[], None]) -> None:
+    """Run `work` in a thread that does not hold up the end of the process."""
+    threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
+
+
+class SavesState(Protocol):
+    """What saving needs of an engine."""
+
+    shapes: dict[str, list[int]]
+
+    @property
+    def applied_steps(self) -> int: ...
+    def snapshot(self, position: Position) -> Snapshot: ...
+
+
+class CheckpointSaver:
+    """Takes snapshots of the engine, and has them written while training goes on."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        engine: SavesState,
+        writer: CheckpointWriter,
+        link: RunLink,
+        watchdog: Watchdog,
+        run_beside: RunBeside = start_thread,
+    ) -> None:
+        self._job, self._engine, self._link = job, engine, link
+        self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
+        self._written = threading.Event()
+        self._written.set()
+        self._error: BaseException | None = None
+
+    def save(self, progress: Progress) -> float:
+        """Copy the state now and write it beside the training.
+
+        Returns:
+            Seconds for which training stood still.
+
+        Raises:
+            UnrecoverableError: as `wait_until_written`, of the checkpoint before.
+        """
+        start_s = time.perf_counter()
+        self._watchdog.pause()  # waiting has limits of its own
+        self.wait_until_written()  # storage slower than the cadence must not pile up copies
+        position = make_position(self._job, self._engine, progress, self._link.tracking_run_id())
+        snapshot = self._engine.snapshot(position)
+        self._written.clear()
+        self._run_beside(lambda: self._write(snapshot, folder_name(progress.step)))
+        self._watchdog.resume()
+        return time.perf_counter() - start_s
+
+    def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """Until this rank's part of the last checkpoint is written, or has failed.
+
+        Raises:
+            UnrecoverableError: too many in a row could not be written.
+            TimeoutError: the storage does not answer.
+        """
+        start_s = time.monotonic()
+        while not self._written.wait(REMIND_S):
+            waited_s = time.monotonic() - start_s
+            text = (
+                f"{self._job.run_folder}: waiting for the checkpoint before since {waited_s:.0f} s"
+            )
+            self._link.note_own(EventKind.STORAGE_SLOW, text, 0)
+            if waited_s > timeout_s:
+                raise TimeoutError(text)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error that ended the writing, if any; does not wait.
+
+        Raises:
+            UnrecoverableError: too many in a row could not be written.
+        """
+        if self._error is not None:
+            raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
+
+    def note_evaluation(self, progress: Progress) -> bool:
+        """Record an evaluation after the checkpoint of its step; for when all ranks have written.
+
+        Returns:
+            Whether there is one that is whole.
+
+        Raises:
+            UnrecoverableError: another driver has taken the run over.
+        """
+        try:
+            return self._writer.note_evaluation(progress, folder_name(progress.step))
+        except LockLostError as error:
+            raise UnrecoverableError(str(error), is_agreed=False) from error
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of a step is committed; for when all ranks have written."""
+        return self._writer.is_whole(folder_name(step))
+
+    def _write(self, snapshot: Snapshot, name: str) -> None:
+        try:
+            self._writer.write(snapshot, name)
+        except Exception as error:  # raised at the next check in training
+            self._error = error
+        finally:
+            self._written.set()
+
+
+def check_folder_is_shared(job: TrainJob, node: str) -> None:
+    """This worker sees the folder in which the driver's lock is.
+
+    Raises:
+        UnrecoverableError: it does not; no checkpoint would ever become whole.
+    """
+    folder = locate(job.run_folder)
+    if job.lock_number is not None and not sees_lock(folder, job.lock_number):
+        raise UnrecoverableError(
+            f"the worker on {node} does not see the driver's files in {folder.uri}; output must "
+            "be a path that all nodes share (NFS, Lustre), or an s3:// address",
+            is_agreed=False,
+        )
+
+
+def make_position(
+    job: TrainJob, engine: SavesState, progress: Progress, tracking_run_id: str | None
+) -> Position:
+    """Where the run stands now; the loop may advance `progress` afterwards."""
+    batch = job.recipe.train.global_batch_size
+    return Position(
+        progress=deepcopy(progress),
+        applied_steps=engine.applied_steps,
+        samples_seen=progress.step * batch,
+        global_batch_size=batch,
+        shapes=engine.shapes,
+        recipe=job.recipe.recorded(),
+        data_fingerprint=job.data_fingerprint,
+        tracking_run_id=tracking_run_id,
+        versions={"ray": version("ray"), "torch": torch.__version__},
+    )
+
+
+def open_chosen_checkpoint(run_folder: Location, step: int) -> Checkpoint:
+    """The checkpoint that all ranks agreed on, whatever has come to storage since.
+
+    Raises:
+        RuntimeError: it is no longer there.
+    """
+    checkpoint = open_checkpoint(run_folder.child(folder_name(step)))
+    if checkpoint is None:
+        raise RuntimeError(f"checkpoint {step} of {run_folder.path} has gone")
+    return checkpoint

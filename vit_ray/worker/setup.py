@@ -1,0 +1,174 @@
+"""What a worker builds before its first step: micro-batch, batches, engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from vit_ray.checkpoints.init_weights import initialize_weights
+from vit_ray.config.training_sections import accumulation_steps
+from vit_ray.measure.devices import peak_flops
+from vit_ray.measure.meters import Compute
+from vit_ray.models.parameter_groups import part_of
+from vit_ray.models.weights.state_dicts import LoadReport
+from vit_ray.storage import Location, locate
+from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.loop import Batch
+from vit_ray.train.memory_estimate import largest_micro_batch, step_macs
+from vit_ray.train.micro_batch import (
+    CPU_MOST,
+    keep_trial,
+    limit_key,
+    lower_limit,
+    micro_batch_size,
+    read_limit,
+    read_trial,
+)
+from vit_ray.train.micro_batch_trial import try_micro_batches
+from vit_ray.train.objective import build_objective, make_loss
+from vit_ray.worker.device_decode import DeviceDecoder
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.prefetch import device_batches
+
+
+def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> int:
+    """Images per pass: as the recipe says, within what was found to fit, now or by an attempt."""
+    recipe = job.recipe
+    if job.kind == "evaluate":
+        return 1  # nothing is accumulated; evaluate.batch_size decides
+    key = limit_key(recipe, world_size, device_name())
+    limit = read_limit(run_folder, key)
+    if recipe.train.micro_batch_size == "auto" and limit is None:
+        limit = CPU_MOST
+        if torch.cuda.is_available():
+            share = recipe.train.global_batch_size // world_size
+            limit = read_trial(run_folder, key, share)
+            if limit is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+                memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+                start = largest_micro_batch(recipe, job.num_classes, world_size, memory_gib) or 1
+                found = try_micro_batches(recipe, job.num_classes, world_size, device, start)
+                limit = found or 1  # the first pass will report that one image is too much
+    return micro_batch_size(recipe, world_size, limit)
+
+
+def keep_micro_batch(job: TrainJob, run_folder: Location, world_size: int, images: int) -> None:
+    """Have later attempts do without a trial, and take the same: called on one rank.
+
+    Args:
+        images: per pass, as all ranks agreed.
+    """
+    train = job.recipe.train
+    if job.kind == "evaluate" or train.micro_batch_size != "auto" or not torch.cuda.is_available():
+        return
+    key, share = (
+        limit_key(job.recipe, world_size, device_name()),
+        train.global_batch_size // world_size,
+    )
+    if read_limit(run_folder, key) is None and read_trial(run_folder, key, share) is None:
+        keep_trial(run_folder, key, share, images)
+
+
+def device_name() -> str:
+    """The kind of device that this worker computes on, with its memory."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    found = torch.cuda.get_device_properties(0)
+    return f"{found.name}, {found.total_memory >> 20} MiB"
+
+
+def lower_micro_batch(job: TrainJob, world_size: int, failed: int) -> SmallerMicroBatchError:
+    """Have the next attempt take fewer images per pass; returns the error that ends this one.
+
+    Raises:
+        UnrecoverableError: a single image did not fit.
+    """
+    try:
+        key = limit_key(job.recipe, world_size, device_name())
+        limit = lower_limit(locate(job.run_folder), key, failed, job.recipe.train.least_pass)
+    except ValueError as error:
+        raise UnrecoverableError(str(error), is_agreed=False) from None
+    return SmallerMicroBatchError(f"{failed} images per pass do not fit; trying at most {limit}")
+
+
+def build_engine(
+    job: TrainJob, micro_batch_size: int, world_size: int, *, loads_weights: bool
+) -> tuple[DeepSpeedEngine, LoadReport | None]:
+    """The engine with its first weights, and what became of those in `init_from`.
+
+    Args:
+        loads_weights: start from `init_from`; False where a checkpoint is restored afterwards.
+
+    Raises:
+        UnrecoverableError: the weights do not fit the model, or there are none.
+    """
+    recipe, report = job.recipe, None
+    torch.manual_seed(recipe.seed)
+    model = build_objective(recipe, job.num_classes)
+    if loads_weights and recipe.init_from is not None:
+        try:
+            report = initialize_weights(
+                model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
+            )
+        except ValueError as error:
+            raise UnrecoverableError(f"init_from: {error}") from None
+        is_new = any(part_of(name) == "head" for name in report.new)
+        if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
+            # A kernel of zeros gives the same logits for every image, and would stay so.
+            raise UnrecoverableError(
+                f"optim.frozen has head, and {report.source} has none that fits: the new one of "
+                "zeros would never learn; leave head out of optim.frozen"
+            )
+    batch = recipe.train.global_batch_size
+    passes = (
+        1 if job.kind == "evaluate" else accumulation_steps(batch, micro_batch_size, world_size)
+    )
+    engine = DeepSpeedEngine(
+        model,
+        recipe.train,
+        recipe.optim,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=passes,
+        loss_function=make_loss(recipe),
+    )
+    return engine, report
+
+
+BATCHES_AHEAD: Final = 2
+"""Batches that a worker has fetched beyond the one in hand."""
+
+
+def open_batches(
+    job: TrainJob, read: Iterator[Any], batch_size_per_rank: int, device: torch.device
+) -> Iterator[Batch]:
+    """The training batches on their way to the device; the first is read while others work.
+
+    Args:
+        read: batches of pixels, or blocks of encoded images where the device decodes.
+    """
+    if job.recipe.data.decode == "device":
+        return _decoded(job, read, batch_size_per_rank, device)  # it looks ahead by itself
+    return device_batches(read, device, BATCHES_AHEAD)
+
+
+def _decoded(
+    job: TrainJob, blocks: Iterator[Any], batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Batches of images that arrive encoded."""
+    try:
+        decoder = DeviceDecoder(device, job.recipe.model.sides, batch_size, job.note_bad_images)
+        yield from decoder.batches(blocks)
+    except ValueError as error:
+        raise UnrecoverableError(str(error), is_agreed=False) from None
+
+
+def work_per_image(job: TrainJob) -> Compute:
+    """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
+    recipe = job.recipe
+    macs = step_macs(recipe, job.num_classes)
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
+    return Compute(macs.model, macs.recomputed, peak)

@@ -1,0 +1,133 @@
+"""A worker's watchdog: a thread that reports where the worker is, and ends a step that hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+BEAT_S = 1.0
+FIRST_STEP_S = 600.0
+"""Least time for the first step of an attempt, which compiles and waits for the first batch."""
+SETUP_S = 3600.0
+"""Least time for what comes before: the model is built, and a checkpoint read and restored."""
+OTHERS_S = 5.0
+"""Time for the other ranks, which hang too, to report where, before the group ends."""
+
+
+def end_process() -> None:
+    """A stuck collective cannot be interrupted; a dead worker makes Ray restart the group."""
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    time.sleep(OTHERS_S)
+    os._exit(1)
+
+
+def describe_threads(most_frames: int = 12) -> str:
+    """Where each thread of this process is, a line each, the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"  {names.get(ident, ident)}: {describe_calls(frame, most_frames)}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+def describe_calls(frame: FrameType | None, most_frames: int) -> str:
+    """The calls that a thread is in, the innermost first; empty where it has ended."""
+    if frame is None:
+        return ""
+    return " < ".join(
+        f"{call.name} ({Path(call.filename).name}:{call.lineno})"
+        for call in reversed(traceback.extract_stack(frame)[-most_frames:])
+    )
+
+
+class Watchdog(threading.Thread):
+    """Watches from `start` until `stop`; all other methods are called by the training thread."""
+
+    def __init__(
+        self,
+        step: int,
+        timeout_s: float,
+        beat: Callable[[int], None],
+        report_hang: Callable[[str, str, str, int], None],
+        *,
+        end: Callable[[], None] = end_process,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            step: steps completed so far.
+            timeout_s: longest time that a step may take.
+            beat: called about once a second with the steps completed.
+            report_hang: called before the process is ended with the reason, the calls that the
+                training is in, where all threads are, and the step.
+            end: ends the process.
+        """
+        super().__init__(daemon=True, name="watchdog")
+        self._step, self._timeout_s = step, timeout_s
+        self._beat, self._report_hang = beat, report_hang
+        self._end, self._clock = end, clock
+        self._watched = threading.get_ident()
+        self._stopped = threading.Event()
+        self._is_paused = False
+        self._has_moved = self._is_set_up = False
+        self._moved_s = clock()
+
+    def begin_steps(self, step: int) -> None:
+        """The attempt is set up and continues from `step`."""
+        self._step, self._is_set_up = step, True
+        self.resume()
+
+    def run(self) -> None:
+        """Beat until stopped."""
+        while not self._stopped.wait(BEAT_S):
+            self.check()
+            self._beat(self._step)
+
+    def note_step(self, step: int) -> None:
+        """A step is done."""
+        self._step, self._has_moved = step, True
+        self._moved_s = self._clock()
+
+    def pause(self) -> None:
+        """Pause: what follows has time limits of its own."""
+        self._is_paused = True
+
+    def expect_long_steps(self) -> None:
+        """Until a step is done: a part of an evaluation may take as long as the first step."""
+        self.resume()
+        self._has_moved = False
+
+    def note_move(self) -> None:
+        """A part of an evaluation is done."""
+        self._moved_s = self._clock()
+
+    def resume(self) -> None:
+        """Watch steps again, from now."""
+        self._moved_s = self._clock()
+        self._is_paused = False
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        """End the process if the step in progress has taken too long."""
+        limit_s = self._timeout_s
+        if not self._is_set_up:
+            limit_s = max(limit_s, SETUP_S)
+        elif not self._has_moved:
+            limit_s = max(limit_s, FIRST_STEP_S)
+        if not self._is_paused and self._clock() - self._moved_s > limit_s:
+            what = "no step" if self._is_set_up else "not set up"
+            reason = f"{what} for {limit_s:g} s (train.step_timeout_s); restarting"
+            where = describe_calls(sys._current_frames().get(self._watched), most_frames=6)
+            self._report_hang(reason, where, describe_threads(), self._step)
+            self._end()

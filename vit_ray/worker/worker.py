@@ -1,0 +1,249 @@
+"""One Ray Train worker, composed of its parts; nothing else in this room knows Ray Train.
+
+A worker belongs to a pool: its group is placed once and takes one training after another, each in a
+process group, an engine and streams of its own.
+"""
+
+from __future__ import annotations
+
+import platform
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.collective
+import ray.util
+import torch
+import torch.distributed as dist
+
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
+from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.outcomes import EventKind
+from vit_ray.ray_internals import preemption_notice
+from vit_ray.storage import Location, locate
+from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.deepspeed_config import warm_up_process
+from vit_ray.train.loop import Batch, RankContext
+from vit_ray.worker.attempt import Attempt, WorkerHooks, resume_from, run_attempt
+from vit_ray.worker.evaluation import Evaluator
+from vit_ray.worker.job import TrainJob, UnrecoverableError
+from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
+from vit_ray.worker.pool_link import Assignment, PoolLink, Streams
+from vit_ray.worker.process_group import RankPlace, joined_process_group
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
+from vit_ray.worker.setup import (
+    build_engine,
+    choose_micro_batch,
+    keep_micro_batch,
+    open_batches,
+)
+from vit_ray.worker.watchdog import Watchdog
+
+
+def serve_pool(config: dict[str, Any]) -> None:
+    """What Ray Train runs on every worker: the pool's trainings, until there are no more.
+
+    Args:
+        config: `server`, the handle of the pool's `PoolServer`.
+    """
+    quiet_libraries()
+    warm_up_process()  # while the driver plans, and the streams' process starts
+    place = _place()
+    # no limit: Ray Train's own limit
+    group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
+    pool = PoolLink(config["server"], group, place.rank, place.world_size)
+    for assignment in pool.assignments():
+        _train(assignment, pool, place)
+        pool.end(assignment)
+
+
+def quiet_libraries() -> None:
+    """Warnings of libraries that a user can do nothing about."""
+    for module in ("deepspeed", "torch", "ray"):
+        warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning)
+
+
+def _place() -> RankPlace:
+    context = ray.train.get_context()
+    return RankPlace(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
+
+
+def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
+    job = assignment.job
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    device = training_device(assignment.use_gpu)
+    link = RunLink(job.record, job.control, place.rank, place.world_size, host)
+    group = f"{pool.group} {assignment.number}"
+    streams = assignment.streams.for_rank(group, place.rank, place.world_size, place.host_ranks)
+    with joined_process_group(
+        place,
+        host,
+        ray.train.collective.broadcast_from_rank_zero,
+        backend="nccl" if assignment.use_gpu else "gloo",
+        timeout_s=job.recipe.workers.collective_timeout_s,
+    ):
+        run_attempt(link, partial(set_up_attempt, job, link, streams, place, device))
+
+
+def training_device(use_gpu: bool) -> torch.device:
+    """The GPU that Ray gave this worker, made torch's current one; or the CPU."""
+    if not use_gpu:
+        return torch.device("cpu")
+    from ray.train.torch import get_device
+
+    device = get_device()
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_up_attempt(
+    job: TrainJob, link: RunLink, streams: Streams, place: RankPlace, device: torch.device
+) -> Attempt | None:
+    """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
+    timeout_s = job.recipe.train.step_timeout_s
+    watchdog = Watchdog(0, timeout_s, link.beat, link.note_hang)
+    watchdog.start()
+    attempt = None
+    try:
+        attempt = _set_up(job, link, streams, place, device, watchdog)
+        return attempt
+    finally:
+        if attempt is None:
+            watchdog.stop()
+
+
+def _set_up(
+    job: TrainJob,
+    link: RunLink,
+    streams: Streams,
+    place: RankPlace,
+    device: torch.device,
+    watchdog: Watchdog,
+) -> Attempt | None:
+    recipe, run_folder = job.recipe, locate(job.run_folder)
+    check_folder_is_shared(job, platform.node())
+    point = ResumePoint(None, 0)
+    if job.kind == "train":
+        watchdog.pause()  # the choice has a limit of its own
+        point = _agreed_point(job, link, run_folder, place.rank)
+        watchdog.resume()
+        if point.is_over:
+            return None
+    context = _rank_context(job, run_folder, place, device)
+    batches = _training_batches(job, context, streams, point.samples_seen, device)
+    checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
+    engine, report = build_engine(
+        job, context.micro_batch_size, context.world_size, loads_weights=checkpoint is None
+    )
+    if report is not None:
+        link.note(EventKind.WEIGHTS, str(report), 0)
+    progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
+    writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
+    saver = CheckpointSaver(job, engine, writer, link, watchdog)
+    nonfinite = NonfinitePolicy(
+        recipe.train,
+        link,
+        lambda batch: describe_batch(engine, batch, context.micro_batch_size),
+        lambda: roll_back(engine, run_folder, saver, watchdog),
+    )
+
+    def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
+        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
+
+    evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
+    hooks = WorkerHooks(
+        link,
+        evaluator,
+        saver,
+        nonfinite,
+        watchdog,
+        preemption_notice,
+        job.ray_ready_s,
+        engine.compile_s,
+    )
+    watchdog.begin_steps(progress.step)
+    return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
+
+
+def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
+    """The checkpoint that rank 0 chooses to continue from, broadcast to all ranks."""
+    note = partial(link.note, step=0)
+    choosing: ResumePointChoice | None = None
+    if rank == 0:
+        choosing = ResumePointChoice(lambda: choose_resume_point(run_folder, job.last_step, note))
+    chosen: list[ResumePoint | str | None] = [None]
+    while chosen[0] is None:
+        # Reading a checkpoint back may take longer than a collective operation may.
+        chosen = [choosing.wait(note) if choosing else None]
+        dist.broadcast_object_list(chosen, src=0)
+    point = chosen[0]
+    if isinstance(point, ResumePoint):
+        return point
+    raise UnrecoverableError(point)
+
+
+def _rank_context(
+    job: TrainJob, run_folder: Location, place: RankPlace, device: torch.device
+) -> RankContext:
+    group = ProcessGroup(device)
+    # Ranks with different GPUs, or that read the limit at different times, must do as many passes.
+    micro = -int(group.max([-float(choose_micro_batch(job, run_folder, place.world_size))])[0])
+    if place.rank == 0:
+        keep_micro_batch(job, run_folder, place.world_size, micro)
+    return RankContext(
+        job.total_steps, place.rank, place.world_size, micro, group, until_step=job.until_step
+    )
+
+
+def _training_batches(
+    job: TrainJob,
+    context: RankContext,
+    streams: Streams,
+    samples_seen: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    batch = job.recipe.train.global_batch_size
+    if job.kind != "train" or samples_seen >= job.last_step * batch:
+        return iter(())  # nothing, or its last evaluation only, is left of a run
+    share = context.batch_size_per_rank(batch)
+    span = share, samples_seen, job.last_step * batch
+    if job.recipe.data.decode == "device":
+        return open_batches(job, _refusing(streams.training_blocks(*span)), share, device)
+    return open_batches(job, _refusing(streams.training_batches(*span)), share, device)
+
+
+def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches.
+
+    Raises:
+        UnrecoverableError: what the stream refuses (too many bad images, say), which it would
+            refuse again.
+    """
+    try:
+        yield from batches
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(root_cause(error), ValueError):
+            raise UnrecoverableError(str(root_cause(error)), is_agreed=False) from None
+        raise
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The original error of a task, without the wrappers of Ray's processes."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error

@@ -41,7 +41,8 @@ def userinfo(uri: str) -> str:
     """`user:password` of an address; empty when it has none."""
     for pattern in (_DATABASE_ALONE, _WEB):
         if found := pattern.search(uri):
-            return found[0].rpartition("://")[2].removesuffix("@")
+            scheme = found.groupdict().get("scheme", "")
+            return found[0].removeprefix(scheme).removesuffix("@")
     return ""
 
 

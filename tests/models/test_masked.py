@@ -121,6 +121,23 @@ def test_predictions_are_compared_with_the_pixels_of_their_own_patch() -> None:
     assert objective(images, samples).item() == pytest.approx(chosen.square().mean().item())
 
 
+def test_each_prediction_is_held_against_the_patch_at_its_own_place() -> None:
+    model = small_model("ViT").eval()
+    objective = MaskedPatchObjective(model, "full_patch")
+    torch.nn.init.normal_(objective.prediction.weight)
+    images, samples = some_images(3), torch.tensor([7, 8, 9])
+    corruption = draw_corruption(samples, 16, seed=0)
+    encoded = model.encode(objective.corrupt(model.embed(images), corruption))[:, 1:]
+    patches = F.unfold(images, kernel_size=8, stride=8).transpose(1, 2)
+    losses = [
+        F.mse_loss(objective.prediction(encoded[image, patch]), patches[image, patch]).item()
+        for image in range(3)
+        for patch in corruption.corrupted[image].tolist()
+    ]
+    expected = pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert objective(images, samples).item() == expected
+
+
 def test_the_downsized_target_is_a_four_by_four_reduction_in_raster_order() -> None:
     objective = MaskedPatchObjective(small_model("ViT", image_size=16), "downsized")
     images, samples = some_images(1, (16, 16)), torch.tensor([0])

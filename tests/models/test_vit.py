@@ -214,6 +214,17 @@ def test_dropout_is_where_the_paper_has_it_and_nowhere_else() -> None:
     assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
 
 
+def test_the_first_dropout_is_after_the_positions_are_added() -> None:
+    model = small_model("ViT", dropout=0.5).train()
+    inputs: list[Tensor] = []
+    model.dropout.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    images = some_images()
+    model(images)
+    (table,) = model.positions
+    stem = model.class_token(model.embed(images))
+    torch.testing.assert_close(inputs[0] - stem, table.table.expand_as(stem), atol=1e-6, rtol=1e-5)
+
+
 def test_attention_weights_have_no_dropout() -> None:
     model = small_model("ViT", dropout=0.5).train()
     attention = model.blocks[0].attention

@@ -1,5 +1,6 @@
 """One training after another in the same processes, each as if they were new."""
 
+import os
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,9 @@ def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]
             store.set(f"address {number}", address)
         return store.get(f"address {number}").decode()
 
-    with joined_process_group(place, "127.0.0.1", broadcast, backend="gloo", timeout_s=300):
+    with joined_process_group(
+        place, "127.0.0.1", torch.device("cpu"), broadcast, backend="gloo", timeout_s=300
+    ):
         engine = build_engine(train_config(stage), place.world_size, MICRO)
         losses = run_steps(engine, 0, STEPS, MICRO)
         engine.close()
@@ -51,6 +54,20 @@ def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]
 
 def train_one_after_another(rank: int, stages: tuple[int, ...]) -> list[list[float]]:
     return list(train(rank, 2, stages))
+
+
+def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "")
+    # Of 16 GPUs, sorted as text: 0, 1, 10, 11, ...
+    place, device = RankPlace(0, 1, 2, 16, 0), torch.device("cuda", 10)
+    with joined_process_group(place, "127.0.0.1", device, str, backend="gloo", timeout_s=60):
+        assert os.environ["LOCAL_RANK"] == "10"
+    with joined_process_group(
+        place, "127.0.0.1", torch.device("cpu"), str, backend="gloo", timeout_s=60
+    ):
+        assert os.environ["LOCAL_RANK"] == "2"
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ class RankPlace:
 def joined_process_group(
     place: RankPlace,
     host: str,
+    device: torch.device,
     broadcast: Callable[[str], str],
     *,
     backend: str,
@@ -52,6 +53,7 @@ def joined_process_group(
 
     Args:
         host: the address of this rank's node, as the other nodes reach it.
+        device: where this rank computes.
         broadcast: gives every rank what rank 0 gives it.
         backend: `nccl` or `gloo`.
         timeout_s: a collective operation that takes longer fails.
@@ -64,13 +66,16 @@ def joined_process_group(
     address = broadcast(f"{host}:{store.port}" if store else "")
     host, _, port = address.rpartition(":")
     store = store or TCPStore(host, int(port), timeout=timeout)
+    # DeepSpeed computes on the GPU of this number. Ray sorts the GPUs of its workers as text, by
+    # which the worker of local rank 2 has GPU 10 where there are more than ten.
+    local_rank = place.local_rank if device.index is None else device.index
     # As torchrun sets them; DeepSpeed reads some.
     os.environ |= {
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "NODE_RANK": str(place.node_rank),
     }

@@ -93,6 +93,7 @@ def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
     with joined_process_group(
         place,
         host,
+        device,
         ray.train.collective.broadcast_from_rank_zero,
         backend="nccl" if assignment.use_gpu else "gloo",
         timeout_s=job.recipe.workers.collective_timeout_s,
@@ -150,6 +151,7 @@ def _set_up(
     engine, report = build_engine(
         job, context.micro_batch_size, context.world_size, loads_weights=checkpoint is None
     )
+    assert engine.device == device, (engine.device, device)
     if report is not None:
         link.note(EventKind.WEIGHTS, str(report), 0)
     progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)

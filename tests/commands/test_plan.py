@@ -99,6 +99,14 @@ def test_fp32_is_planned_at_the_fp32_peak() -> None:
     assert planned_cluster(recipe_of("train.precision=fp32")).pace.peak_flops == 67e12
 
 
+def test_averaged_weights_that_are_still_the_first_ones_are_told() -> None:
+    short = ("train.averaging=0.9999", "optim.epochs=null", "optim.steps=12000")
+    told = describe_plan(recipe_of(*short, "train.averaging_warmup=false"))
+    # 0.9999^12000 = e^-1.2
+    assert "after 12000 steps the averaged weights are 30.1% the weights that the run" in told
+    assert "the weights that the run" not in describe_plan(recipe_of(*short))
+
+
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ValueError, match=r"plan\.device='H999' is not known; use one of B200, H200"

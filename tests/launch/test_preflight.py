@@ -13,7 +13,12 @@ from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
 from vit_ray.launch import preflight
 from vit_ray.launch.cluster import ClusterShape, local_cpus
-from vit_ray.launch.preflight import check_cluster, find_resume_point, resolve_run
+from vit_ray.launch.preflight import (
+    check_cluster,
+    find_resume_point,
+    prepared_training,
+    resolve_run,
+)
 from vit_ray.launch.run import evaluate, finetune, train
 
 LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
@@ -110,6 +115,20 @@ def test_of_a_huge_pool_only_so_many_labels_are_read(
     caplog.clear()
     resolve_run(few_shot(recipe, digits, 2))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("averaging", "warms_up", "is_told"),
+    [(0.9999, False, True), (0.9999, True, False), (0.5, False, False), (0.0, False, False)],
+)
+def test_averaged_weights_that_are_still_the_first_ones_are_told(
+    recipe: Recipe, caplog: Any, averaging: float, warms_up: bool, is_told: bool
+) -> None:
+    recipe = recipe.with_changes(
+        train={"averaging": averaging, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
+    )
+    with prepared_training(recipe, "pretrain"):
+        assert ("the weights that the run began with" in caplog.text) is is_told
 
 
 def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:

@@ -293,7 +293,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(
 
 
 def reference_average() -> torch.nn.Module:
-    """Plain torch: the same three steps, averaged with factor 0.5."""
+    """Plain torch: the same three steps, whose factors of 0.5 are still less by the warm-up."""
     model, average = small_model(), small_model()
     optimizer = build_optimizer(model, OPTIM)
     for step in range(3):
@@ -305,9 +305,10 @@ def reference_average() -> torch.nn.Module:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
         optimizer.step()
+        factor = (2 / 11, 3 / 12, 4 / 13)[step]
         with torch.no_grad():
             for a, p in zip(average.parameters(), model.parameters(), strict=True):
-                a.mul_(0.5).add_(p, alpha=0.5)
+                a.mul_(factor).add_(p, alpha=1 - factor)
     return average
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
-from vit_ray.launch.preflight import check_model, resolve_run
+from vit_ray.launch.preflight import averaging_warning, check_model, resolve_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
@@ -201,6 +201,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
     batch, pace = recipe.train.global_batch_size, cluster.pace
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
+    warning = averaging_warning(recipe, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
         f"({facts.source})",
@@ -210,6 +211,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"training                {describe_cost(recipe, facts)}",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each, {pace.link_gb_per_s:g} GB/s sent by each",
+        *([f"warning                 {warning}"] if warning else []),
     ]
 
 

@@ -19,6 +19,7 @@ from vit_ray.config.validation import section_type
 
 _Marks = dict[str, tuple[OnResume | None, UsedIf | None]]
 
+_OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
 """Compared as if it were a key; it is as fixed as the seed."""
 
@@ -114,7 +115,7 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
         key
         for key, (_, used_if) in _MARKS.items()
         if used_if and (value := flat.get(used_if.key)) is not None
-        if (value not in used_if.values if used_if.values else value == "None")
+        if (value not in used_if.values if used_if.values else value in _OFF)
     }
 
 

@@ -38,7 +38,7 @@ class UsedIf:
 
     Attributes:
         key: the other key's name.
-        values: as text; none = any, where it is set.
+        values: as text; none = any, where it is set and not 0.
     """
 
     key: str

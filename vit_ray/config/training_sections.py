@@ -393,6 +393,9 @@ class TrainConfig(Section):
     eager where that fails, for want of a C compiler say."""
     averaging: Fraction = 0.0
     """Polyak averaging factor per step (the paper's is 0.9999); 0 = off."""
+    averaging_warmup: Annotated[bool, UsedIf("averaging")] = True
+    """Average by at most (1 + t) / (10 + t) in step t, so that a short run's average is not the
+    weights that it began with; `false` = by the same factor in every step, as the paper."""
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
     """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back.
     Three such steps in a row stop the run."""

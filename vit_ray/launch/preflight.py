@@ -62,6 +62,8 @@ _HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": 
 
 logger = logging.getLogger(__name__)
 
+MOST_OF_FIRST_WEIGHTS: Final = 0.2
+"""Share of a run's first weights in its averaged ones that nothing is said about."""
 MOST_LABELS_READ: Final = 2_000_000
 """Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
 
@@ -153,6 +155,8 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
+    if warning := averaging_warning(recipe, resolved.total_steps):
+        logger.warning("%s", warning)
     # From before the checkpoints are looked at: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
@@ -295,6 +299,22 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
             "optim.frozen has head, and this run starts with a new one of zeros, which would never "
             "learn; leave head out of optim.frozen"
         )
+
+
+def averaging_warning(recipe: Recipe, total_steps: int) -> str | None:
+    """What to say of averaged weights that are still the first ones; None where they are not.
+
+    They decide what a sweep chooses, when a run stops early, and what tables show.
+    """
+    train = recipe.train
+    left = train.averaging**total_steps
+    if not train.averaging or train.averaging_warmup or left <= MOST_OF_FIRST_WEIGHTS:
+        return None
+    return (
+        f"train.averaging={train.averaging:g}: after {total_steps} steps the averaged weights are "
+        f"{left:.1%} the weights that the run began with; set train.averaging_warmup=true, or a "
+        "smaller train.averaging"
+    )
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

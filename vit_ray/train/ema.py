@@ -17,11 +17,19 @@ from vit_ray.checkpoints.fragments import Fragment, exchange_weights, weights_by
 
 
 class WeightAverage:
-    """Running average of the fp32 master weights, started at their first values."""
+    """Running average of the fp32 master weights, started at their first values.
 
-    def __init__(self, fragments: list[Fragment], factor: float) -> None:
+    Args:
+        factor: of the average, in each step.
+        warms_up: step t averages by (1 + t) / (10 + t) where that is less, as TensorFlow's
+            `ExponentialMovingAverage` with `num_updates`: else a short run's average is for the
+            most part the weights that it began with.
+    """
+
+    def __init__(self, fragments: list[Fragment], factor: float, *, warms_up: bool) -> None:
         self.fragments = fragments
         self.factor = factor
+        self.warms_up = warms_up
         self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
 
     def restart(self) -> None:
@@ -30,13 +38,17 @@ class WeightAverage:
             value.copy_(fragment.weight)
 
     @torch.no_grad()
-    def update(self, refused: Tensor) -> None:
+    def update(self, refused: Tensor, applied_steps: Tensor) -> None:
         """After an optimizer step: average = factor x average + (1 - factor) x weight.
 
         Args:
             refused: scalar; 1 if the step was not applied, which leaves the average too, else 0.
+            applied_steps: scalar; steps that moved the weights so far, this one among them.
         """
-        share = (1.0 - self.factor) * (1.0 - refused)
+        share = torch.full_like(refused, 1.0 - self.factor)
+        if self.warms_up:
+            share = torch.maximum(share, 9.0 / (10.0 + applied_steps))
+        share = share * (1.0 - refused)
         for value, fragment in zip(self.values, self.fragments, strict=True):
             value.lerp_(fragment.weight, share)
 

@@ -118,7 +118,11 @@ class DeepSpeedEngine:
         self._frozen = frozen_fragments(self._engine, self._frozen_names, exact)
         create_state(self._engine, state)
         self._attach_fragments()
-        self.average = WeightAverage(self._owned, train.averaging) if train.averaging else None
+        self.average = None
+        if train.averaging:
+            self.average = WeightAverage(
+                self._owned, train.averaging, warms_up=train.averaging_warmup
+            )
 
     @property
     def rank(self) -> int:
@@ -165,7 +169,8 @@ class DeepSpeedEngine:
         set_rate(innermost(self._engine.optimizer), learning_rate)
         self._engine.step()
         if self.average is not None:
-            self.average.update(self._guard.refused)
+            applied_steps = self._engine.global_steps - self._guard.refused_steps
+            self.average.update(self._guard.refused, applied_steps)
         return StepResult(self._guard.refused, self._guard.norm)
 
     @torch.no_grad()

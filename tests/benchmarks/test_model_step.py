@@ -80,7 +80,7 @@ def test_the_bar_stands_beside_the_share_of_what_is_computed(gpu: Callable[[str]
         ("NVIDIA H200", "compiled", "compiled", ["(bar 45%)", "(bar 1.1)"]),
         ("NVIDIA H200", "compiled", "eager", ["(bar 45%)"]),
         ("NVIDIA H200", "eager", "compiled", []),
-        ("NVIDIA GH200 480GB", "compiled", "compiled", []),
+        ("NVIDIA L4", "compiled", "compiled", []),
         ("NVIDIA H100 80GB HBM3", "compiled", "compiled", []),
     ],
 )

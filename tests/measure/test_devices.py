@@ -21,7 +21,20 @@ def test_figures_agree_with_the_table_that_torch_keeps(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sparse_bf16_tflops", "memory_gb", "nvlink_both_ways_gb_per_s"),
     # NVIDIA data sheets: H200 (2024), H100 SXM and NVL (2023).
-    [("H200", 1979, 141, 900), ("H100", 1979, 80, 900), ("H100 NVL", 1671, 94, 600)],
+    # GH200 (2023), A10G (AWS, 2022; PCIe has no figure of both ways); PCIe 4.0 x16 else. RTX from
+    # the white papers of Ada, Ampere and Blackwell: tensor cores that add up in fp32.
+    [
+        ("H200", 1979, 141, 900),
+        ("H100", 1979, 80, 900),
+        ("H100 NVL", 1671, 94, 600),
+        ("GH200 480GB", 1979, 96, 900),
+        ("A10G", 140, 24, 64),
+        ("GeForce RTX 5090", 419, 32, 128),
+        ("GeForce RTX 4090", 330.3, 24, 64),
+        ("GeForce RTX 3090", 142, 24, 64),
+        ("RTX 6000 Ada Generation", 728.5, 48, 64),
+        ("RTX A6000", 309.7, 48, 64),
+    ],
 )
 def test_figures_are_the_data_sheets(
     name: str, sparse_bf16_tflops: float, memory_gb: float, nvlink_both_ways_gb_per_s: float
@@ -53,7 +66,7 @@ def test_names_as_drivers_report_them_find_their_entry(reported: str, entry: str
     assert find_device(reported) is find_device(entry)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA RTX A1000", "NVIDIA A10G", "cpu"])
+@pytest.mark.parametrize("name", ["NVIDIA GB200", "NVIDIA RTX A1000", "NVIDIA A100X", "cpu"])
 def test_a_name_that_only_contains_a_known_one_is_unknown(name: str) -> None:
     assert find_device(name) is None
     assert peak_flops(name, "bf16") is None

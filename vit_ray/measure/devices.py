@@ -28,6 +28,8 @@ _DEVICES = {
     "H200": Device(989e12, 67e12, 141e9 / 2**30, 450),
     "H100 PCIe": Device(756e12, 51e12, 80, 64),
     "H100 NVL": Device(835e12, 60e12, 94, 300),
+    # The GPU of a GH200 with 96 GB; that its name says 480 GB is the processor's memory.
+    "GH200": Device(989e12, 67e12, 96, 450),
     "H100": Device(989e12, 67e12, 80, 450),
     "A100-SXM4-40GB": Device(312e12, 19.5e12, 40, 300),
     "A100-PCIE-40GB": Device(312e12, 19.5e12, 40, 32),
@@ -35,6 +37,13 @@ _DEVICES = {
     "A100": Device(312e12, 19.5e12, 80, 300),
     "L40S": Device(362e12, 91.6e12, 48, 32),
     "L4": Device(121e12, 30.3e12, 24, 32),
+    # Dense bf16 that adds up in fp32.
+    "RTX 5090": Device(209.5e12, 104.8e12, 32, 64),
+    "RTX 6000 Ada": Device(364.2e12, 91.1e12, 48, 32),
+    "RTX 4090": Device(165.2e12, 82.6e12, 24, 32),
+    "RTX A6000": Device(154.8e12, 38.7e12, 48, 32),
+    "RTX 3090": Device(71e12, 35.6e12, 24, 32),
+    "A10G": Device(70e12, 35e12, 24, 32),
     "A10": Device(125e12, 31.2e12, 24, 32),
     "V100-SXM2-16GB": Device(15.7e12, 15.7e12, 16, 150),
     "V100": Device(15.7e12, 15.7e12, 32, 150),

@@ -250,6 +250,17 @@ def test_layer_decay_of_a_model_that_is_not_known_says_that() -> None:
         check_model(tuning_recipe({"layer_decay": 0.7}, name="vit-b/16"))
 
 
+def test_each_layers_own_positions_have_the_rate_of_their_layer() -> None:
+    size = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+    model = build_model("ViT", 5, image_size=8, positions_at="every_layer", **size)
+    groups = build_optimizer(model, OptimConfig(layer_decay=0.5)).param_groups
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    share = {names[p]: group["rate_factor"] for group in groups for p in group["params"]}
+    # Of two blocks: the head's layer is 3, the first table's 0, the second's that of blocks.1.
+    assert share["positions.0.table"] == share["embedding.projection.weight"] == 0.125
+    assert share["positions.1.table"] == share["blocks.1.mlp.expand.weight"] == 0.5
+
+
 def test_no_layer_decay_leaves_two_groups_of_the_whole_rate() -> None:
     groups = build_optimizer(small_model(), OptimConfig()).param_groups
     assert [group["rate_factor"] for group in groups] == [1.0, 1.0]

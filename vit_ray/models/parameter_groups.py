@@ -100,8 +100,12 @@ def layer_of(parameter: str, depth: int) -> int:
     """Layer of a parameter of a Transformer: 0 the embedding, i + 1 block i, depth + 1 the rest.
 
     As BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) number them for layer-wise decay.
+    Positions that are added before another block than the first are of that block's layer.
     """
     part = part_of(parameter)
+    own_table = re.search(r"^positions\.([1-9]\d*)\.", parameter.removeprefix("model."))
+    if own_table:
+        return int(own_table[1]) + 1
     if part in _FIRST_LAYER:
         return 0
     chain, _, index = part.partition(".")

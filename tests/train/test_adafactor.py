@@ -207,6 +207,11 @@ def test_bytes_of_state_are_those_of_what_is_kept(
     assert bytes_per_element(config(name, first_moment)) == expected
 
 
+def test_a_momentum_that_bf16_would_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lost in bf16's rounding; use at most 0\.95"):
+        OptimConfig(betas=(0.99, 0.999), first_moment="bf16")
+
+
 def test_momentum_in_bf16_is_refused() -> None:
     with pytest.raises(ValueError, match="first_moment=bf16 is for name=adamw"):
         config("sgd", "bf16")

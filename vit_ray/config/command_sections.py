@@ -292,8 +292,9 @@ class StudyConfig(_Axes):
     seeds: tuple[NotNegative, ...] | None = Field(default=None, min_length=1)
     """Every cell is trained with each; unset = the recipe's `seed` alone."""
     branch: bool = False
-    """Train the longest of a row's lengths, and of the others only what differs: the cool-down of
-    `optim.schedule=cooldown`, from the longest one's checkpoint. Cells are labelled so."""
+    """Train the longest of a row's lengths, and of the others only what differs, from the longest
+    one's checkpoint: the cool-down of `optim.schedule=cooldown` or `rsqrt`. Cells are labelled
+    so."""
     transfer: tuple[StudyTask, ...] = ()
     """What each cell is fine-tuned on after its pre-training, one after another."""
     retries: NotNegative = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,9 @@ from vit_ray.config.section import (
     UsedIf,
 )
 from vit_ray.config.validation import value_text
+
+HIGHEST_BF16_BETA: Final = 0.95
+"""Momentum that bf16 holds: a constant gradient's comes to 0.96 of it, at 0.999 to 0.34."""
 
 
 class ModelConfig(Section):
@@ -282,15 +285,19 @@ class OptimConfig(Section):
     `head`."""
     clip_norm: NotNegativeFloat = 1.0
     """Largest global gradient norm; 0 = no clipping."""
-    schedule: Literal["linear", "cosine", "constant", "steps", "cooldown"] = "cosine"
+    schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"
     """Decay after the warm-up; `steps` multiplies by 0.1 at each of `decay_at`, `cooldown` is
-    constant until its last part."""
+    constant until its last part, and `rsqrt` falls until then by the inverse square root."""
     decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
     """Shares of the run at which `schedule=steps` decays; unset = BiT's for fine-tuning."""
     cooldown_fraction: Annotated[
-        float, Field(gt=0.0, le=1.0), UsedIf("schedule", ("cooldown",))
+        float, Field(gt=0.0, le=1.0), UsedIf("schedule", ("cooldown", "rsqrt"))
     ] = 0.2
-    """Share of the run at its end in which `schedule=cooldown` falls linearly."""
+    """Share of the run at its end in which `schedule=cooldown` falls linearly, and `rsqrt` by a
+    linear factor to 0."""
+    timescale: Annotated[PositiveFloat, UsedIf("schedule", ("rsqrt",))] = 10_000.0
+    """Steps after the warm-up in which `schedule=rsqrt` falls to 0.71 of the peak, and three times
+    as many to a half; big_vision's is 10,000."""
     end_learning_rate: Annotated[
         NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
     ] = 0.0
@@ -319,6 +326,12 @@ class OptimConfig(Section):
         if self.name == "sgd" and self.first_moment == "bf16":
             raise ValueError(
                 "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for sgd"
+            )
+        if self.first_moment == "bf16" and self.betas[0] > HIGHEST_BF16_BETA:
+            raise ValueError(
+                f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment "
+                f"that decays by {self.betas[0]} is lost in bf16's rounding; use at most "
+                f"{HIGHEST_BF16_BETA}, or first_moment=fp32"
             )
         return self
 

@@ -198,10 +198,11 @@ def _refuse_too_wide(study: StudyConfig, cells: list[Cell]) -> None:
 def _refuse_unbranched(study: StudyConfig, cells: list[Cell]) -> None:
     for cell in cells:
         schedule = cell.recipe.optim.schedule
-        if study.branch and schedule != "cooldown":
+        if study.branch and schedule not in ("cooldown", "rsqrt"):
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, under which "
-                "a shorter run is no part of a longer one; set optim.schedule=cooldown"
+                "a shorter run is no part of a longer one; set optim.schedule=cooldown "
+                "or rsqrt"
             )
         if study.branch and cell.recipe.keeps_best:
             raise ValueError(

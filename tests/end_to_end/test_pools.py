@@ -1,14 +1,18 @@
 """Trainings one after another in a pool that stays open."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
+from ray.train.v2.api.config import RunConfig, ScalingConfig
 
-from tests.conftest import Digits
+from tests.conftest import Digits, Head
 from tests.end_to_end.runs import same_weights, weights_of
 from tests.recipes import small_recipe
 from vit_ray.launch import worker_pool as pool
 from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.ray_policies import OwnEnvironment, PolicedTrainer
 from vit_ray.launch.run import train
 from vit_ray.launch.worker_pool import WorkerPool, kept_pools
 
@@ -41,3 +45,33 @@ def test_a_warm_pool_trains_bit_equal_to_a_cold_one_also_after_a_run_that_failed
     assert not started[-1].is_open
     assert same_weights(weights_of(cold), weights_of(warm))
     assert len(started) == 2  # a run that all workers end together does not even cost its pool
+
+
+def test_pools_that_start_at_once_have_time_outs_of_their_own(
+    ray_cluster: Head, tmp_path: Path
+) -> None:
+    key = "RAY_TRAIN_COLLECTIVE_TIMEOUT_S"
+
+    def fit(timeout_s: str) -> None:
+        def work() -> None:
+            (tmp_path / f"seen-{timeout_s}").write_text(os.environ[key])
+
+        PolicedTrainer(
+            {},
+            is_private=False,
+            train_loop_per_worker=work,
+            scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.1}),
+            run_config=RunConfig(
+                name=f"of-{timeout_s}",
+                storage_path=str(tmp_path / "ray"),
+                callbacks=[OwnEnvironment({key: timeout_s})],
+            ),
+        ).fit()
+
+    threads = [threading.Thread(target=fit, args=(timeout_s,)) for timeout_s in ("31", "32")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [(tmp_path / f"seen-{one}").read_text() for one in ("31", "32")] == ["31", "32"]
+    assert key not in os.environ

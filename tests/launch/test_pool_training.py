@@ -20,8 +20,15 @@ from vit_ray.launch import worker_pool as pool
 from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.pool_training import MOST_POOLS, RunFailedError
+from vit_ray.launch.ray_policies import OwnEnvironment
 from vit_ray.launch.run_host import HostedRun, RunControl
-from vit_ray.launch.worker_pool import PoolEndedError, PoolLostError, PoolShape, pool_environment
+from vit_ray.launch.worker_pool import (
+    PoolEndedError,
+    PoolLostError,
+    PoolShape,
+    driver_environment,
+    pool_environment,
+)
 from vit_ray.outcomes import Failure
 from vit_ray.tracking.metrics_log import RunOpening
 
@@ -310,23 +317,30 @@ def test_a_pool_takes_a_training_that_reads_with_other_cpus_unless_its_size_depe
     assert one != shape(workers={"num_workers": num_workers, "cpus_per_worker": 0.25})
 
 
-def test_a_pools_settings_are_its_own_and_not_those_of_the_one_before(
+def test_a_pools_time_outs_are_set_in_its_controller_and_in_no_other_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "_GIVEN", {})
-    first = pool_environment(shape(workers={"collective_timeout_s": 30}), is_private=True)
-    second = pool_environment(shape(workers={"num_workers": [1, 2]}), is_private=False)
-    assert first.keys() == second.keys()
-    assert (first["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"], second["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"]) == (
-        "30",
-        "600",
-    )
-    assert second["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "10"
-    assert second["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "1"
+    before = dict(os.environ)
+    first = pool_environment(shape(workers={"collective_timeout_s": 30}))
+    second = pool_environment(shape(workers={"num_workers": [1, 2]}))
+    assert not second.keys() & driver_environment(is_private=True).keys()
+    assert second == {
+        "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+    }
+    # Two pools of one driver are prepared at once: none changes what the other will read.
+    callbacks = [OwnEnvironment(variables) for variables in (first, second)]
+    assert os.environ == before
+    callbacks[0].after_controller_start(None)
+    assert os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] == "30"
+    assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "600"
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_GIVEN", {"RAY_TRAIN_METRICS_ENABLED": "1", "PATH": "/bin"})
-    chosen = pool_environment(shape(), is_private=True)
+    chosen = driver_environment(is_private=True)
     assert chosen["RAY_TRAIN_METRICS_ENABLED"] == "1"
     assert "PATH" not in chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -236,6 +237,20 @@ class NotePlacement(ControllerCallback):
         """Each time that the group starts, runs, fails, or changes its size."""
         is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
         self._server.note_placement.remote(is_placed)
+
+
+class OwnEnvironment(ControllerCallback):
+    """Sets variables in the controller's process, before it makes a worker group.
+
+    Variables of the driver are for all of its pools, which start in threads.
+    """
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self._variables = variables
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Here, in the controller's process, whose workers get them too."""
+        os.environ |= self._variables
 
 
 class NameGroups(ControllerCallback):

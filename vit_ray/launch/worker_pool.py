@@ -35,6 +35,7 @@ from vit_ray.launch.ray_policies import (
     DivisorScalingPolicy,
     NameGroups,
     NotePlacement,
+    OwnEnvironment,
     PolicedTrainer,
     SaveBeforeResize,
     remove_groups,
@@ -233,19 +234,32 @@ class WorkerPool:
             ray.get(self._server.close.remote(), timeout=CLOSE_S)
 
 
-def pool_environment(shape: PoolShape, *, is_private: bool) -> dict[str, str]:
-    """Ray Train's settings for one pool; what the user has set stays, what another pool had not."""
-    wanted = {
-        # How soon Ray Train notices that a worker has ended or died.
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-        "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
-        # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
-        # takes 15 s to notice, and decides anew each time that a group has found no place.
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
-        # On a private Ray nobody takes the one node away, and nobody reads metrics.
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
-        "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
-    }
+def driver_environment(*, is_private: bool) -> dict[str, str]:
+    """Ray Train's settings for every pool of this driver; what the user has set stays."""
+    return _unless_given(
+        {
+            # How soon Ray Train notices that a worker has ended or died.
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+            # On a private Ray nobody takes the one node away, and nobody reads metrics.
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
+            "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
+        }
+    )
+
+
+def pool_environment(shape: PoolShape) -> dict[str, str]:
+    """Ray Train's settings for one pool; what the user has set stays."""
+    return _unless_given(
+        {
+            "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
+            # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
+            # takes 15 s to notice, and decides anew each time that a group has found no place.
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
+        }
+    )
+
+
+def _unless_given(wanted: dict[str, str]) -> dict[str, str]:
     return wanted | {key: _GIVEN[key] for key in wanted if key in _GIVEN}
 
 
@@ -255,14 +269,18 @@ def pool_name(server: Any) -> str:
 
 
 def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrainer:
-    os.environ |= pool_environment(shape, is_private=is_private)
+    os.environ |= driver_environment(is_private=is_private)
     scaling = ScalingConfig(
         num_workers=shape.num_workers,
         use_gpu=shape.use_gpu,
         resources_per_worker=shape.resources,
     )
     current_job = _CurrentJob(server)
-    callbacks: list[Any] = [NameGroups(), NotePlacement(server)]
+    callbacks: list[Any] = [
+        OwnEnvironment(pool_environment(shape)),
+        NameGroups(),
+        NotePlacement(server),
+    ]
     if shape.is_elastic:
         callbacks.append(SaveBeforeResize(current_job))
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}

@@ -26,8 +26,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, 
 
     monkeypatch.setattr(retries, "train", train)
 
-    def run_here(count: int, train: Any, **_: Any) -> list[Any]:
-        return [train(index, 0) for index in range(count)]
+    def run_here(configurations: Any, train: Any, **_: Any) -> list[Any]:
+        return [train(index, 0) for index in range(len(configurations))]
 
     monkeypatch.setattr(stage, "run_trials", run_here)
     children = SimpleNamespace(run=SimpleNamespace(record=calls, control=calls))
@@ -37,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, 
 
 def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
     """Of a sweep of this one trial."""
-    found = stage.Stage(whole, sweep.sweep_of(whole), [trial], "sweep_trial", parent).run()
+    found = stage.Stage(whole, sweep.sweep_of(whole), [trial], [{}], "sweep_trial", parent).run()
     assert found is not None
     return found[0]
 

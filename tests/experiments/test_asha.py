@@ -137,11 +137,11 @@ class FakeTraining:
         return RunResult(recipe.name, recipe.name, step, total, metrics, "folder")
 
 
-def in_turns(count: int, train: Any, *, scheduler: RememberedAsha, **_: Any) -> list[Any]:
+def in_turns(configurations: Any, train: Any, *, scheduler: RememberedAsha, **_: Any) -> list[Any]:
     """As Ray Tune with all trials at a time: a rung of each in turn."""
-    last: list[Any] = [None] * count
+    last: list[Any] = [None] * len(configurations)
     rungs = itertools.count()
-    going = list(range(count))
+    going = list(range(len(configurations)))
     while going:
         rung = next(rungs)
         for index in list(going):
@@ -174,7 +174,8 @@ def a_stage(folder: Path, events: Calls, *, is_nested: bool = False) -> stage.St
     children = SimpleNamespace(run=run, node_id="here")
     tags = {"vit_ray.study_cell": "cell"} if is_nested else {}
     parent: Any = SimpleNamespace(for_children=children, is_nested=is_nested, child_tags=tags)
-    return stage.Stage(whole, whole.sweep, trials, "sweep_trial", parent, [16] * len(trials))
+    points = [{"optim.learning_rate": rate} for rate in RATES]
+    return stage.Stage(whole, whole.sweep, trials, points, "sweep_trial", parent, [16] * 4)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from ray import tune
 from ray.util.state import list_actors
 
 from tests.conftest import Head
@@ -14,25 +15,48 @@ from vit_ray.experiments.trials import run_trials
 from vit_ray.storage import locate
 
 
-def test_a_trial_whose_process_dies_has_no_outcome_and_the_others_have_theirs(
+def trial_pids(head: Head) -> list[int]:
+    filters = [("class_name", "=", "ImplicitFunc"), ("state", "=", "ALIVE")]
+    return [one.pid for one in list_actors(head.dashboard, filters=filters, detail=True)]
+
+
+def test_the_training_of_a_trial_whose_process_dies_goes_on_and_is_not_done_twice(
     ray_cluster: Head, tmp_path: Path
 ) -> None:
-    def trial_pids() -> list[int]:
-        filters = [("class_name", "=", "ImplicitFunc"), ("state", "=", "ALIVE")]
-        return [one.pid for one in list_actors(ray_cluster.dashboard, filters=filters, detail=True)]
+    trained, pids = [], []
 
-    pids = []
+    def train(index: int, rung: int) -> dict[str, Any]:
+        (pid,) = trial_pids(ray_cluster)
+        trained.append((index, rung))
+        pids.append(pid)
+        if (index, rung) == (1, 1):
+            os.kill(pid, signal.SIGKILL)
+        return {"result": index, "error": "", "is_over": rung == 1}
+
+    points = {f"lr-{rate}": {"optim.learning_rate": rate} for rate in (0.1, 0.2, 0.3, 0.4)}
+    outcomes = run_trials(points, train, max_concurrent=1, name="tune", storage_path=str(tmp_path))
+    assert [outcome and outcome["result"] for outcome in outcomes] == [0, 1, 2, 3]
+    assert trained == [(index, rung) for index in range(4) for rung in range(2)]
+    assert len(set(pids)) == 2
+
+
+def test_ray_tune_sees_what_varies_and_lists_are_no_dimensions(
+    ray_cluster: Head, tmp_path: Path
+) -> None:
+    points: dict[str, dict[str, Any]] = {
+        "a": {"optim.learning_rate": 0.1, "optim.frozen": ["head", "norm"], "optim.images": None},
+        "b": {"optim.learning_rate": 0.1, "optim.frozen": [], "optim.images": 7},
+    }
 
     def train(index: int, _: int) -> dict[str, Any]:
-        (pid,) = trial_pids()
-        pids.append(pid)
-        if index == 1:
-            os.kill(pid, signal.SIGKILL)
         return {"result": index, "error": "", "is_over": True}
 
-    outcomes = run_trials(4, train, max_concurrent=1, name="tune", storage_path=str(tmp_path))
-    assert [outcome and outcome["result"] for outcome in outcomes] == [0, None, 2, 3]
-    assert pids == [pids[0]] * 2 + [pids[2]] * 2
+    run_trials(points, train, max_concurrent=2, name="tune", storage_path=str(tmp_path))
+    trials = tune.ExperimentAnalysis(str(tmp_path / "tune")).get_all_configs().values()
+    assert sorted(trials, key=lambda config: config["trial"]) == [
+        {"trial": "a", **points["a"], "optim.frozen": '["head", "norm"]'},
+        {"trial": "b", **points["b"], "optim.frozen": "[]"},
+    ]
 
 
 def test_a_trial_that_asha_stops_asks_for_no_more_training(
@@ -50,7 +74,7 @@ def test_a_trial_that_asha_stops_asks_for_no_more_training(
     config = SweepConfig(scheduler="asha", grace_steps=4)
     record = RungRecord(locate(str(tmp_path)))
     outcomes = run_trials(
-        4,
+        {name: {} for name in "abcd"},
         train,
         max_concurrent=1,
         name="tune",

@@ -16,6 +16,7 @@ from vit_ray.experiments.asha import RememberedAsha, RungRecord, rung_steps
 from vit_ray.experiments.diverged_trials import DivergedTrials, trial_key
 from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.retries import train_with_retries
+from vit_ray.experiments.search_space import Point
 from vit_ray.experiments.side_by_side import Room, room_of
 from vit_ray.experiments.trials import Outcome, run_trials
 from vit_ray.launch.open_record import tag_ended_run
@@ -61,16 +62,18 @@ class Stage:
         sweep: Recipe,
         config: SweepConfig,
         recipes: list[Recipe],
+        points: Sequence[Point],
         kind: Kind,
         parent: OpenParent,
         total_steps: list[int] | None = None,
     ) -> None:
         """
         Args:
+            points: what each recipe has of its own, for Ray Tune's tables.
             total_steps: of each recipe, where a scheduler may stop them; None: nothing is stopped.
         """
         self._name, self._config = sweep.name, config
-        self._recipes, self._kind = recipes, kind
+        self._recipes, self._points, self._kind = recipes, points, kind
         self._parent, self._is_nested = parent.for_children, parent.is_nested
         self._tags = parent.child_tags
         folder = locate(sweep.run_folder)
@@ -98,7 +101,7 @@ class Stage:
             self._run_in_turn()
             if self._is_nested
             else run_trials(
-                len(self._recipes),
+                {self._label(index): point for index, point in enumerate(self._points)},
                 self.train,
                 max_concurrent=self._config.max_concurrent or max_concurrent(self._recipes),
                 name=f"{first.name}-tune",

@@ -303,7 +303,7 @@ def run_planned(
     """
     recipe, config = plan.recipe, sweep_of(plan.recipe)
     trials = [_under(trial, parent.run_id) for trial in plan.trials]
-    tried = Stage(recipe, config, trials, "sweep_trial", parent, plan.steps).run()
+    tried = Stage(recipe, config, trials, plan.points, "sweep_trial", parent, plan.steps).run()
     if tried is None:
         return None
     rows = [sweep_row(recipe, *both) for both in zip(plan.points, tried, strict=True)]
@@ -313,7 +313,8 @@ def run_planned(
         _under(final_recipe(recipe, chosen.point, recipe.seed + k), parent.run_id)
         for k in range(config.seeds)
     ]
-    finished = Stage(recipe, config, finals, "finetune", parent).run()
+    seeds = [{"seed": final.seed} for final in finals]
+    finished = Stage(recipe, config, finals, seeds, "finetune", parent).run()
     if finished is None:
         return None
     failed = [found for found in finished if found.state is not TrialState.FINISHED]

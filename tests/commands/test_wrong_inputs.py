@@ -122,10 +122,10 @@ MISTAKES = [
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is no address; give sqlite:///mlflow.db"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file; give the MLflow"),
-    ("report mine.yaml tracking.uri=runs", "MLflow at runs cannot be used: .*give the file"),
+    ("report mine.yaml tracking.uri=runs", "a path is no address of MLflow.s; give sqlite"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "cannot be used: .*not a database; .*give"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
-    ("report mine.yaml tracking.uri=foo://x", "MLflow at foo://x cannot be used: .*Supported"),
+    ("report mine.yaml tracking.uri=foo://x", "foo:// is no address of MLflow"),
 ]
 
 CLASSES = ["ant", "bee", "cow"]

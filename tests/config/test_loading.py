@@ -317,3 +317,39 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
         assert require(value, "plan.num_gpus", "a number") is value
     with pytest.raises(ValueError, match=r"^sweep is not set; give sweep\.learning_rates$"):
         require(None, "sweep", "sweep.learning_rates")
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("mlflow.db", "a path is no address of MLflow's; give sqlite:///FILE"),
+        ("htp://localhost:5000", "htp:// is no address of MLflow's"),
+        ("file:///srv/mlruns", "Runs in a folder of files, such as mlruns, MLflow 3 does not open"),
+        ("postgres://u:hunter22@db/mlflow", "postgresql://"),
+        ("sqlite://mlflow.db", "a third slash"),
+        ("mongodb+srv://db", "mongodb:// is no address"),
+    ],
+)
+def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
+    path: Path, uri: str, told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        load_recipe(path, [f"tracking.uri={uri}"])
+    assert "hunter22" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:///mlflow.db",
+        "sqlite:////srv/mlflow.db",
+        "sqlite+pysqlite:///mlflow.db",
+        "postgresql+psycopg2://u:p@db/mlflow",
+        "http://localhost:5000",
+        "https://u:p@mlflow.example/x",
+        "databricks",
+        "databricks://profile",
+    ],
+)
+def test_every_kind_of_address_that_mlflow_opens_is_taken(path: Path, uri: str) -> None:
+    assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri

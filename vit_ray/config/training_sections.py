@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vit_ray.config.section import (
     Fraction,
@@ -19,6 +21,8 @@ from vit_ray.config.section import (
 )
 from vit_ray.config.validation import value_text
 
+_MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
+"""Addresses of MLflow's that may be a word."""
 HIGHEST_BF16_BETA: Final = 0.95
 """Momentum that bf16 holds: a constant gradient's comes to 0.96 of it, at 0.999 to 0.34."""
 
@@ -577,6 +581,37 @@ class TrackingConfig(Section):
     """Log the trained model for `mlflow.pyfunc.load_model`: its checkpoint's address, no copy."""
     register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
     """Registered model of which what is trained becomes a version; trials of a sweep do not."""
+
+    @field_validator("uri")
+    @classmethod
+    def _is_a_store(cls, uri: str) -> str:
+        """MLflow 3 opens no folder of files, and takes some time-outs to say what it cannot open.
+
+        The address is not repeated, which may hold a password.
+        """
+        scheme, separator, rest = uri.partition("://")
+        scheme = scheme.partition("+")[0]
+        if scheme == "sqlite" and not rest.startswith("/"):
+            raise ValueError(
+                "sqlite:// is followed by a third slash and the file, such as sqlite:///mlflow.db "
+                "(in the folder of the command) or sqlite:////srv/mlflow.db"
+            )
+        if uri.partition(":")[0] in _MLFLOW_ALONE or (separator and scheme in _mlflow_schemes()):
+            return uri
+        what = f"{scheme}:// is" if separator else "a path is"
+        raise ValueError(
+            f"{what} no address of MLflow's; give sqlite:///FILE, http://HOST:PORT of a server, or "
+            "postgresql://, mysql://, mssql://HOST/DATABASE. Runs in a folder of "
+            "files, such as mlruns, MLflow 3 does not open: it goes on in a database"
+        )
+
+
+@cache
+def _mlflow_schemes() -> frozenset[str]:
+    """Of a store that MLflow opens, those of its plugins too; without importing it."""
+    plugins = entry_points(group="mlflow.tracking_store")
+    own = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", *_MLFLOW_ALONE)
+    return frozenset({*own, *(one.name for one in plugins if one.name not in ("file", ""))})
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:

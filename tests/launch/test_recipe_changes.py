@@ -12,7 +12,7 @@ from vit_ray.commands.help_pages import sections_below
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import describe_sections, key_names
-from vit_ray.config.resume_compatibility import on_resume
+from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.recipe_changes import accepted_changes
 
@@ -249,4 +249,18 @@ def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
     assert len(switches) > 10
     for used_if in switches:
         assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
-        assert used_if.values or allowed[used_if.key].endswith(" | null"), used_if
+        # Without values the switch is off where it is unset, or 0.
+        can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
+        assert used_if.values or can_be_off, used_if
+
+
+@pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])
+def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(
+    averaging: float, is_used: bool
+) -> None:
+    before, now = (
+        Recipe(name="r", train={"averaging": averaging, "averaging_warmup": warms_up}).flat()
+        for warms_up in (True, False)
+    )
+    changed = [change.key for change in incompatible_changes(before, now)]
+    assert changed == (["train.averaging_warmup"] if is_used else [])

@@ -27,6 +27,8 @@ class Record:
         self.openings: list[tuple[RunOpening, str | None]] = []
         self.error: Exception | None = None
         """Of the end."""
+        self.has_all = True
+        """MLflow has taken everything."""
 
     def text(self, *args: Any, **_: Any) -> None:
         self.calls.append(("text", *args))
@@ -40,7 +42,7 @@ class Record:
         self.calls.append(("finish", status))
         if self.error:
             raise self.error
-        return True
+        return self.has_all
 
     def ended(self) -> list[Any]:
         return [args[0] for name, *args in self.calls if name == "finish"]
@@ -204,3 +206,15 @@ def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
         assert end_record(trained, run_id, 10, COST) == run_id
     assert "end that driver's job" in caplog.text.replace("\n", " ")
     assert mlflow_run(trained, run_id).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize("fault", [None, "away", "died"])
+def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
+    fault: str | None, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    record.has_all = fault is None
+    record.error = RuntimeError("the recorder has died") if fault == "died" else None
+    with opened() as run:
+        run.is_complete = True
+    told = f"all of run digits-vit; when it answers: vit-ray replay {run.opening.log_path}"
+    assert (told in caplog.text) is (fault is not None)

@@ -43,9 +43,14 @@ def print_result(result: RunResult) -> int:
     _show(table)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint}{note}")
-    if result.hint:
-        print(f"MLflow page: {result.hint}")
+    print_link(result.hint, result.run_id)
     return 0 if result.is_complete else 3
+
+
+def print_link(hint: str, run_id: str | None) -> None:
+    """Where MLflow shows a run; nothing where MLflow was away and does not know it."""
+    if hint and run_id is not None:
+        print(f"MLflow page: {hint}")
 
 
 def print_sweep(result: SweepResult | None) -> int:
@@ -81,7 +86,7 @@ def print_sweep(result: SweepResult | None) -> int:
         print(f"that is of the averaged weights; of the last weights: {last:.2%}")
     if result.page is not None:
         print(f"report: {result.page}")
-    print(f"MLflow page: {result.hint}")
+    print_link(result.hint, result.parent_run_id)
     return 0
 
 

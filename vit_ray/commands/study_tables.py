@@ -7,6 +7,7 @@ import re
 from rich.console import Console
 from rich.table import Table
 
+from vit_ray.commands.printed_tables import print_link
 from vit_ray.experiments.study import StudyResult
 from vit_ray.experiments.study_cells import CellResult
 
@@ -35,7 +36,7 @@ def print_study(result: StudyResult) -> int:
         print(line)
     if result.page is not None:
         print(f"report: {result.page}")
-    print(f"MLflow page: {result.hint}")
+    print_link(result.hint, result.parent_run_id)
     if any(cell.error for cell in result.cells):
         return 1
     return 0 if result.is_complete else 3

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.launch.run_host import RunControl, RunRecord, start_run
@@ -46,9 +47,17 @@ class OpenRun:
         return cls(opening, RunRecord(run), RunControl(run))
 
     def finish(self, status: Status) -> None:
-        """End its record, without which the result is valid."""
+        """End its record, without which the result is valid; say how MLflow can have it later."""
+        has_all = False
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            self.record.finish(status)
+            has_all = self.record.finish(status)
+        if not has_all:
+            logger.warning(
+                "MLflow at %s does not have all of run %s; when it answers: vit-ray replay %s URI",
+                redact(self.opening.config.uri),
+                self.opening.run_name,
+                self.opening.log_path,
+            )
 
 
 @contextmanager

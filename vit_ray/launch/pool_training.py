@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
+from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape
@@ -12,6 +14,8 @@ from vit_ray.launch.ray_policies import cause, newest_step
 from vit_ray.launch.worker_pool import PoolEndedError, PoolLostError, PoolShape, borrowed_pool
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.worker.job import TrainJob
+
+logger = logging.getLogger(__name__)
 
 MOST_POOLS: Final = 4
 """Of one training with no new checkpoint between them. A pool is lost where the process of its
@@ -77,7 +81,13 @@ def _run_in_pool(
     try:
         with borrowed_pool(shape, is_private=cluster.is_private) as pool:
             # While the pool's workers import: what keeps the record from being opened ends the run.
-            job.record.run_id(ANSWER_LIMIT_S)
+            if job.record.run_id(ANSWER_LIMIT_S) is None:
+                logger.warning(
+                    "MLflow at %s does not answer; %s goes on, and its record waits in %s",
+                    redact(job.recipe.tracking.uri),
+                    job.recipe.name,
+                    job.recipe.run_folder,
+                )
             pool.run(job, streams)
     except (PoolEndedError, NoPlaceError) as ended:
         return ended

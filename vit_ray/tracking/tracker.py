@@ -12,6 +12,7 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, RunOpening, Status
 from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
@@ -26,6 +27,9 @@ from vit_ray.tracking.sender import (
 )
 
 logger = logging.getLogger(__name__)
+
+NEVER_REACHED_S: Final = 5.0
+"""Longest wait at a run's end for an MLflow that has not answered once in all of it."""
 
 
 class Tracker:
@@ -91,6 +95,8 @@ class Tracker:
         Returns:
             Whether MLflow has everything.
         """
+        if self.run_id is None:  # MLflow was away from the beginning
+            timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         for sender in (self._points, self._files):
             sender.end(timeout_s if is_sent else 0.0)

@@ -162,6 +162,22 @@ def sees_lock(folder: Location, number: int) -> bool:
     return True
 
 
+def held_by(folder: Location) -> Owner | None:
+    """Who holds the folder now; None if nobody is seen to. Takes nothing and writes nothing.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = _newest(folder)
+    if found is None or found.owner.is_gone():
+        return None
+    if found.owner.is_gone() is None:  # elsewhere, where it renews its file
+        written = _file(folder, found.number).info().mtime
+        if written is None or time.time() - written.timestamp() > PATIENCE_S:
+            return None
+    return found.owner
+
+
 def is_lock_file(name: str) -> bool:
     """Whether a file of this name is one of a lock."""
     return bool(_FILE.fullmatch(name))

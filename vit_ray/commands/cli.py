@@ -170,6 +170,10 @@ def _replay(log: Path, uri: str) -> None:
     sys.exit(_lazily("vit_ray.commands.replay:run_replay", log, uri))
 
 
+def _runs(output: str, as_json: bool) -> None:
+    sys.exit(_lazily("vit_ray.commands.runs:print_runs", output, as_json))
+
+
 def _recipes() -> None:
     _lazily("vit_ray.commands.recipes:print_recipes")
 
@@ -202,6 +206,15 @@ vit_ray = _Names(
             click.Argument(["log"], type=click.Path(path_type=Path)),
             click.Argument(["uri"]),
         ),
+        _plain(
+            "runs",
+            "The runs in OUTPUT, a folder or bucket (the `output` of recipes; by default `runs`): "
+            "state, step, accuracy, age of the newest checkpoint.",
+            _runs,
+            click.Argument(["output"], default="runs"),
+            click.Option(["--json", "as_json"], is_flag=True, help="As a JSON list."),
+        ),
         _plain("recipes", "List the recipes that come along, with cost and result.", _recipes),
     ],
 )
+click.version_option(package_name="vit-ray", prog_name="vit_ray")(vit_ray)

@@ -1,0 +1,117 @@
+"""The runs of an output folder: what each is doing, how far it is, and how good."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vit_ray.checkpoints.checkpoint_format import COMMIT
+from vit_ray.checkpoints.run_checkpoints import (
+    has_had_checkpoints,
+    list_checkpoints,
+    newest_checkpoint,
+)
+from vit_ray.lock import held_by
+from vit_ray.measure.best_evaluation import with_best
+from vit_ray.storage import Location, locate
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
+
+_ACCURACIES = ("eval/averaged_top1", "eval/top1", "dev/averaged_top1", "dev/top1")
+_ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run, as its folder shows it."""
+
+    name: str
+    state: str
+    """`running` with where; else how its last driver ended: `finished`, `stopped`, `failed`,
+    `interrupted` where it died, `not running` where that is not known here."""
+    step: int
+    """Of its newest checkpoint; 0 without one."""
+    top1: float | None
+    """Of its last evaluation, or of the best where the run keeps that; averaged weights first."""
+    age_s: float | None
+    """Since its newest checkpoint was committed."""
+    run_id: str | None
+    """In MLflow."""
+
+
+def list_runs(output: str) -> list[RunRow]:
+    """The runs in a folder or bucket, by name; folders that hold no run are left out.
+
+    Raises:
+        ValueError: there is no such folder.
+        OSError: it cannot be read.
+    """
+    folder = locate(output)
+    if not folder.exists():
+        raise ValueError(f"{output!r}: no such folder; give the `output` of your recipes")
+    rows = (_row(folder.child(name)) for name in sorted(folder.list_folders()))
+    return [row for row in rows if row is not None]
+
+
+def _row(folder: Location) -> RunRow | None:
+    name, log = folder.uri.rpartition("/")[2], metrics_log_path(folder.uri)
+    if not log.exists() and not has_had_checkpoints(folder):
+        return None
+    owner = held_by(folder)
+    state = f"running: {owner}" if owner else _last_state(log)
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is None:
+        if list_checkpoints(folder):
+            state += "; none of its checkpoints is whole"
+        return RunRow(name, state, 0, None, None, None)
+    position = checkpoint.position
+    if position.progress.ended and not owner:
+        state = f"finished: {position.progress.ended}"
+    metrics = with_best(position.progress.metrics)
+    top1 = next((metrics[key] for key in _ACCURACIES if key in metrics), None)
+    committed = checkpoint.folder.child(COMMIT).info().mtime
+    age_s = None if committed is None else max(0.0, time.time() - committed.timestamp())
+    return RunRow(name, state, position.step, top1, age_s, position.tracking_run_id)
+
+
+def _last_state(log: Path) -> str:
+    """As its last driver left it. Where that ran on another machine, its log is there, too."""
+    if not log.exists():
+        return "not running"
+    ends = [one["status"] for one in MetricsLog(log).opened() if one["kind"] == "finish"]
+    return _ENDS.get(ends[-1], ends[-1]) if ends else "interrupted"
+
+
+def print_runs(output: str, as_json: bool) -> int:
+    """Print them as a table, or as one JSON list."""
+    try:
+        rows = list_runs(output)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+        return 0
+    if not rows:
+        print(f"no runs in {output}; give the `output` of your recipes")
+        return 0
+    table = Table("run", "state", "step", "top-1", "newest checkpoint")
+    for row in rows:
+        top1 = "" if row.top1 is None else f"{row.top1:.2%}"
+        table.add_row(row.name, row.state, str(row.step), top1, _age(row.age_s))
+    Console().print(table)
+    return 0
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "none"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

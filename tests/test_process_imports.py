@@ -1,5 +1,6 @@
 """What each kind of process imports, which is most of the time that a small job takes to start."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.storage import locate
 
+VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 # Each takes a tenth of a second or more to import.
 HEAVY = {
     "alembic", "botocore", "cv2", "deepspeed", "fastapi", "matplotlib", "mlflow", "pandas",
@@ -97,3 +99,17 @@ def test_a_driver_that_has_planned_its_run_has_not_imported_torch(
     job = Path(__file__).parents[1] / "jobs" / "pretrain.py"
     imported = imported_by(_UP_TO_THE_PLAN, str(job), str(recipe))
     assert imported <= RAY_DATA | {"cv2", "ray.train", "rich"}
+
+
+@pytest.mark.parametrize(("given", "is_on"), [({}, "False"), ({VARIABLE: "1"}, "True")])
+def test_workers_have_the_drivers_environment_under_uv_run_unless_the_user_asks_for_another(
+    given: dict[str, str], is_on: str
+) -> None:
+    """Ray reads its setting once, when it is imported (`ray_constants`, Ray 2.60)."""
+    code = "import vit_ray.launch.cluster; from ray._private import ray_constants as found; "
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} print(found.{VARIABLE})"],
+        env={**environment, **given}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == is_on

@@ -27,6 +27,9 @@ __all__ = [
 
 # Said before mlflow is imported anywhere: nobody but one's own server is told of a training.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# Before Ray is imported: under `uv run` it would start every worker by another `uv run`, in an
+# environment without Ray, for ever. The workers have the driver's environment.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 __version__ = "0.1.0"
 

@@ -249,11 +249,12 @@ RAY = str(Path(sys.executable).parent / "ray")
 PORT = 6379
 
 
-def start_head(host: Host, num_cpus: int = 0, **environment: str) -> None:
+def start_head(
+    host: Host, num_cpus: int = 0, options: Sequence[str] = (), **environment: str
+) -> None:
     """A Ray head on the host, with the job server and without CPUs by default."""
-    _start_ray(
-        host, ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"], num_cpus, environment
-    )
+    role = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0", *options]
+    _start_ray(host, role, num_cpus, environment)
 
 
 def start_raylet(host: Host, head: Host, num_cpus: int = 2, **environment: str) -> None:

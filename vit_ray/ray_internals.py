@@ -156,6 +156,11 @@ INTERNALS: Final = (
         {"": ()},
     ),
     Internal(
+        "ray.autoscaler.v2.utils", "is_autoscaler_v2",
+        "Nodes may come on demand, though what the autoscaler may start is not known.", "",
+        {"": ("fetch_from_server", "gcs_client")},
+    ),
+    Internal(
         "ray.data._internal.stats", "_StatsManager",
         "It keeps numbers for a dashboard in a process of its own; on a Ray without a dashboard "
         "nobody sees them.", "",
@@ -301,6 +306,12 @@ def has_auth_token() -> bool:
     """Whether this machine or environment has a token, whatever the authentication mode."""
     raylet = importlib.import_module("ray._raylet")
     return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def has_second_autoscaler() -> bool:
+    """Whether the connected cluster was started with version 2 of the autoscaler, as by KubeRay."""
+    module = importlib.import_module(_MODULES["is_autoscaler_v2"])
+    return bool(module.is_autoscaler_v2(fetch_from_server=True))
 
 
 def reload_ray_config() -> None:

@@ -204,7 +204,7 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
 def test_trials_run_side_by_side_as_the_cluster_holds_them(
     use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage.ray, "cluster_resources", lambda: cluster)
+    monkeypatch.setattr(stage, "capacity", lambda: (cluster.get("GPU", 0.0), cluster["CPU"]))
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
     assert stage.max_concurrent([chosen]) == count

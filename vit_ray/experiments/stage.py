@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import ray
 from ray.tune.schedulers import TrialScheduler
 
 from vit_ray.config import Recipe
@@ -19,6 +18,7 @@ from vit_ray.experiments.retries import train_with_retries
 from vit_ray.experiments.search_space import Point
 from vit_ray.experiments.side_by_side import Room, room_of
 from vit_ray.experiments.trials import Outcome, run_trials
+from vit_ray.launch.cluster import capacity
 from vit_ray.launch.open_record import tag_ended_run
 from vit_ray.launch.pool_training import RunDivergedError
 from vit_ray.launch.run import RunResult
@@ -47,8 +47,7 @@ def deciding_metric(recipe: Recipe) -> str:
 
 def max_concurrent(recipes: Sequence[Recipe]) -> int:
     """Trials that the cluster holds at a time, were all as large as the largest."""
-    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    cluster = Room(has.get("GPU", 0.0), has.get("CPU", 1.0))
+    cluster = Room(*capacity())
     trials = [room_of(recipe, cluster) for recipe in recipes]
     by_gpu = [cluster.gpus // one.gpus for one in trials if one.gpus]
     return max(1, int(min([*by_gpu, *(cluster.cpus // one.cpus for one in trials)])))

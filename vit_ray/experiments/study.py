@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import ray
-
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
@@ -34,6 +32,7 @@ from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.experiments.transfer import key_of_the_cell, run_transfer, task_recipe, task_tags
 from vit_ray.experiments.write_page import page_meanwhile, page_of
+from vit_ray.launch.cluster import capacity
 from vit_ray.launch.preflight import (
     ResolvedRun,
     check_batch,
@@ -319,11 +318,10 @@ def _needs(group: Group, room: Room) -> Room:
 
 
 def cluster_room(study: StudyConfig) -> Room:
-    """What the cells may take of the cluster, as it is now, together."""
-    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpus = has.get("GPU", 0.0)
+    """What the cells may take together, of the cluster as it is now or may become."""
+    gpus, cpus = capacity()
     most = gpus if study.max_gpus is None else min(gpus, study.max_gpus)
-    return Room(most, has.get("CPU", 1.0), study.max_concurrent or math.inf)
+    return Room(most, cpus, study.max_concurrent or math.inf)
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from typing import Final
 import ray
 
 from vit_ray.config import Recipe
+from vit_ray.launch.autoscaling import Growth, find_growth
 from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,
@@ -60,10 +61,23 @@ class ClusterShape:
     """Unix time at which Ray was up."""
     is_private: bool = False
     """This driver has started it, and it ends with this driver."""
+    growth: Growth | None = None
+    """What its autoscaler may start; None if it stays as it is."""
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        return f"{nodes}, {self.num_cpus:g} CPUs, {self.num_gpus:g} GPUs"
+        growth = "" if self.growth is None else f"; {self.growth}"
+        return f"{nodes}, {self.num_cpus:g} CPUs, {self.num_gpus:g} GPUs{growth}"
+
+    @property
+    def most_cpus(self) -> float:
+        """That it has or may come to have; infinite where that is not known."""
+        return max(self.num_cpus, self.growth.total("CPU") if self.growth else 0.0)
+
+    @property
+    def most_gpus(self) -> float:
+        """As `most_cpus`."""
+        return max(self.num_gpus, self.growth.total("GPU") if self.growth else 0.0)
 
 
 def connect(recipe: Recipe) -> ClusterShape:
@@ -200,12 +214,23 @@ def shape(ready_s: float) -> ClusterShape:
     """The connected cluster as it is now."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    is_private = _address() in _STARTED
     return ClusterShape(
         len(nodes),
         resources.get("CPU", 0),
         resources.get("GPU", 0),
         ready_s,
-        is_private=_address() in _STARTED,
+        is_private=is_private,
+        growth=None if is_private else find_growth(),
+    )
+
+
+def capacity() -> tuple[float, float]:
+    """GPUs and CPUs that the connected cluster has, or is known to be able to start."""
+    now = shape(time.time())
+    return tuple(  # type: ignore[return-value]  # of two
+        has if math.isinf(most) else most
+        for has, most in ((now.num_gpus, now.most_gpus), (now.num_cpus, now.most_cpus))
     )
 
 

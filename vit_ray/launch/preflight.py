@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -344,29 +345,52 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     """The cluster can hold the workers and still feed them; returns whether workers get GPUs.
 
+    It can where it may grow to it: the group then asks for its nodes, and waits for them.
+
     Raises:
-        ValueError: more GPUs or CPUs are asked for than there are.
+        ValueError: more GPUs or CPUs are asked for than there are or may be, or whether there may
+            be GPUs is not known.
     """
     workers = recipe.workers
     least = recipe.group_sizes[0]
-    wants = workers.use_gpu
-    use_gpu = cluster.num_gpus > 0 if wants == "auto" else wants
-    if use_gpu and cluster.num_gpus < least:
+    use_gpu = _uses_gpus(recipe, cluster)
+    each = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+    if use_gpu and cluster.most_gpus < least:
         raise ValueError(
             f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
-            f"cluster has {cluster.num_gpus:g} ({cluster}). Lower workers.num_workers to at most "
-            f"{cluster.num_gpus:g}, or set workers.use_gpu=false"
+            f"cluster has {cluster.most_gpus:g} ({cluster}). Lower workers.num_workers to at most "
+            f"{cluster.most_gpus:g}, or set workers.use_gpu=false"
         )
     needed = least * workers.cpus_per_worker
-    if cluster.num_cpus - needed < recipe.data.cpus_per_task:
-        most = int((cluster.num_cpus - recipe.data.cpus_per_task) // workers.cpus_per_worker)
+    if cluster.most_cpus - needed < recipe.data.cpus_per_task:
+        most = int((cluster.most_cpus - recipe.data.cpus_per_task) // workers.cpus_per_worker)
         raise ValueError(
             f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
-            f"{cluster.num_cpus - needed:g} of {cluster.num_cpus:g} CPUs for reading data, which "
-            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g}; use at most {max(most, 0)} "
-            "workers, or fewer CPUs for each"
+            f"{cluster.most_cpus - needed:g} of {cluster.most_cpus:g} CPUs for reading data, which "
+            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({cluster}); use at most "
+            f"{max(most, 0)} workers, or fewer CPUs for each"
+        )
+    has_room = min(cluster.num_gpus / each.get("GPU", 1.0), cluster.num_cpus / each["CPU"])
+    if cluster.growth is not None and has_room < least and cluster.growth.holds(each) < least:
+        held = " and ".join(f"{count:g} {key}" for key, count in each.items())
+        raise ValueError(
+            f"workers.num_workers={workers.num_workers} with {held} each find room for "
+            f"{cluster.growth.holds(each):g} on the nodes that the cluster may start ({cluster}). "
+            "Raise max_workers of a node type, or lower workers.num_workers or "
+            "workers.cpus_per_worker"
         )
     return use_gpu
+
+
+def _uses_gpus(recipe: Recipe, cluster: ClusterShape) -> bool:
+    if recipe.workers.use_gpu != "auto":
+        return recipe.workers.use_gpu
+    if cluster.num_gpus == 0 and math.isinf(cluster.most_gpus):
+        raise ValueError(
+            "workers.use_gpu=auto: no node with a GPU is up, and whether the cluster's autoscaler "
+            "may start one is not known here; set workers.use_gpu=true, or false to train on CPUs"
+        )
+    return cluster.most_gpus > 0
 
 
 def find_resume_point(

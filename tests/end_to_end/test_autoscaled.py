@@ -1,0 +1,77 @@
+"""A cluster that has only its head: the job asks for nodes, trains on them, and refuses at once
+what they can never hold."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import hosts
+from tests.conftest import ROOT, Digits
+from tests.end_to_end.runs import write_recipe
+from tests.hosts import Host
+from tests.recipes import small_recipe
+from vit_ray.config import Recipe
+
+CONFIG = {
+    "cluster_name": "fake",
+    "max_workers": 2,
+    "idle_timeout_minutes": 1,
+    "provider": {"type": "fake_multinode", "launch_multiple": True},
+    # The provider's own name for the head, and its number for the head's node.
+    "head_node_type": "ray.head.default",
+    "available_node_types": {
+        "ray.head.default": {"resources": {"CPU": 0}, "max_workers": 0, "node_config": {}},
+        "cpu": {"resources": {"CPU": 4}, "min_workers": 0, "max_workers": 2, "node_config": {}},
+    },
+    "auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": [],
+    "file_mounts_sync_continuously": False, "rsync_exclude": [], "rsync_filter": [],
+    "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
+    "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
+}  # fmt: skip
+ENVIRONMENT = {
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": "f" * 51 + "00000",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "2",
+}
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Host]:
+    hosts.require()
+    config = tmp_path / "autoscaler.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    with hosts.network() as net:
+        host = net.join("head")
+        hosts.start_head(host, options=[f"--autoscaling-config={config}"], **ENVIRONMENT)
+        hosts.wait_for_nodes(host, 1)
+        yield host
+
+
+def pretrain(host: Host, recipe: Recipe, folder: Path) -> tuple[int, str]:
+    job = str(ROOT / "jobs" / "pretrain.py")
+    path = str(write_recipe(recipe, folder))
+    environment = {"RAY_ADDRESS": f"{host.address}:{hosts.PORT}", "PYTHONPATH": str(ROOT)}
+    return host.run(sys.executable, job, path, environment=environment, timeout_s=400)
+
+
+@pytest.mark.slow
+def test_a_job_starts_the_nodes_that_it_needs_and_no_job_waits_for_what_cannot_come(
+    head: Host, digits: Digits, tmp_path: Path
+) -> None:
+    def recipe(name: str, num_workers: int) -> Recipe:
+        # One worker for each node of 4 CPUs.
+        workers = {"num_workers": num_workers, "cpus_per_worker": 3.0, "use_gpu": "auto"}
+        return small_recipe(
+            name, digits, tmp_path, workers=workers, optim={"steps": 4},
+            train={"global_batch_size": 12, "micro_batch_size": "auto"},
+        )  # fmt: skip
+
+    code, output = pretrain(head, recipe("greedy", 3), tmp_path)
+    assert code == 2, output
+    assert "it may start 2 of cpu (4 CPU each), 2 nodes in all" in output
+    code, output = pretrain(head, recipe("fits", 2), tmp_path)
+    assert code == 0, output
+    hosts.wait_for_nodes(head, 3)

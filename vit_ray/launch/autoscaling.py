@@ -1,0 +1,113 @@
+"""What a cluster may become: the nodes that its autoscaler may start.
+
+Ray 2.60 tells nobody: `get_cluster_config` is for managed clusters. The autoscaler of `ray up` and
+`ray start --autoscaling-config` runs on the head, as a submitted job's driver does, and its file is
+in its command line. That of KubeRay is in a container of its own: that there is one is known, and
+not what it may start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from vit_ray.ray_internals import has_second_autoscaler
+
+_PROCESSES: Final = Path("/proc")
+_OPTION: Final = "--autoscaling-config="
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """Nodes that may be started."""
+
+    name: str
+    most: int
+    """Nodes of this type at a time."""
+    resources: Mapping[str, float]
+
+    def holds(self, each: Mapping[str, float]) -> int:
+        """Workers that one node has room for."""
+        return math.floor(
+            min(self.resources.get(key, 0.0) / need for key, need in each.items() if need)
+        )
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{count:g} {key}" for key, count in self.resources.items())
+        return f"{self.most} of {self.name} ({held or 'nothing'} each)"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What an autoscaler may start."""
+
+    types: tuple[NodeType, ...] | None
+    """None: there is an autoscaler, and what it may start is not known here."""
+    most_nodes: float = math.inf
+    """Of all types together."""
+
+    def total(self, key: str) -> float:
+        """The most of a resource that there can be; infinite where it is not known."""
+        if self.types is None:
+            return math.inf
+        nodes = sorted(
+            (each.resources.get(key, 0.0) for each in self.types for _ in range(each.most)),
+            reverse=True,
+        )
+        return sum(nodes[: int(min(self.most_nodes, len(nodes)))])
+
+    def holds(self, each: Mapping[str, float]) -> float:
+        """Workers that there can be room for, side by side; infinite where it is not known."""
+        if self.types is None:
+            return math.inf
+        places = sorted(one.holds(each) for one in self.types for _ in range(one.most))[::-1]
+        return sum(places[: int(min(self.most_nodes, len(places)))])
+
+    def __str__(self) -> str:
+        if self.types is None:
+            return "its autoscaler's node types are not known here"
+        limit = "" if math.isinf(self.most_nodes) else f", {self.most_nodes:g} nodes in all"
+        return f"it may start {', '.join(map(str, self.types)) or 'nothing'}{limit}"
+
+
+def find_growth() -> Growth | None:
+    """Of the connected cluster; None if its nodes are those that are up."""
+    for file in _files_of_autoscalers():
+        return growth_of(yaml.safe_load(file.read_text()))
+    return Growth(None) if has_second_autoscaler() else None
+
+
+def growth_of(config: Mapping[str, Any]) -> Growth:
+    """Of a configuration as `ray up` takes it; its head is up already and no more is started."""
+    most_nodes = config.get("max_workers", math.inf)
+    head = config.get("head_node_type")
+    return Growth(
+        tuple(
+            NodeType(
+                name,
+                int(min(each.get("max_workers", most_nodes), most_nodes)),
+                {key: float(count) for key, count in (each.get("resources") or {}).items()},
+            )
+            for name, each in config.get("available_node_types", {}).items()
+            if name != head
+        ),
+        most_nodes,
+    )
+
+
+def _files_of_autoscalers() -> list[Path]:
+    """Configurations of the autoscalers that run on this host, where they can be read."""
+    found = []
+    for process in _PROCESSES.glob("[0-9]*/cmdline"):
+        try:
+            words = process.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if any(word.endswith("monitor.py") for word in words):
+            found += [Path(w.removeprefix(_OPTION)) for w in words if w.startswith(_OPTION)]
+    return [file for file in found if file.is_file()]

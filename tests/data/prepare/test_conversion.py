@@ -343,7 +343,7 @@ def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
     target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
     command = [sys.executable, "-c", STUCK_AFTER_FIVE_SHARDS, ray_cluster.address]
     with subprocess.Popen([*command, str(image_folder), str(target)]) as driver:
-        while len(list(staging.glob("shard-*"))) < 5 or not list(target.glob("part-*.tmp")):
+        while len(list(staging.glob("shard-*.json"))) < 5 or not list(target.glob("part-*.tmp")):
             assert driver.poll() is None
             time.sleep(0.05)
         driver.kill()

@@ -40,7 +40,9 @@ class ConvertConfig(Section):
     """Class names in label order; unset = those that the source declares, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"
     """What labels are: class names, or indices into the classes; auto = as the source declares, and
-    indices where it does not, all labels are integers, and no class name is."""
+    indices where it does not, all labels are integers, and no class name is. Where no class names
+    are known, integers other than 0 to n - 1 need one of the two: `indices` keeps each label as it
+    is, `names` numbers what there is from 0 on."""
     columns: tuple[str, ...] = ()
     """Fields of the source to pass through as text, such as captions and ids: columns of parquet
     and CSV, keys of JSON, suffixes of a tar's text files."""

@@ -125,9 +125,39 @@ def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -
         tally.add(IndexEntry("a", 0, 1, "3", ("caption 3",)))
 
 
-def test_indices_need_names() -> None:
-    with pytest.raises(ValueError, match=r"labels_are=indices needs the names .*convert.classes"):
-        label_map.class_names({"1"}, {"text"}, None, "indices")
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ({"0", "-1", "1"}, "a label is -1, which by convention says that an image is not labelled"),
+        ({"0", "1", "3"}, "integers 0 to 3, without 2, .*labels_are=indices .*labels_are=names"),
+        ({"1", "2", "3"}, "integers 1 to 3, without 0"),
+        ({"0", "1", "01"}, "integers 0 to 1, such as"),
+    ],
+)
+def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(
+    labels: set[str], told: str
+) -> None:
+    for kinds in ({"index"}, {"text"}):
+        with pytest.raises(ValueError, match=told):
+            label_map.class_names(labels, kinds, None, "auto")
+    # What a folder is called is a name; and names may be what they like.
+    numbered = sorted(labels, key=lambda label: (int(label), label))
+    assert label_map.class_names(labels, {"text"}, None, "auto", of_folders=True) == (
+        numbered,
+        False,
+    )
+    assert label_map.class_names(labels, {"text"}, None, "names") == (numbered, False)
+
+
+def test_indices_without_names_keep_their_places() -> None:
+    found = label_map.class_names({"0", "3"}, {"index"}, None, "indices")
+    assert found == (["0", "1", "2", "3"], True)
+    assert label_map.class_names({"0", "1"}, {"index"}, None, "auto") == (["0", "1"], False)
+    for wrong in ({"0", "-1"}, {"0", "cat"}, {"0", "01"}):
+        with pytest.raises(ValueError, match=r"are no integers from 0 on; correct them"):
+            label_map.class_names(wrong, {"text"}, None, "indices")
+    with pytest.raises(ValueError, match="are they labels"):
+        label_map.class_names({"0", "999999999999"}, {"index"}, None, "indices")
 
 
 def test_an_index_is_kept_as_it_is() -> None:

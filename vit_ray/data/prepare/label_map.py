@@ -13,7 +13,12 @@ _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 
 
 def class_names(
-    found: Set[str], kinds: Set[str], names: list[str] | None, labels_are: LabelsAre
+    found: Set[str],
+    kinds: Set[str],
+    names: list[str] | None,
+    labels_are: LabelsAre,
+    *,
+    of_folders: bool = False,
 ) -> tuple[list[str], bool]:
     """Class names in label order, and whether labels are indices into them.
 
@@ -23,19 +28,19 @@ def class_names(
         found: labels of the source.
         kinds: what the source says that its labels are: `name`, `index`, or neither.
         names: as given or declared.
+        of_folders: labels are the names of folders, and names of classes whatever they look like.
 
     Raises:
         ValueError: a label is none of the names, or nobody can tell what the labels are.
     """
     labels = sorted(found)
     check_class_count(len(labels), "the source")
-    if names is None and labels_are == "indices":
-        raise ValueError(
-            "convert.labels_are=indices needs the names that they are indices of; give them by "
-            "convert.classes."
-        )
     if names is None:
         are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
+        if labels_are == "indices":
+            return _numbered(labels, are_numbers), True
+        if are_numbers and not of_folders and labels_are == "auto":
+            _check_gapless(labels)
         return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
     are_indices = _are_indices(labels, kinds, names, labels_are)
     allowed = {str(i) for i in range(len(names))} if are_indices else set(names)
@@ -69,6 +74,43 @@ def declared_classes(declared: list[tuple[str, list[str]]]) -> list[str] | None:
                 f"them by convert.classes, or convert one of the two."
             )
     return declared[0][1] if declared else None
+
+
+def _check_gapless(labels: list[str]) -> None:
+    """Raises ValueError if integers are not 0 to n - 1: whether they are labels nobody can tell."""
+    numbers = sorted({int(label) for label in labels})
+    if len(numbers) == len(labels) and numbers == list(range(len(numbers))):
+        return
+    if numbers[0] < 0:
+        raise ValueError(
+            f"convert: a label is {numbers[0]}, which by convention says that an image is not "
+            f"labelled, and the source declares no class names; take such images out, or make it a "
+            f"class by convert.labels_are=names."
+        )
+    missing = next((k for k in range(len(numbers)) if k not in numbers), None)
+    told = f"without {missing}" if missing is not None else f"such as {labels[:3]}"
+    raise ValueError(
+        f"convert: labels are the integers {numbers[0]} to {numbers[-1]}, {told}, and the source "
+        "declares no class names; set convert.labels_are=indices to keep each as it is, "
+        "convert.labels_are=names to number what there is from 0 on, or give convert.classes."
+    )
+
+
+def _numbered(labels: list[str], are_numbers: bool) -> list[str]:
+    """A name for every index from 0 to the largest label.
+
+    Raises:
+        ValueError: labels are no indices.
+    """
+    no_index = [one for one in labels if not are_numbers or str(abs(int(one))) != one]
+    if no_index:
+        raise ValueError(
+            f"convert.labels_are=indices: labels such as {no_index[:5]} are no integers from 0 on; "
+            "correct them, or set convert.labels_are=names."
+        )
+    count = max(map(int, labels)) + 1
+    check_class_count(count, "the source")
+    return [str(index) for index in range(count)]
 
 
 def _are_indices(

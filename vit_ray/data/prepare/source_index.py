@@ -164,7 +164,11 @@ def build_index(
     labels = {label for fact in facts for label in fact.labels}
     kinds = {kind for fact in facts for kind in fact.kinds}
     names, are_indices = class_names(
-        labels, kinds, classes or declared_classes(declared), labels_are
+        labels,
+        kinds,
+        classes or declared_classes(declared),
+        labels_are,
+        of_folders=units[0].format in ("folder", "loose"),
     )
     digest = hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
     may_repeat = units[0].format in ("csv", "jsonl", "webdataset")

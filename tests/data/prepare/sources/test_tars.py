@@ -44,7 +44,9 @@ def test_sparse_integers_are_sorted_classes_with_their_names(serial: None, tmp_p
     pairs = [(f"{i}.{s}", c) for i, t in enumerate(texts) for s, c in
              (("jpg", IMAGES[i]), ("cls", t.encode()))]  # fmt: skip
     (tmp_path / "a.tar").write_bytes(tar_of(pairs))
-    rows = converted(tmp_path / "a.tar", tmp_path / "set")
+    with pytest.raises(ValueError, match=r"integers 1 to 20201001, without 0, .*labels_are=names"):
+        converted(tmp_path / "a.tar", tmp_path / "set")
+    rows = converted(tmp_path / "a.tar", tmp_path / "set", labels_are="names")
     assert labels_of(rows) == {f"a/{i}": text for i, text in enumerate(texts)}
     assert open_dataset(str(tmp_path / "set")).classes == ["01", "1", "9", "10", "20201001"]
 

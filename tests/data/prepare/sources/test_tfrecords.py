@@ -149,7 +149,9 @@ def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_p
     plain = converted(tmp_path / "a", tmp_path / "plain")
     assert [labels for _, labels in plain.values()] == [["cat"]] * 2
     # Features without names are classes by their numbers.
-    rows = converted(write(tmp_path / "b", age=[7]), tmp_path / "other", label_field="age")
+    rows = converted(
+        write(tmp_path / "b", age=[7]), tmp_path / "other", label_field="age", labels_are="names"
+    )
     assert [labels for _, labels in rows.values()] == [["7"]] * 2
     with pytest.raises(ValueError, match=r"it has no convert\.label_field='ag', only age, image"):
         converted(tmp_path / "b", tmp_path / "none", label_field="ag")

@@ -257,8 +257,10 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
 
     class Fake:
         def __init__(
-            self, _: Any, __: Any, recipes: list[Recipe], kind: str, parent: OpenParent, *___: Any
-        ) -> None:
+            self, _: Any, __: Any, recipes: list[Recipe], points: Any, kind: str,
+            parent: OpenParent, *___: Any,
+        ) -> None:  # fmt: skip
+            assert len(points) == len(recipes)
             self.recipes = recipes
             tagged.append((kind, parent.child_tags["vit_ray.vtab_task"]))
 

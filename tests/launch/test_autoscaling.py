@@ -12,6 +12,7 @@ import yaml
 
 from tests.recipes import recipe_with
 from vit_ray.launch import autoscaling
+from vit_ray.launch import cluster as module
 from vit_ray.launch.autoscaling import Growth, find_growth, growth_of
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.preflight import check_cluster
@@ -116,3 +117,17 @@ def test_the_configuration_is_that_of_the_autoscaler_on_this_host(
     unknown = find_growth()
     assert unknown == Growth(None)
     assert math.isinf(unknown.total("GPU"))
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_cluster_of_others_may_grow_and_one_of_this_driver_alone_does_not(
+    is_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(module.ray, "nodes", list)
+    monkeypatch.setattr(module, "_address", lambda: "here")
+    monkeypatch.setattr(module, "_STARTED", ["here"] if is_private else [])
+    monkeypatch.setattr(module, "find_growth", shipped)
+    found = module.shape(0.0)
+    assert (found.most_gpus, found.num_gpus) == (0.0 if is_private else 16.0, 0)
+    assert module.capacity() == ((0, 0) if is_private else (16.0, 640.0))

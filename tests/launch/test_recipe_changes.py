@@ -239,7 +239,10 @@ def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, key
     held = {on_resume(key) for key in key_names() if key.startswith("model.")}
     assert held == {OnResume.FIXED}
     free = ("workers.", "checkpoint.", "tracking.")
-    assert {on_resume(key) for key in key_names() if key.startswith(free)} == {OnResume.FREE}
+    others = {on_resume(key): key for key in key_names() if key.startswith(free)}
+    # It decides which weights are the result.
+    assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
+    assert others.keys() == {OnResume.FREE}
 
 
 def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:

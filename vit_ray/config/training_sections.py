@@ -499,7 +499,7 @@ class CheckpointConfig(Section):
     """Also write one after every so many steps, and never remove it; unset = none is permanent."""
     keep_steps: tuple[Positive, ...] = ()
     """Also write one after each of these steps, and never remove it."""
-    keep_best: bool = False
+    keep_best: Annotated[bool, OnResume.CONFIRM] = False
     """The evaluation with the best validation loss is the result, as for `train.early_stopping`:
     its accuracy counts, and its checkpoint is kept and handed on."""
 

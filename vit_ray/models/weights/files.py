@@ -321,7 +321,10 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
         write(partial)
+        partial.chmod(mode)  # as of any new file: safetensors' own nobody else may read
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights cannot be written to {path}: {error}") from error
@@ -346,10 +349,8 @@ def _huggingface_config(model: nn.Module) -> dict[str, Any]:
         embedding = model.embedding
         assert isinstance(embedding, PatchEmbedding)
         size, patch_size = model.size, embedding.patch_size
-        # Its classifier does not go through the tanh layer, which its bare model calls the pooler.
-        has_tanh = model.representation is not None
         config: dict[str, Any] = {
-            "architectures": ["ViTModel" if has_tanh else "ViTForImageClassification"],
+            "architectures": ["ViTForImageClassification"],
             "model_type": "vit",
             "hidden_size": size.width,
             "intermediate_size": size.mlp_dim,

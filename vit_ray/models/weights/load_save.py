@@ -212,6 +212,12 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         lost = f"positions of {model.grid[0]} x {model.grid[1]} patches, as many as of a square"
     elif layout == "huggingface" and options.pool == "gap":
         lost = "pool='gap'"
+    elif layout == "huggingface" and options.representation:
+        # transformers' classifier leaves its tanh layer, the pooler, out.
+        raise ValueError(
+            "layout='huggingface' cannot express representation=true: ViTForImageClassification "
+            "would give other logits without a word; use layout='jax', 'timm' or 'vit_ray'."
+        )
     elif layout == "huggingface" and options.positions == "none":
         lost = "positions='none'"
     else:

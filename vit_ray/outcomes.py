@@ -25,6 +25,7 @@ class EventKind(StrEnum):
     FIRST_STEP = "first step"
     HUNG = "hung"
     NO_PLACE = "waiting for a place"
+    NOT_COMPILED = "not compiled"
     NOT_FINITE = "not finite"
     OUT_OF_MEMORY = "out of memory"
     PREEMPTION = "preemption"

@@ -13,7 +13,7 @@ from tests.train.engine_runs import IMAGES, build_engine, run_steps
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
-from vit_ray.train.compiling import compile_model
+from vit_ray.train.compiling import compile_failures, compile_model
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
 # makes machine code, which takes long; the other captures the same graphs, and runs them as torch.
@@ -88,7 +88,11 @@ def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it() -> None
     expected = model(images)
     torch._dynamo.register_backend(broken, "broken")
     compile_model(model, "broken", may_fail=True)
+    before = len(compile_failures())
     assert torch.equal(model(images), expected)
+    failures = compile_failures()[before:]
+    assert len(failures) >= 1
+    assert all("no C compiler" in failure for failure in failures)
     torch._dynamo.reset()
     compile_model(model, "broken", may_fail=False)
     with pytest.raises(RuntimeError, match="no C compiler"):

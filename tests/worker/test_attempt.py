@@ -45,6 +45,27 @@ def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Pa
     assert worker.actor.failed is None
 
 
+@pytest.mark.parametrize(
+    ("compiled_s", "failure", "is_compiled", "kinds"),
+    [
+        (0.0, None, 0.0, ["first step"]),
+        (3.0, None, 1.0, ["first step"]),
+        (3.0, "RuntimeError: no C compiler", 0.0, ["not compiled", "first step"]),
+    ],
+)
+def test_a_model_that_runs_eagerly_does_not_look_compiled(
+    compiled_s: float, failure: str | None, is_compiled: float, kinds: list[str], tmp_path: Path
+) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.compile_s, worker.hooks.compile_failure = lambda: compiled_s, lambda: failure
+    run(worker)
+    assert worker.kinds() == kinds
+    logged = {key: value for _, values in worker.actor.logged for key, value in values.items()}
+    assert logged["perf/compiled"] == is_compiled
+    texts = [text for _, text, _ in worker.actor.events]
+    assert any(failure in text for text in texts) if failure else len(texts) == 1
+
+
 def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     run_attempt(worker.link, lambda: None)

@@ -6,6 +6,7 @@ stands between the blocks is little and stays eager.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Final
 
@@ -32,6 +33,7 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     """
     import torch._dynamo
 
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(_FAILURES)  # once, however often
     torch._dynamo.config.suppress_errors = may_fail
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     inner = getattr(model, "model", model)
@@ -42,6 +44,30 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
         inner.embedding.compile(backend=backend)
     for block in inner.blocks:
         block.compile(backend=backend)
+
+
+class _Failures(logging.Handler):
+    """Why parts run eagerly that were to be compiled; torch 2.13 says it in its log alone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep how the error begins of a part that will not be converted."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # The backend stands in the first line, and what it raised in the second.
+            self.reasons.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
+
+
+_FAILURES: Final = _Failures()
+
+
+def compile_failures() -> list[str]:
+    """Reasons of the parts of this process that could not be compiled so far, and run eagerly."""
+    return list(_FAILURES.reasons)
 
 
 def compile_s() -> float:

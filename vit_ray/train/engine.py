@@ -52,7 +52,7 @@ from vit_ray.deepspeed_internals import (
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.measure.zero_settings import zero_settings
 from vit_ray.train.adafactor import Adafactor
-from vit_ray.train.compiling import compile_model, compile_s
+from vit_ray.train.compiling import compile_failures, compile_model, compile_s
 from vit_ray.train.deepspeed_config import deepspeed_config
 from vit_ray.train.ema import WeightAverage
 from vit_ray.train.layer_sizes import activation_sizes
@@ -92,6 +92,7 @@ class DeepSpeedEngine:
         self._loss_function = loss_function
         self._train = train
         self._compile_s_before = compile_s()
+        self._num_failures_before = len(compile_failures())
         self.stage = train.zero_stage
         state = state_types(optim)
         self._state_keys = tuple(state)
@@ -156,6 +157,11 @@ class DeepSpeedEngine:
     def compile_s(self) -> float:
         """Seconds that compiling this engine's model has taken so far."""
         return compile_s() - self._compile_s_before
+
+    def compile_failure(self) -> str | None:
+        """Why a part of the model that was to be compiled runs eagerly; None if none does."""
+        failures = compile_failures()[self._num_failures_before :]
+        return failures[0] if failures else None
 
     def take_forward_s(self) -> float:
         """Time of this rank's forward passes since the last call, which the device has ended.

@@ -152,6 +152,8 @@ class WorkerHooks(LoopHooks):
     ray_ready_s: float
     compile_s: Callable[[], float] = lambda: 0.0
     """What compiling has taken so far."""
+    compile_failure: Callable[[], str | None] = lambda: None
+    """Why a part runs eagerly that was to be compiled."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
 
@@ -177,9 +179,13 @@ class WorkerHooks(LoopHooks):
             since_ray_s = time.time() - self.ray_ready_s
             metrics = {"startup/first_step_s": since_ray_s}
             text = f"{since_ray_s:.1f} s after Ray was up"
-            if compiled_s := self.compile_s():
+            compiled_s, failure = self.compile_s(), self.compile_failure()
+            metrics["perf/compiled"] = float(compiled_s > 0 and failure is None)
+            if compiled_s:
                 metrics["startup/compile_s"] = compiled_s
                 text += f", {compiled_s:.1f} s of them torch.compile's"
+            if failure is not None:
+                self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
             self.link.note(EventKind.FIRST_STEP, text, step)
             self.link.log(step, metrics)
 

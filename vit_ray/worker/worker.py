@@ -177,6 +177,7 @@ def _set_up(
         preemption_notice,
         job.ray_ready_s,
         engine.compile_s,
+        engine.compile_failure,
     )
     watchdog.begin_steps(progress.step)
     return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)

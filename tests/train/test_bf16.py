@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.train.engine_runs import PLAIN_LINEAR, loss_of, small_model
+from tests.train.engine_runs import IMAGES, PLAIN_LINEAR, loss_of, small_model
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.train.engine import DeepSpeedEngine
@@ -36,6 +36,56 @@ def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def masters(engine: DeepSpeedEngine) -> dict[tuple[str, int], Tensor]:
     return {(f.name, f.start): f.weight.clone() for f in engine.fragments()}
+
+
+def logits_with_exact_bias(engine: DeepSpeedEngine, parts: Any = None) -> tuple[Tensor, Tensor]:
+    """What the engine predicts; and its features through its bf16 kernel, with the fp32 bias."""
+    products: list[Tensor] = []
+    hook = engine._engine.module.head.register_forward_pre_hook(
+        lambda head, args: products.append(PLAIN_LINEAR(args[0], head.weight).float())
+    )
+    logits = engine.predict(IMAGES.to(engine.dtype))[1]
+    hook.remove()
+    bias = torch.zeros(5)
+    for name, start, values in parts or [(f.name, f.start, f.weight) for f in engine.fragments()]:
+        if name == "head.bias":
+            bias[start : start + len(values)] = values
+    torch.distributed.all_reduce(bias)
+    return logits, products[0].detach() + bias
+
+
+def exact_biases(rank: int, stage: int) -> list[tuple[Tensor, Tensor]]:
+    """At the start, after steps, within the averaged weights, and after them."""
+    train = TrainConfig(zero_stage=stage, averaging=0.5)  # type: ignore[arg-type]
+    optim = OptimConfig(learning_rate=1e-3, clip_norm=0.0)
+    engine = DeepSpeedEngine(
+        model_with_gradients(), train, optim, micro_batch_size=MICRO, accumulation_steps=1,
+        loss_function=loss_of(train),
+    )  # fmt: skip
+    found = [logits_with_exact_bias(engine)]
+    for index in range(3):
+        engine.backward(*micro_batch(rank, index))
+        engine.step(1e-3)
+    found.append(logits_with_exact_bias(engine))
+    assert engine.average is not None
+    parts = [(n, start, v) for n, some in engine.average.by_name().items() for start, v in some]
+    with engine.averaged():
+        found.append(logits_with_exact_bias(engine, parts))
+    found.append(logits_with_exact_bias(engine))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_bias_that_is_added_is_the_fp32_one(stage: int) -> None:
+    """In steps of 0.001 at -10, where bf16 has numbers 0.0625 apart."""
+    for rank in run_ranks(WORLD, exact_biases, stage):
+        for logits, expected in rank:
+            assert torch.equal(logits, expected)
+        start, moved, averaged, after = (logits for logits, _ in rank)
+        assert not torch.equal(start, moved)
+        assert not torch.equal(moved, averaged)
+        assert torch.equal(moved, after)
 
 
 def measure(rank: int, stage: int, offload: bool, precision: Any, passes: int) -> dict[str, Any]:

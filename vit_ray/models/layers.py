@@ -88,10 +88,15 @@ class Head(nn.Linear):
 
     The bias is added in float32: at the paper's initial bias of -10, neighbouring bfloat16
     numbers are 0.0625 apart, which is coarser than what the first thousand steps teach.
+
+    Attributes:
+        exact_bias: float32 (K,) of which `bias` is the rounded copy, where something keeps one;
+            it is added in the place of that. Gradients are `bias`'s.
     """
 
     def __init__(self, width: int, num_classes: int, initial_bias: float = 0.0) -> None:
         super().__init__(width, num_classes)
+        self.exact_bias: Tensor | None = None
         nn.init.constant_(self.bias, initial_bias)
 
     def reset_parameters(self) -> None:
@@ -101,7 +106,10 @@ class Head(nn.Linear):
 
     def forward(self, features: Tensor) -> Tensor:
         """(..., D) features to float32 (..., K) logits."""
-        return F.linear(features, self.weight).float() + self.bias.float()
+        bias = self.bias.float()
+        if self.exact_bias is not None:
+            bias = self.exact_bias + (bias - bias.detach())
+        return F.linear(features, self.weight).float() + bias
 
 
 class PatchProjection(nn.Conv2d):

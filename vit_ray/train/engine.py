@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vit_ray.checkpoints.checkpoint import (
@@ -27,6 +28,7 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.fragments import (
     Fragment,
+    Parts,
     create_state,
     exchange_weights,
     frozen_fragments,
@@ -51,6 +53,7 @@ from vit_ray.deepspeed_internals import (
 )
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.measure.zero_settings import zero_settings
+from vit_ray.models.layers import Head
 from vit_ray.train.adafactor import Adafactor
 from vit_ray.train.compiling import compile_failures, compile_model, compile_s
 from vit_ray.train.deepspeed_config import deepspeed_config
@@ -97,6 +100,11 @@ class DeepSpeedEngine:
         state = state_types(optim)
         self._state_keys = tuple(state)
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._heads = [
+            (head, self._names[head.bias])
+            for head in model.modules()
+            if isinstance(head, Head) and head.bias in self._names and train.precision == "bf16"
+        ]
         # What an objective does not train itself is no part of a checkpoint, unlike frozen parts.
         self._frozen_names = {
             p: name for name, p in model.named_parameters() if optim.frozen and not p.requires_grad
@@ -119,6 +127,7 @@ class DeepSpeedEngine:
         self._frozen = frozen_fragments(self._engine, self._frozen_names, exact)
         create_state(self._engine, state)
         self._attach_fragments()
+        self._show_exact_biases()
         self.average = None
         if train.averaging:
             self.average = WeightAverage(
@@ -174,6 +183,7 @@ class DeepSpeedEngine:
         """Apply the accumulated gradients, unless they are not finite."""
         set_rate(innermost(self._engine.optimizer), learning_rate)
         self._engine.step()
+        self._show_exact_biases()
         if self.average is not None:
             applied_steps = self._engine.global_steps - self._guard.refused_steps
             self.average.update(self._guard.refused, applied_steps)
@@ -199,8 +209,12 @@ class DeepSpeedEngine:
     def averaged(self) -> Iterator[None]:
         """The module computes with the averaged weights inside this block; all ranks enter it."""
         assert self.average is not None
-        with self.average.applied(self._engine, self._names):
-            yield
+        try:
+            with self.average.applied(self._engine, self._names):
+                self._show_exact_biases(self.average.by_name())
+                yield
+        finally:
+            self._show_exact_biases()
 
     def snapshot(self, position: Position) -> Snapshot:
         """Host copy of the fragments that this rank owns."""
@@ -239,6 +253,7 @@ class DeepSpeedEngine:
             self.average.restart()
         masters = weights_by_name(self._owned, [f.weight for f in self._owned])
         exchange_weights(self._engine, self._names, masters)
+        self._show_exact_biases()
         frozen = weights_by_name(self._frozen, [f.weight for f in self._frozen])
         exchange_weights(self._engine, self._frozen_names, frozen)
         for entry in state.values():
@@ -247,6 +262,20 @@ class DeepSpeedEngine:
         self._engine.global_steps = checkpoint.position.step
         refused = checkpoint.position.step - checkpoint.position.applied_steps
         self._guard.refused_steps.fill_(refused)
+
+    @torch.no_grad()
+    def _show_exact_biases(self, values: Parts | None = None) -> None:
+        """Have heads in bf16 add their fp32 biases, by default the masters; all ranks call it."""
+        if values is None:
+            names = {name for _, name in self._heads}
+            owned = [fragment for fragment in self._owned if fragment.name in names]
+            values = weights_by_name(owned, [fragment.weight for fragment in owned])
+        for head, name in self._heads:
+            exact = torch.zeros(head.out_features, device=self.device)
+            for start, part in values.get(name, []):
+                exact.narrow(0, start, part.numel()).copy_(part)
+            dist.all_reduce(exact)
+            head.exact_bias = exact
 
     def weight_norms(self) -> dict[str, float]:
         """Norm of every parameter's master weights; all ranks call it."""

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import ray.autoscaler
 import yaml
+from ray._private import ray_constants
 
 from vit_ray.commands import plan
 from vit_ray.config import load_recipe
@@ -78,7 +79,7 @@ def test_the_rayjob_is_what_kuberay_defines(rayjob_schema, rayjob):
     ("path", "typo", "value"),
     [
         ("spec", "backofflimit", 3),
-        ("spec.submitterConfig", "backOffLimit", 0),
+        ("spec.deletionStrategy.deletionRules.0", "policies", "DeleteSelf"),
         ("spec.rayClusterSpec", "rayversion", "2.60.0"),
         ("spec.rayClusterSpec.authOptions", "modes", "token"),
         ("spec.rayClusterSpec.headGroupSpec", "rayStartParam", {}),
@@ -136,7 +137,7 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
 
 
 def _patched(document, operations):
-    """By JSON Patch (RFC 6902), of which the files use `test` and `add` on objects."""
+    """By JSON Patch (RFC 6902), of which the files use `test` and `add`; to lists at their end."""
     for operation in operations:
         *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
         node = document
@@ -148,6 +149,10 @@ def _patched(document, operations):
             )
         else:
             assert operation["op"] == "add"
+            if isinstance(node, list):
+                assert last == "-"
+                node.append(operation["value"])
+                continue
             assert last not in node  # it would be lost
             node[last] = operation["value"]
     return document
@@ -179,6 +184,7 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(rayjob_schema, rayjob, 
     assert _container(gpu)["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     variables = {item["name"]: item["value"] for item in _container(gpu)["env"]}
     assert variables.pop("NCCL_SOCKET_IFNAME")
+    assert int(variables.pop("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")) >= 240  # it is kept
     assert variables == CHOICES[name] | TOLD
     # InfiniBand's adapters are the host's. There a pod finds the head by the cluster's names only
     # if told so.
@@ -318,6 +324,14 @@ def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
     names = {item["name"]: item["value"] for item in _container(head)["env"]}
     assert int(names["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+    (drain,) = [
+        int(item["value"])
+        for item in _container(gpu)["env"]
+        if item["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    ]
+    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" in vars(ray_constants)
+    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
+    assert 240 <= drain < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in_35_s(rayjob):
@@ -344,9 +358,18 @@ def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in
 def test_a_lost_cluster_is_replaced_and_nothing_is_submitted_twice(rayjob):
     spec = rayjob["spec"]
     assert spec["backoffLimit"] == 3
-    assert spec["submitterConfig"]["backoffLimit"] == 0
-    assert spec["shutdownAfterJobFinishes"] is True
-    assert spec["ttlSecondsAfterFinished"] > 0
+    # No pod submits that could be lost: the operator does.
+    assert spec["submissionMode"] == "HTTPMode"
+    assert not {"submitterConfig", "submitterPodTemplate"} & spec.keys()
+    # The operator refuses both (`validation.go`).
+    assert not {"shutdownAfterJobFinishes", "ttlSecondsAfterFinished"} & spec.keys()
+    rules = {
+        (rule["condition"]["jobStatus"], rule["policy"]): rule["condition"]["ttlSeconds"]
+        for rule in spec["deletionStrategy"]["deletionRules"]
+    }
+    assert rules["FAILED", "DeleteWorkers"] == 0
+    assert rules["FAILED", "DeleteCluster"] >= 3600  # its logs are there for so long
+    assert 0 < rules["SUCCEEDED", "DeleteCluster"] <= 3600
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 

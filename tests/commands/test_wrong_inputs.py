@@ -111,7 +111,10 @@ MISTAKES = [
     ("finetune mine.yaml", "init_from is not set; give the run, checkpoint or file to fine-tune"),
     ("evaluate mine.yaml", "init_from is not set; give the run, checkpoint or file to evaluate"),
     ("sweep mine.yaml", "sweep is not set; give sweep.learning_rates, such as"),
-    ("sweep mine.yaml sweep.learning_rates=0.1", "sweep.learning_rates=0.1: .*array"),
+    (
+        "sweep mine.yaml sweep.learning_rates=0.1",
+        r"learning_rates=0.1: a list is needed, such as \[0.001, 0.003",
+    ),
     ("scaling_study mine.yaml", "study is not set; give study.models"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; near names: "),
@@ -121,6 +124,11 @@ MISTAKES = [
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is no address; give sqlite:///mlflow.db"),
+    (
+        "pretrain digits optim.betas=0.9",
+        r"optim.betas=0.9: a list is needed, such as \[0.9, 0.999\]",
+    ),
+    ("plan digits model.depth=1000000000", "model.depth=1000000000: Input should be less than or"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file; give the MLflow"),
     ("report mine.yaml tracking.uri=runs", "a path is no address of MLflow.s; give sqlite"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "cannot be used: .*not a database; .*give"),

@@ -111,3 +111,9 @@ def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -
     joining(monkeypatch, fails)
     with pytest.raises(RuntimeError, match=r"^the cluster is full$"):
         connect(load_recipe("digits"))
+
+
+@pytest.mark.parametrize("address", ["foo", "8265", "localhost"])
+def test_an_address_without_a_port_is_refused_by_the_name_of_its_variable(address: str) -> None:
+    with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} is no address; give HOST:PORT"):
+        check_reachable(address)

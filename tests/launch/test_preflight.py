@@ -14,6 +14,7 @@ from vit_ray.data.prepare.subset import subset
 from vit_ray.launch import preflight
 from vit_ray.launch.cluster import ClusterShape, local_cpus
 from vit_ray.launch.preflight import (
+    check_batch,
     check_cluster,
     find_resume_point,
     prepared_training,
@@ -129,6 +130,14 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told(
     )
     with prepared_training(recipe, "pretrain"):
         assert ("the weights that the run began with" in caplog.text) is is_told
+
+
+def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:
+    train = {"global_batch_size": 128, "micro_batch_size": 64}
+    asked = recipe.with_changes(workers={"num_workers": 3}, train=train)
+    with pytest.raises(ValueError, match=r"nearest valid train\.global_batch_size is 192$"):
+        check_batch(asked, 1000)
+    check_batch(asked.with_changes(train={"global_batch_size": 192}), 1000)
 
 
 def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:

@@ -56,3 +56,9 @@ def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
         assert other.wait(30) == 1
         told = other.stderr.read()
     assert "on node-7; nothing more is written there by this one; this driver ends" in told
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:
+    told = "/proc/nope/a cannot be written: .*; choose another output, or see to its rights"
+    with pytest.raises(OSError, match=told), lock_run(locate("/proc/nope/a")):
+        pass

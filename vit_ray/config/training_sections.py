@@ -23,6 +23,8 @@ from vit_ray.config.validation import value_text
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that may be a word."""
+MOST_BLOCKS: Final = 1000
+"""Of a model: what is more is a slip of the hand, and would be built for hours."""
 HIGHEST_BF16_BETA: Final = 0.95
 """Momentum that bf16 holds: a constant gradient's comes to 0.96 of it, at 0.999 to 0.34."""
 
@@ -35,7 +37,7 @@ class ModelConfig(Section):
     `Axial-ViT`, `R+ViT`, `ResNet`, `AxialResNet`."""
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
-    depth: Positive | None = None
+    depth: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] | None = None
     """Transformer blocks; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     width: Positive | None = None
     """Token width D; of `ViT`, `Axial-ViT`, `R+ViT` only."""
@@ -45,7 +47,7 @@ class ModelConfig(Section):
     """Attention heads; of `ViT`, `Axial-ViT`, `R+ViT` only."""
     patch_size: Positive | None = None
     """Patch side in pixels; of `ViT`, `Axial-ViT` only."""
-    stages: tuple[Positive, ...] | None = None
+    stages: tuple[Annotated[int, Field(gt=0, le=MOST_BLOCKS)], ...] | None = None
     """Units of each stage; of `R+ViT`, `ResNet`, `AxialResNet` only."""
     width_factor: Positive | None = None
     """Factor on the widths of a ResNet (64 in its first stage); of the same three only."""

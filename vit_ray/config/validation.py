@@ -92,9 +92,24 @@ def _describe(schema: type[BaseModel], problem: Any) -> str:
     if problem["type"] in ("model_type", "model_attributes_type"):
         first = _keys_of(schema, where)[0]
         return f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{key}={given!r}: a list is needed, such as {_example(schema, where, given)}"
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}={given!r}: {message}"
+
+
+def _example(schema: type[BaseModel], where: list[Any], given: Any) -> str:
+    """The list that a key has by default, else one of what was given."""
+    *section, name = where
+    model = schema
+    for part in section:
+        if isinstance(part, int):
+            return value_text([given])
+        model = section_type(model.model_fields[str(part)].annotation) or model
+    field = model.model_fields.get(str(name))
+    default = field.default if field else None
+    return value_text(list(default) if isinstance(default, tuple) and default else [given])
 
 
 def _is_union_branch(part: Any) -> bool:

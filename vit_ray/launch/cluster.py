@@ -190,6 +190,11 @@ def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
         ValueError: nobody does, for all of the time; says what to look at.
     """
     match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
+    if match is None and "://" not in address and address not in ("auto", "local"):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "
+            "it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
+        )
     deadline_s = time.monotonic() + timeout_s
     while match:
         left_s = deadline_s - time.monotonic()

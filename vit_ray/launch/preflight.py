@@ -327,7 +327,10 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
     batch = recipe.train.global_batch_size
     for world_size in recipe.group_sizes:
         if batch % world_size:
-            nearest = max(1, round(batch / world_size)) * world_size
+            # Whole passes of the recipe's own size, or the next check would refuse it.
+            fixed = recipe.train.micro_batch_size
+            unit = world_size * (recipe.train.least_pass if fixed == "auto" else fixed)
+            nearest = max(1, round(batch / unit)) * unit
             raise ValueError(
                 f"train.global_batch_size={batch} does not divide among {world_size} workers "
                 f"(workers.num_workers={recipe.workers.num_workers}): {batch} = "

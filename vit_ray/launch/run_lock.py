@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vit_ray.lock import HeldError, hold_lock
+from vit_ray.retry import is_transient
 from vit_ray.storage import Location
 
 
@@ -36,6 +37,13 @@ def lock_run(
                 f"{what or f'run {name!r} in {runs}'} is being worked on by another driver: "
                 f"{error.owner}; wait for it or stop it, or choose another name"
             ) from None
+        except OSError as error:
+            if is_transient(error):
+                raise
+            raise OSError(
+                f"{folder.uri} cannot be written: {error}; choose another output, or see to its "
+                "rights and room"
+            ) from error
         yield number
 
 

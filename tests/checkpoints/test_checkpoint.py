@@ -281,3 +281,23 @@ def test_a_position_that_is_no_good_is_damaged_when_it_is_to_be_committed(
     folder.child(index_name(0, 2)).write(json.dumps(index).encode())
     with pytest.raises(DamagedCheckpointError, match="has no position, or a damaged one"):
         checkpoint_format.commit(folder, 2, lambda: None)
+
+
+def test_a_crafted_index_asks_for_no_more_memory_than_its_files_hold(run: Location) -> None:
+    """Every checksum is right: it was made by somebody, and not damaged."""
+    huge = 10**12
+    folder = write_checkpoint(run, 3)
+    files = {}
+    for name in checkpoint_format._listed_files(folder):
+        content = folder.child(name).read()
+        if name.endswith(".json"):
+            index = json.loads(content)
+            index["tensors"] = {"weight|a|0": huge} if "00000-of" in name else {}
+            if "position" in index:
+                index["position"]["shapes"] = {"a": [huge]}
+            content = json.dumps(index).encode()
+            folder.child(name).write(content)
+        files[name] = (len(content), checkpoint_format._sha256(content))
+    folder.child(COMMIT).write(checkpoint_format._marker(files))
+    with pytest.raises(DamagedCheckpointError, match=rf"bytes cannot hold {huge} elements"):
+        read_checkpoint(folder).weights()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vit_ray.checkpoints.fragments import Fragment, State
 
 WEIGHT, AVERAGE = "weight", "average"
+LEAST_BYTES = 2
+"""Of an element: moments may be in bf16."""
 
 logger = logging.getLogger(__name__)
 
@@ -192,20 +194,37 @@ class Checkpoint:
         import torch
 
         kind = AVERAGE if averaged else WEIGHT
+        self._check_counts(kind)
         full = {
             name: torch.full((math.prod(shape),), float("nan"))
             for name, shape in self.position.shapes.items()
         }
-        filled = dict.fromkeys(full, 0)
         for name, start, values in self.parts(kind):
             full[name][start : start + values.numel()] = values
-            filled[name] += values.numel()  # opening it has shown that no two parts overlap
-        missing = [name for name, values in full.items() if filled[name] != values.numel()]
+        return {name: t.view(self.position.shapes[name]) for name, t in full.items()}
+
+    def _check_counts(self, kind: str) -> None:
+        """Before memory is asked for: all is there, and fits into the files that are there.
+
+        Raises:
+            DamagedCheckpointError: it does not; opening it has shown that no two parts overlap.
+        """
+        counts = dict.fromkeys(self.position.shapes, 0)
+        for shard in self.shards:
+            for part, name, _, count in shard.fragments():
+                if part == kind and name in counts:
+                    counts[name] += count
+            if LEAST_BYTES * sum(shard.tensors.values()) > shard.bytes:
+                raise DamagedCheckpointError(
+                    f"checkpoint file {self.folder.path}/{shard.file} of {shard.bytes} bytes "
+                    f"cannot hold {sum(shard.tensors.values())} elements"
+                )
+        shapes = self.position.shapes.items()
+        missing = [name for name, shape in shapes if counts[name] != math.prod(shape)]
         if missing:
             raise DamagedCheckpointError(
                 f"checkpoint {self.folder.path}: {kind} of {', '.join(missing[:5])} is incomplete"
             )
-        return {name: t.view(self.position.shapes[name]) for name, t in full.items()}
 
     def parts(self, kind: str) -> Iterable[tuple[str, int, Tensor]]:
         """(parameter, start, values) of one kind, file by file."""

@@ -139,3 +139,10 @@ def test_what_is_recorded_of_a_recipe_holds_no_secret_and_is_a_recipe_still(tmp_
 def test_log_lines_hold_no_secret():
     record = logging.LogRecord("x", 30, "f", 1, "lost %s", ("http://u:hunter2@h/p",), None)
     assert RedactingFormatter("%(message)s").format(record) == "lost http://h/p"
+
+
+def test_control_characters_are_spelt_out_and_text_stays_as_it_is() -> None:
+    shown = redact("a\x1b[2Jb\rc\x9b31md\u202ee\x07\x7f")
+    assert shown == r"a\x1b[2Jb\rc\x9b31md\u202ee\x07\x7f"
+    plain = "tab\tline\nGr\u00fc\u00dfe \u65e5\u672c \U0001f600 C:\\x1b"
+    assert redact(plain) == plain

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
@@ -71,7 +72,7 @@ def print_sweep(result: SweepResult | None) -> int:
         accuracies = [row.dev_top1, row.last_dev_top1] if averages else [row.dev_top1]
         shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
         note = "chosen" if row.point == result.best else ""
-        note = f"{row.state}: {row.error}" if row.dev_top1 is None else note
+        note = redact(f"{row.state}: {row.error}") if row.dev_top1 is None else note
         if row.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {row.steps}"
         values = [row.point[key] for key in keys]

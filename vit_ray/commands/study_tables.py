@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_ray.commands.printed_tables import print_link
+from vit_ray.config.secrets import redact
 from vit_ray.experiments.study import StudyResult
 from vit_ray.experiments.study_cells import CellResult
 
@@ -61,7 +62,9 @@ def _row(result: CellResult, columns: list[tuple[str, str, str]]) -> list[str]:
 
 
 def _notes(result: StudyResult) -> list[str]:
-    notes = [f"failed: {cell.cell.name}: {cell.error}" for cell in result.cells if cell.error]
+    notes = [
+        redact(f"failed: {cell.cell.name}: {cell.error}") for cell in result.cells if cell.error
+    ]
     num_before = sum(cell.was_finished for cell in result.cells)
     if num_before:
         notes.append(f"{num_before} of {result.num_cells} cells were finished before")

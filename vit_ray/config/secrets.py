@@ -27,10 +27,13 @@ _QUERY: Final = re.compile(
     r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
+# What a terminal takes for a command, or shows in another order: in names of files, in errors.
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def redact(text: str) -> str:
-    """The text with users and passwords of addresses left out."""
+    """The text with users and passwords of addresses left out, and control characters spelt out."""
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
     if "://" not in text:
         return text
     text = _DATABASE.sub(r"\g<scheme>", _DATABASE_ALONE.sub(r"\g<scheme>", text))

@@ -12,6 +12,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from vit_ray.config.secrets import redact
 from vit_ray.launch.control import RunStatus
 from vit_ray.launch.run_host import RunControl
 
@@ -162,6 +163,9 @@ def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
 def _print_events(status: RunStatus, seen: int, console: Console, name: str) -> int:
     for event in status.events[seen:]:
         console.print(
-            f"{name}: {event.kind}: {event.text}", highlight=False, markup=False, soft_wrap=True
+            redact(f"{name}: {event.kind}: {event.text}"),
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     return len(status.events)

@@ -196,6 +196,14 @@ _ALL = (
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
     ),
     Command(
+        "doctor",
+        "Check what a recipe's job needs here: packages, GPUs, limits, Ray, MLflow, rights in "
+        "output, data sets; starts nothing.",
+        "vit_ray.commands.doctor:run_doctor",
+        ("output", "data", "tracking", "workers"),
+        "digits",
+    ),
+    Command(
         "quickstart",
         "Convert, pre-train, sweep and report on handwritten digits.",
         "vit_ray.commands.quickstart:run_quickstart",

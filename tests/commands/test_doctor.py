@@ -1,0 +1,93 @@
+"""`vit-ray doctor`: each fault is told with its remedy, and nothing is left behind."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import Digits
+from tests.recipes import recipe_with
+from vit_ray.commands import doctor
+from vit_ray.commands.cli import vit_ray
+from vit_ray.config import Recipe
+from vit_ray.storage import Location
+
+
+def recipe_of(folder: Path, **sections: Any) -> Recipe:
+    tracking = {"uri": f"sqlite:///{folder}/mlflow.db"}
+    return recipe_with(
+        "r", **{"output": str(folder / "a" / "runs"), "tracking": tracking, **sections}
+    )
+
+
+def findings(recipe: Recipe) -> dict[str, doctor.Finding]:
+    return {found.what: found for found in doctor.examine(recipe)}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this one has is enough."""
+    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 0.0)
+    monkeypatch.setattr(doctor, "LEAST_FILES", 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
+    digits: Digits, tmp_path: Path, machine: None
+) -> None:
+    (tmp_path / "empty").mkdir()
+    data = {"train": digits.train, "eval": digits.test}
+    found = findings(recipe_of(tmp_path / "empty", data=data))
+    assert [one for one in found.values() if not one.is_good] == []
+    assert "of 10 classes" in found["data.train"].text
+    assert "can be written, read, listed and deleted from" in found["output"].text
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: None) -> None:
+    (tmp_path / "m.db").write_text("no database, and longer than the header of one, which is short")
+    words = f"doctor digits output=/proc/x tracking.uri=sqlite:///{tmp_path}/m.db"
+    words += f" data.train={tmp_path}"
+    done = CliRunner().invoke(vit_ray, words.split(), env={"RAY_ADDRESS": "foo"})
+    assert done.exit_code == 1
+    bad = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("BAD")}
+    assert bad.keys() == {"Ray", "MLflow", "output", "data.train", "data.eval"}
+    assert "RAY_ADDRESS=foo is no address" in bad["Ray"]
+    assert "not a database" in bad["MLflow"]
+    assert "no right to write there" in bad["output"]
+
+
+@pytest.mark.parametrize("right", ["read", "list", "delete"])
+def test_the_right_that_is_missing_is_named_and_the_probe_is_taken_back(
+    right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"read": "read", "list": "list_files", "delete": "delete"}[right]
+    plain, calls = getattr(Location, method), []
+
+    def denied(location: Location, *args: Any, **options: Any) -> Any:
+        calls.append(location)
+        if len(calls) == 1:
+            raise PermissionError("AccessDenied")
+        return plain(location, *args, **options)
+
+    monkeypatch.setattr(Location, method, denied)
+    found = findings(recipe_of(tmp_path))["output"]
+    assert not found.is_good
+    assert f"no right to {right} there: AccessDenied" in found.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [((1024, 65536), "`ulimit -n 65536` before"), ((1024, 1024), "raise the limit of the cont")],
+)
+def test_limits_that_are_too_low_are_told_with_what_raises_them(
+    limits: tuple[int, int], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 1e9)
+    found = findings(recipe_of(tmp_path))
+    assert told in found["open files"].text
+    assert "--shm-size" in found["shared memory"].text

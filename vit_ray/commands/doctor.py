@@ -1,0 +1,205 @@
+"""What a recipe's job needs of the machine it is started on, of storage, Ray and MLflow.
+
+Each is tried by itself, so that one command tells all that is missing, before any GPU costs.
+Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
+from vit_ray.storage import Location, is_placeholder, locate
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
+LEAST_SHARED_GIB: Final = 1.0
+"""Of /dev/shm, where Ray keeps the batches that wait; what does not fit goes to a disk."""
+LEAST_FILES: Final = 4096
+"""Open files of a process; Ray's own on a busy node are thousands of sockets."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    what: str
+    is_good: bool
+    text: str
+
+
+def examine(recipe: Recipe) -> Iterator[Finding]:
+    """One finding after another; an error of a check is its finding."""
+    checks: dict[str, Callable[[Recipe], str]] = {
+        "python": _python,
+        "packages": _packages,
+        "GPUs": _gpus,
+        "shared memory": _shared_memory,
+        "open files": _open_files,
+        "Ray": _ray,
+        "MLflow": _mlflow,
+        "output": _output,
+        "data.train": lambda one: _data_sets(one, "train"),
+        "data.eval": lambda one: _data_sets(one, "eval"),
+    }
+    for what, check in checks.items():
+        try:
+            yield Finding(what, True, check(recipe))
+        except Exception as error:  # whatever it is, the other checks are wanted too
+            yield Finding(what, False, redact(str(error) or repr(error)))
+
+
+def run_doctor(recipe: Recipe) -> int:
+    """Print the findings; exit code 1 if something would keep the job from running."""
+    is_good = True
+    for found in examine(recipe.with_absolute_paths()):
+        is_good = is_good and found.is_good
+        print(f"{'ok  ' if found.is_good else 'BAD '} {found.what:14} {found.text}", flush=True)
+    return 0 if is_good else 1
+
+
+def _python(_: Recipe) -> str:
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        raise ValueError(f"{platform.python_version()}: use Python 3.11 or 3.12")
+    return platform.python_version()
+
+
+def _packages(_: Recipe) -> str:
+    from vit_ray.ray_internals import VERSION
+
+    found = {name: metadata.version(name) for name in ("ray", "torch", "deepspeed", "mlflow")}
+    if not found["ray"].startswith(f"{VERSION}."):
+        raise ValueError(f"ray is {found['ray']}; install ray {VERSION}, which this is written for")
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _gpus(recipe: Recipe) -> str:
+    import torch
+
+    from vit_ray.measure.devices import find_device
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if not names:
+        wanted = recipe.workers.use_gpu is True and not os.environ.get("RAY_ADDRESS")
+        if wanted:
+            raise ValueError("none here, and workers.use_gpu=true; set it to auto or false")
+        return "none on this machine"
+    unknown = sorted({name for name in names if find_device(name) is None})
+    told = f"; the peak of {', '.join(unknown)} is not known, so MFU is not" if unknown else ""
+    return f"{len(names)} x {names[0]}{told}"
+
+
+def _shared_memory(_: Recipe) -> str:
+    free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
+    if free < LEAST_SHARED_GIB:
+        raise ValueError(
+            f"{free:.1f} GiB free in /dev/shm: give a container more (`--shm-size`, or an emptyDir "
+            "of medium Memory)"
+        )
+    return f"{free:.1f} GiB free in /dev/shm"
+
+
+def _open_files(_: Recipe) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < LEAST_FILES <= hard:
+        raise ValueError(f"{soft} at a time: `ulimit -n {min(hard, 65536)}` before the command")
+    if soft < LEAST_FILES:
+        raise ValueError(f"{soft} at a time, and {hard} at most: raise the limit of the container")
+    return f"{soft} at a time"
+
+
+def _ray(_: Recipe) -> str:
+    from vit_ray.launch.cluster import check_reachable
+
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        return "RAY_ADDRESS is not set: the job starts a Ray of its own here"
+    check_reachable(address)
+    return f"answers at {address}"
+
+
+def _mlflow(recipe: Recipe) -> str:
+    from vit_ray.tracking.mlflow_client import reached_client, safe_uri
+
+    uri = recipe.tracking.uri
+    file = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+    if file is not None and not file.exists():
+        above = next(folder for folder in file.absolute().parents if folder.exists())
+        if not os.access(above, os.W_OK):
+            raise ValueError(f"{file} cannot be made in {above}; choose another tracking.uri")
+        return f"{file} will be made"
+    reached_client(uri)
+    return f"{safe_uri(uri)} answers"
+
+
+def _output(recipe: Recipe) -> str:
+    """The rights that checkpoints need, each tried with a file of a name that nobody has."""
+    if is_placeholder(recipe.output):
+        raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
+    folder = locate(recipe.output)
+    missing = _missing_folders(folder)
+    probe = folder.child(f"doctor-{uuid.uuid4().hex}")
+    try:
+        for right, use in _RIGHTS.items():
+            try:
+                use(folder, probe)
+            except Exception as error:
+                raise ValueError(f"{folder.uri}: no right to {right} there: {error}") from None
+    finally:
+        with contextlib.suppress(Exception):  # what is wrong has been said
+            probe.delete()
+        for made in missing:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+    return f"{folder.uri} can be written, read, listed and deleted from"
+
+
+def _missing_folders(folder: Location) -> list[Path]:
+    """Of a local folder and those above it, the ones that writing there will make; it first."""
+    if not folder.is_local:
+        return []
+    path = Path(folder.path)
+    return [one for one in (path, *path.parents) if not one.exists()]
+
+
+def _list(folder: Location, probe: Location) -> None:
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    if probe.uri.rpartition("/")[2] not in names:
+        raise ValueError("a file that was written is not listed")
+
+
+def _read(_: Location, probe: Location) -> None:
+    if probe.read() != b"vit_ray":
+        raise ValueError("a file that was written is read as another")
+
+
+_RIGHTS: Final[dict[str, Callable[[Location, Location], object]]] = {
+    "write": lambda _, probe: probe.write(b"vit_ray"),
+    "read": _read,
+    "list": _list,
+    "delete": lambda _, probe: probe.delete(),
+}
+
+
+def _data_sets(recipe: Recipe, key: str) -> str:
+    from vit_ray.data import open_dataset
+
+    given = getattr(recipe.data, key)
+    paths = [one.path for one in given] if isinstance(given, tuple) else [given]
+    if paths == [None]:
+        return "not set"
+    sets = [open_dataset(path) for path in paths]
+    return "; ".join(
+        f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}" for one in sets
+    )

@@ -97,7 +97,13 @@ def monitor(tmp_path: Path) -> Iterator[Path]:
     script, file = tmp_path / "monitor.py", tmp_path / "config.yaml"
     script.write_text("import time; print('up', flush=True); time.sleep(60)")
     with subprocess.Popen(
-        [sys.executable, str(script), f"--autoscaling-config={file}"], stdout=subprocess.PIPE
+        [
+            sys.executable,
+            str(script),
+            f"--autoscaling-config={file}",
+            "--gcs-address=10.0.0.1:6379",
+        ],
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout
         process.stdout.readline()
@@ -109,12 +115,13 @@ def test_the_configuration_is_that_of_the_autoscaler_on_this_host(
     monitor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: False)
-    assert find_growth() is None  # its file is not there
+    assert find_growth("10.0.0.1:6379") is None  # its file is not there
     monitor.write_text(SHIPPED.read_text())
-    assert find_growth() == shipped()
+    assert find_growth("10.0.0.1:6379") == shipped()
+    assert find_growth("10.0.0.1:6380") is None  # another Ray's on the same host
     monitor.unlink()
     monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: True)
-    unknown = find_growth()
+    unknown = find_growth("10.0.0.1:6379")
     assert unknown == Growth(None)
     assert math.isinf(unknown.total("GPU"))
 
@@ -127,7 +134,7 @@ def test_a_cluster_of_others_may_grow_and_one_of_this_driver_alone_does_not(
     monkeypatch.setattr(module.ray, "nodes", list)
     monkeypatch.setattr(module, "_address", lambda: "here")
     monkeypatch.setattr(module, "_STARTED", ["here"] if is_private else [])
-    monkeypatch.setattr(module, "find_growth", shipped)
+    monkeypatch.setattr(module, "find_growth", lambda _: shipped())
     found = module.shape(0.0)
     assert (found.most_gpus, found.num_gpus) == (0.0 if is_private else 16.0, 0)
     assert module.capacity() == ((0, 0) if is_private else (16.0, 640.0))

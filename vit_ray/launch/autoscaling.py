@@ -20,6 +20,7 @@ from vit_ray.ray_internals import has_second_autoscaler
 
 _PROCESSES: Final = Path("/proc")
 _OPTION: Final = "--autoscaling-config="
+_CLUSTER: Final = "--gcs-address="
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,13 @@ class Growth:
         return f"it may start {', '.join(map(str, self.types)) or 'nothing'}{limit}"
 
 
-def find_growth() -> Growth | None:
-    """Of the connected cluster; None if its nodes are those that are up."""
-    for file in _files_of_autoscalers():
+def find_growth(address: str) -> Growth | None:
+    """Of the connected cluster; None if its nodes are those that are up.
+
+    Args:
+        address: of its head, `HOST:PORT`; another Ray may run on this host.
+    """
+    for file in _files_of_autoscalers(address):
         return growth_of(yaml.safe_load(file.read_text()))
     return Growth(None) if has_second_autoscaler() else None
 
@@ -100,14 +105,14 @@ def growth_of(config: Mapping[str, Any]) -> Growth:
     )
 
 
-def _files_of_autoscalers() -> list[Path]:
-    """Configurations of the autoscalers that run on this host, where they can be read."""
+def _files_of_autoscalers(address: str) -> list[Path]:
+    """Configuration of the cluster's autoscaler, if that runs on this host and can be read."""
     found = []
     for process in _PROCESSES.glob("[0-9]*/cmdline"):
         try:
             words = process.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended, or is another user's
             continue
-        if any(word.endswith("monitor.py") for word in words):
+        if f"{_CLUSTER}{address}" in words and any(w.endswith("monitor.py") for w in words):
             found += [Path(w.removeprefix(_OPTION)) for w in words if w.startswith(_OPTION)]
     return [file for file in found if file.is_file()]

@@ -226,7 +226,7 @@ def shape(ready_s: float) -> ClusterShape:
         resources.get("GPU", 0),
         ready_s,
         is_private=is_private,
-        growth=None if is_private else find_growth(),
+        growth=None if is_private else find_growth(_address()),
     )
 
 

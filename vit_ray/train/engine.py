@@ -275,7 +275,10 @@ class DeepSpeedEngine:
             for start, part in values.get(name, []):
                 exact.narrow(0, start, part.numel()).copy_(part)
             dist.all_reduce(exact)
-            head.exact_bias = exact
+            if head.exact_bias is None:
+                head.exact_bias = exact
+            else:
+                head.exact_bias.copy_(exact)  # where compiled code has it
 
     def weight_norms(self) -> dict[str, float]:
         """Norm of every parameter's master weights; all ranks call it."""

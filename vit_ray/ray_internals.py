@@ -310,6 +310,8 @@ def has_auth_token() -> bool:
 
 def has_second_autoscaler() -> bool:
     """Whether the connected cluster was started with version 2 of the autoscaler, as by KubeRay."""
+    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+        return False  # a client by ray:// cannot ask
     module = importlib.import_module(_MODULES["is_autoscaler_v2"])
     return bool(module.is_autoscaler_v2(fetch_from_server=True))
 

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,13 @@ def test_the_configuration_is_that_of_the_autoscaler_on_this_host(
     monitor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: False)
-    assert find_growth("10.0.0.1:6379") is None  # its file is not there
+    assert find_growth("10.0.0.1:6379", {}) is None  # its file is not there
     monitor.write_text(SHIPPED.read_text())
-    assert find_growth("10.0.0.1:6379") == shipped()
-    assert find_growth("10.0.0.1:6380") is None  # another Ray's on the same host
+    assert find_growth("10.0.0.1:6379", {}) == shipped()
+    assert find_growth("10.0.0.1:6380", {}) is None  # another Ray's on the same host
     monitor.unlink()
     monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: True)
-    unknown = find_growth("10.0.0.1:6379")
+    unknown = find_growth("10.0.0.1:6379", {})
     assert unknown == Growth(None)
     assert math.isinf(unknown.total("GPU"))
 
@@ -134,7 +135,23 @@ def test_a_cluster_of_others_may_grow_and_one_of_this_driver_alone_does_not(
     monkeypatch.setattr(module.ray, "nodes", list)
     monkeypatch.setattr(module, "_address", lambda: "here")
     monkeypatch.setattr(module, "_STARTED", ["here"] if is_private else [])
-    monkeypatch.setattr(module, "find_growth", lambda _: shipped())
+    monkeypatch.setattr(module, "find_growth", lambda *_: shipped())
     found = module.shape(0.0)
     assert (found.most_gpus, found.num_gpus) == (0.0 if is_private else 16.0, 0)
     assert module.capacity() == ((0, 0) if is_private else (16.0, 640.0))
+
+
+def test_what_the_head_has_counts_too() -> None:
+    one = {"max_workers": 1, "resources": {"CPU": 16, "GPU": 8}}
+    growth = growth_of({"available_node_types": {"g": one}, "max_workers": 1})
+    with_head = replace(growth, head={"CPU": 16.0, "GPU": 8.0})
+    asks = recipe_of(16, cpus_per_worker=1.0)
+    assert check_cluster(asks, cluster(with_head, cpus=16, gpus=8)) is True
+    with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 8"):
+        check_cluster(asks, cluster(growth, cpus=16, gpus=8))
+
+
+def test_workers_without_gpus_that_fit_on_what_is_up_need_no_other_nodes() -> None:
+    small = growth_of({"available_node_types": {"s": {"max_workers": 1, "resources": {"CPU": 1}}}})
+    asks = recipe_of(4, use_gpu=False, cpus_per_worker=4.0)
+    assert check_cluster(asks, cluster(small, cpus=64)) is False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,8 @@ class Growth:
     """None: there is an autoscaler, and what it may start is not known here."""
     most_nodes: float = math.inf
     """Of all types together."""
+    head: Mapping[str, float] = field(default_factory=dict)
+    """What the head has, which is up and counts as none of them."""
 
     def total(self, key: str) -> float:
         """The most of a resource that there can be; infinite where it is not known."""
@@ -60,14 +62,15 @@ class Growth:
             (each.resources.get(key, 0.0) for each in self.types for _ in range(each.most)),
             reverse=True,
         )
-        return sum(nodes[: int(min(self.most_nodes, len(nodes)))])
+        return self.head.get(key, 0.0) + sum(nodes[: int(min(self.most_nodes, len(nodes)))])
 
     def holds(self, each: Mapping[str, float]) -> float:
         """Workers that there can be room for, side by side; infinite where it is not known."""
         if self.types is None:
             return math.inf
         places = sorted(one.holds(each) for one in self.types for _ in range(one.most))[::-1]
-        return sum(places[: int(min(self.most_nodes, len(places)))])
+        on_head = NodeType("head", 1, self.head).holds(each)
+        return on_head + sum(places[: int(min(self.most_nodes, len(places)))])
 
     def __str__(self) -> str:
         if self.types is None:
@@ -76,14 +79,15 @@ class Growth:
         return f"it may start {', '.join(map(str, self.types)) or 'nothing'}{limit}"
 
 
-def find_growth(address: str) -> Growth | None:
+def find_growth(address: str, head: Mapping[str, float]) -> Growth | None:
     """Of the connected cluster; None if its nodes are those that are up.
 
     Args:
         address: of its head, `HOST:PORT`; another Ray may run on this host.
+        head: what the head has.
     """
     for file in _files_of_autoscalers(address):
-        return growth_of(yaml.safe_load(file.read_text()))
+        return replace(growth_of(yaml.safe_load(file.read_text())), head=head)
     return Growth(None) if has_second_autoscaler() else None
 
 

@@ -43,6 +43,8 @@ the tasks of the next training would have to start theirs again."""
 _NUM_ACTORS: Final = 12
 """Ray's own and ours, beside the processes of tasks."""
 
+_HEAD: Final = "node:__internal_head__"
+"""A resource of the head alone."""
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
@@ -220,23 +222,23 @@ def shape(ready_s: float) -> ClusterShape:
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     is_private = _address() in _STARTED
+    head: dict[str, float] = next((n["Resources"] for n in nodes if _HEAD in n["Resources"]), {})
     return ClusterShape(
         len(nodes),
         resources.get("CPU", 0),
         resources.get("GPU", 0),
         ready_s,
         is_private=is_private,
-        growth=None if is_private else find_growth(_address()),
+        growth=None if is_private else find_growth(_address(), head),
     )
 
 
 def capacity() -> tuple[float, float]:
     """GPUs and CPUs that the connected cluster has, or is known to be able to start."""
     now = shape(time.time())
-    return tuple(  # type: ignore[return-value]  # of two
-        has if math.isinf(most) else most
-        for has, most in ((now.num_gpus, now.most_gpus), (now.num_cpus, now.most_cpus))
-    )
+    gpus = now.num_gpus if math.isinf(now.most_gpus) else now.most_gpus
+    cpus = now.num_cpus if math.isinf(now.most_cpus) else now.most_cpus
+    return gpus, cpus
 
 
 def local_cpus(recipe: Recipe) -> int:

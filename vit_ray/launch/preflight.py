@@ -373,7 +373,8 @@ def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
             f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({cluster}); use at most "
             f"{max(most, 0)} workers, or fewer CPUs for each"
         )
-    has_room = min(cluster.num_gpus / each.get("GPU", 1.0), cluster.num_cpus / each["CPU"])
+    now = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus}
+    has_room = min(now[key] / need for key, need in each.items())
     if cluster.growth is not None and has_room < least and cluster.growth.holds(each) < least:
         held = " and ".join(f"{count:g} {key}" for key, count in each.items())
         raise ValueError(

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Tests of figures that no processor may change, and those of them that were kept or published.
-NUMERIC := tests/models tests/evaluate tests/data/images tests/data/order $(addprefix tests/train/test_, \
+NUMERIC := tests/models tests/evaluate tests/data/images tests/data/jpeg_index tests/data/order $(addprefix tests/train/test_, \
   golden.py engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
 PUBLISHED := tests/models/weights tests/data/images/test_crops.py tests/train/test_golden.py
 # The same libraries without the newer instructions of x86; elsewhere this changes nothing.

@@ -28,7 +28,7 @@ from PIL import Image
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import cut_crop, decode, training_crop
-from vit_ray.data.prepare.restart_markers import restart_writer
+from vit_ray.data.jpeg_index.restart_markers import restart_writer
 from vit_ray.data.prepare.shard_images import Shrinking, checked
 
 SIZE = 224

@@ -27,8 +27,8 @@ import numpy as np
 from PIL import Image, features
 
 from vit_ray.data.images.jpeg import decode_jpeg
-from vit_ray.data.images.restart_index import crop_file
-from vit_ray.data.prepare.restart_markers import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data.jpeg_index.restart_index import crop_file
+from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
 
 KEPT = ("icc_profile", "exif", "comment")
 """What Pillow finds beside the pixels; JFIF's own fields may be new."""

@@ -63,11 +63,12 @@ FOREIGN = {
 }
 # Rooms inside the data room, likewise.
 DATA_ROOMS = {
-    "prepare": {"format", "images", "order", "stream"},
+    "prepare": {"format", "images", "jpeg_index", "order", "stream"},
     "stream": {"format", "images", "order"},
     "order": {"format"},
-    "format": set(),
-    "images": {"format", "order"},
+    "format": {"jpeg_index"},
+    "images": {"format", "jpeg_index", "order"},
+    "jpeg_index": set(),
 }
 
 

@@ -15,15 +15,15 @@ from tests.data.prepare.conftest import one_by_one
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation
-from vit_ray.data.order.partition import Partition
-from vit_ray.data.prepare import shard_images
-from vit_ray.data.prepare.conversion import convert
-from vit_ray.data.prepare.restart_markers import (
+from vit_ray.data.jpeg_index.restart_markers import (
     Libjpeg,
     RewrittenJpeg,
     restart_writer,
     with_restart_markers,
 )
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.prepare import shard_images
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec

@@ -26,7 +26,8 @@ from vit_ray.data.format.schema import (
     has_index,
     is_shard_schema,
 )
-from vit_ray.data.format.stored_image import RestartIndex, RestartIndices, StoredImage
+from vit_ray.data.format.stored_image import StoredImage
+from vit_ray.data.jpeg_index.restart_index import IndexColumn
 from vit_ray.retry import TransientError, is_denied, is_transient, read_again, with_retries
 from vit_ray.storage import Location
 
@@ -41,7 +42,7 @@ _TAIL_BYTES: Final = 1 << 16
 
 
 class ChangedImageError(ValueError):
-    """The bytes of an image, or its index, are not those that were converted."""
+    """The bytes of an image are not those that were converted."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class EncodedRows:
 
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with what is known of it; checked as in `image`."""
-        return StoredImage(self._content(row), self.size(row), self._restart_index(row))
+        index = None if self._indices is None else self._indices.of(row)
+        return StoredImage(self._content(row), self.size(row), index)
 
     def size(self, row: int) -> tuple[int, int]:
         """Height and width of one row."""
@@ -108,42 +110,14 @@ class EncodedRows:
     def _labels(self) -> tuple[NDArray[np.int32], list[int]]:
         return self.labels.values.to_numpy(), self.labels.offsets.to_pylist()
 
-    def _restart_index(self, row: int) -> RestartIndex | None:
-        if self._indices is None:
-            return None
-        is_indexed, is_possible, numbers, ends, offsets = self._indices
-        if not is_indexed[row]:
-            return None
-        if not is_possible[row]:
-            raise ChangedImageError("its restart index is not that of its bytes")
-        front, tables_at, size_at, unit_height, unit_width, columns = numbers[row]
-        segments = offsets[ends[row] : ends[row + 1]]
-        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, segments)
-
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
         return list(map(tuple, self.sizes.tolist()))
 
     @cached_property
-    def _indices(
-        self,
-    ) -> tuple[list[bool], list[bool], list[list[int]], list[int], NDArray[np.uint32]] | None:
-        """Whether each image has an index that is possible, its numbers, and where its offsets are.
-
-        Lists, and one look at all images of the row group: numpy takes microseconds for a number.
-        """
-        if self.index is None:
-            return None
-        *fields, lists = (self.index.field(i) for i in range(self.index.type.num_fields))
-        numbers = np.stack([f.fill_null(0).to_numpy() for f in fields], axis=1).astype(np.int64)
-        ends = lists.offsets.to_numpy().astype(np.int64)
-        offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
-        ends -= ends[0]
-        are_possible = RestartIndices(numbers, ends, offsets).are_possible(
-            self.sizes, np.diff(self._contents[1])
-        )
-        is_indexed = self.index.is_valid().to_pylist()
-        return is_indexed, are_possible.tolist(), numbers.tolist(), ends.tolist(), offsets
+    def _indices(self) -> IndexColumn | None:
+        lengths = np.diff(self._contents[1])
+        return None if self.index is None else IndexColumn(self.index, self.sizes, lengths)
 
     def key(self, row: int) -> str:
         """Key of one row."""

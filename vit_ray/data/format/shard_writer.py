@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.format.schema import checksum, shard_schema
-from vit_ray.data.format.stored_image import RestartIndex
+from vit_ray.data.jpeg_index.restart_index import RestartIndex
 from vit_ray.storage import Location, closed_after
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.images.restart_index import Box
+from vit_ray.data.jpeg_index.restart_index import Box
 from vit_ray.data.order.keyed_random import KeyedUniforms
 
 IntArray = NDArray[np.int64]

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box
 from vit_ray.data.images.jpeg import decode_jpeg, size_of_jpeg
-from vit_ray.data.images.restart_index import Box, crop_file
+from vit_ray.data.jpeg_index.restart_index import Box, crop_file
 from vit_ray.data.order.keyed_random import KeyedUniform
 
 __all__ = ["Augmentation", "UInt8Array"]

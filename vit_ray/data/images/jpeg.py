@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.images.jpeg_headers import END, FRAMES, SCAN, START, header_segments
+from vit_ray.data.jpeg_index.headers import END, FRAMES, SCAN, START, header_segments
 
 _MOST_PIXELS: Final = 178_956_970
 """Where Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and refuses."""

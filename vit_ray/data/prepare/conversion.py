@@ -47,8 +47,8 @@ from vit_ray.data.format.schema import (
 )
 from vit_ray.data.format.shard_writer import ShardWriter
 from vit_ray.data.format.sidecars import write_checksums
+from vit_ray.data.jpeg_index.restart_markers import restart_writer
 from vit_ray.data.prepare.label_map import LabelsAre, check_unique
-from vit_ray.data.prepare.restart_markers import restart_writer
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import (
     Damaged,

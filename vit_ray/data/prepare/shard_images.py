@@ -14,9 +14,9 @@ from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.jpeg import size_of_jpeg
-from vit_ray.data.images.jpeg_headers import START
-from vit_ray.data.prepare.libjpeg_process import WARNINGS
-from vit_ray.data.prepare.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.jpeg_index.headers import START
+from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
+from vit_ray.data.jpeg_index.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
 
 _READERS: Final = 8

@@ -15,7 +15,7 @@ from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.sidecars import problems_of_sidecars
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crops import BadImageError, decode
-from vit_ray.data.images.restart_index import index_segments
+from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.data.prepare.compare_source import (
     OTHER_PIXELS,

@@ -17,9 +17,9 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.jpeg_rewriting import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture
-from vit_ray.data.images.jpeg_headers import header_segments, metadata_of
-from vit_ray.data.prepare import libjpeg_process, restart_markers
-from vit_ray.data.prepare.restart_markers import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data.jpeg_index import libjpeg_process, restart_markers
+from vit_ray.data.jpeg_index.headers import header_segments, metadata_of
+from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, with_restart_markers
 
 NUM_CRAFTED = int(os.environ.get("FUZZ_ROUNDS", "200"))
 CHINA, FLOWER = load_sample_images().images

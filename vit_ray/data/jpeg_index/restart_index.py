@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from vit_ray.data.format.stored_image import RestartIndex
-from vit_ray.data.images.jpeg_headers import (
+from vit_ray.data.jpeg_index.headers import (
     BLOCK,
     END,
     JpegFrame,
@@ -38,6 +38,107 @@ _MOST_SEGMENTS: Final = 1 << 16
 _RESTARTS: Final = (_FIRST_RESTART + np.arange(_MOST_SEGMENTS) % 8).astype(np.uint8)
 """The markers of segments, one after the other."""
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
+
+
+@dataclass(frozen=True, eq=False)
+class RestartIndex:
+    """Where the parts of a JPEG lie that a crop of it is made of.
+
+    Attributes:
+        front: bytes at its start that tell the colour space: start of image, JFIF or Adobe marker.
+        tables_at: where the tables and the frame header begin, which the first segment follows.
+        size_at: where height and width are, two bytes each.
+        unit_height, unit_width: pixels of an MCU.
+        columns: segments in a row of MCUs.
+        offsets: of the segments, row by row, and the length of the file.
+    """
+
+    front: int
+    tables_at: int
+    size_at: int
+    unit_height: int
+    unit_width: int
+    columns: int
+    offsets: NDArray[np.uint32]
+
+    def segments(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """(rows, columns) each: where each segment begins, and where it ends."""
+        shape = (self.rows, self.columns)
+        return self.offsets[:-1].reshape(shape), self.offsets[1:].reshape(shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of MCUs, and so of segments."""
+        return (len(self.offsets) - 1) // self.columns
+
+
+class IndexColumn:
+    """The indices of the images of a row group, as a data set has them.
+
+    All are looked at once, and lists are kept: numpy takes microseconds for one number.
+
+    Args:
+        column: structs of the fields of `RestartIndex`, null for an image without an index.
+        sizes: (n, 2), height and width of each image.
+        num_bytes: (n,), length of each file.
+    """
+
+    def __init__(
+        self, column: pa.StructArray, sizes: NDArray[np.integer], num_bytes: NDArray[np.integer]
+    ) -> None:
+        *fields, lists = (column.field(i) for i in range(column.type.num_fields))
+        numbers = np.stack([f.fill_null(0).to_numpy() for f in fields], axis=1).astype(np.int64)
+        ends = lists.offsets.to_numpy().astype(np.int64)
+        self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
+        ends -= ends[0]
+        self._is_indexed = column.is_valid().to_pylist()
+        self._are_possible = are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
+        self._numbers, self._ends = numbers.tolist(), ends.tolist()
+
+    def of(self, row: int) -> RestartIndex | None:
+        """The index of an image; None if it has none.
+
+        Raises:
+            ValueError: no file of its size and length can have it.
+        """
+        if not self._is_indexed[row]:
+            return None
+        if not self._are_possible[row]:
+            raise ValueError("its restart index is not that of its bytes")
+        offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
+        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
+        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
+
+
+def are_possible(
+    numbers: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    offsets: NDArray[np.uint32],
+    sizes: NDArray[np.integer],
+    num_bytes: NDArray[np.integer],
+) -> NDArray[np.bool_]:
+    """Whether files of these sizes and lengths can have these indices.
+
+    Args:
+        numbers: (n, 6), of each image all but the offsets, in the order of `RestartIndex`.
+        ends: (n + 1,), where the offsets of each image begin in `offsets`, and the last end.
+        sizes, num_bytes: as in `IndexColumn`.
+    """
+    front, tables_at, size_at, unit_height, unit_width, columns = numbers.T
+    counts = np.diff(ends)
+    first, last = np.zeros((2, len(counts)), np.int64)
+    has_any = counts > 0
+    first[has_any], last[has_any] = offsets[ends[:-1][has_any]], offsets[ends[1:][has_any] - 1]
+    units = -(-sizes // np.maximum(np.stack([unit_height, unit_width], axis=1), 1))
+    found = (np.minimum(unit_height, unit_width) >= BLOCK) & (columns >= 1)
+    found &= units[:, 1] % np.maximum(columns, 1) == 0
+    found &= counts == units[:, 0] * columns + 1
+    found &= (front >= 2) & (front <= tables_at) & (tables_at <= size_at)
+    found &= (size_at <= first - 4) & (last == num_bytes)
+    image_of = np.repeat(np.arange(len(counts)), counts)
+    falls = (offsets[1:] <= offsets[:-1]) & (image_of[1:] == image_of[:-1])
+    found[image_of[1:][falls]] = False
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.format.stored_image import RestartIndex
-from vit_ray.data.images.jpeg import decode_jpeg
-from vit_ray.data.images.jpeg_headers import END, is_front, metadata_of, read_frame
-from vit_ray.data.images.restart_index import index_segments, interval_for
-from vit_ray.data.prepare.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
+from vit_ray.data.jpeg_index.headers import END, is_front, metadata_of, read_frame
+from vit_ray.data.jpeg_index.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
+from vit_ray.data.jpeg_index.restart_index import RestartIndex, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -188,5 +187,6 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
 
 def _have_equal_pixels(one: bytes, other: bytes) -> bool:
     """Not so where a progressive file lacks its last scans: decoders smooth what it has."""
-    ours, theirs = decode_jpeg(one), decode_jpeg(other)
+    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+    ours, theirs = (cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (one, other))
     return ours is not None and theirs is not None and np.array_equal(ours, theirs)

@@ -12,8 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, picture
-from vit_ray.data.images.jpeg_headers import read_frame
-from vit_ray.data.images.restart_index import (
+from vit_ray.data.jpeg_index.headers import read_frame
+from vit_ray.data.jpeg_index.restart_index import (
     Box,
     CropFile,
     crop_file,

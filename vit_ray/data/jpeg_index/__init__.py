@@ -1,0 +1,1 @@
+"""Restart markers in JPEG files, and the index by which crops of them are read alone."""

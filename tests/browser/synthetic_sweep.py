@@ -16,7 +16,6 @@ from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.mlflow_model import model_files
-from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run_metadata import (
     data_inputs,
     recipe_yaml,
@@ -24,6 +23,7 @@ from vit_ray.launch.run_metadata import (
     trained_params,
     training_cost,
 )
+from vit_ray.launch.streams import augmentation_of
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
@@ -64,7 +64,7 @@ def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None
         tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})
     tracker.log.metrics(STEPS, {"eval/top1": accuracy, "eval/loss": 1.5 * (1 - accuracy)})
     tracker.log.metrics(STEPS, training_cost(trial, _resolved(), STEPS))
-    augmentation = augmentation_of(trial, trial.data.eval_augment)
+    augmentation = augmentation_of(trial.model, trial.data.eval_augment)
     checkpoint = f"{trial.run_folder}/step-{STEPS:08d}"
     files = model_files(trial.model, augmentation, checkpoint, 10)
     tracker.log.model(files, trial.name, STEPS, {"checkpoint": checkpoint}, None)

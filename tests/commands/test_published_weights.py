@@ -30,7 +30,7 @@ from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch import feature_extraction as extraction
-from vit_ray.launch.preflight import PreparedRun, prepare_evaluation, prepared_training
+from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.models.weights import save_weights
 from vit_ray.train.objective import build_objective, normalize
 

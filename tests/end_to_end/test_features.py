@@ -25,8 +25,8 @@ from vit_ray.data.images.crops import training_crop
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run import finetune
+from vit_ray.launch.streams import augmentation_of
 
 PROCESSOR = ViTImageProcessor(
     do_resize=False, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]
@@ -58,7 +58,7 @@ def plain_forward(recipe: Recipe, model: Any, path: str) -> tuple[list[str], Any
     manifest = open_dataset(path)
     tables = [pq.read_table(f"{manifest.root}/{file.path}") for file in manifest.files]
     rows = [row for table in tables for row in table.to_pylist()]
-    augmentation = augmentation_of(recipe, recipe.data.eval_augment)
+    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     images = [training_crop(row["image"], augmentation, (0, 0, 0)) for row in rows]
     with torch.no_grad():
         found = model(**PROCESSOR(images, return_tensors="pt"), output_hidden_states=True)

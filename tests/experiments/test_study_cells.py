@@ -123,7 +123,7 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
         ({"model": {"num_heads": 3}}, r"model.num_heads=3 does not divide model.width=16"),
         (
             {"model": {"name": "ViT-S/16"}},
-            r"model 'ViT-S/16' has no option depth, .* another model\.name is to be set to null",
+            r"model 'ViT-S/16' has no option depth, .* another model\.name must be reset",
         ),
         ({"model": 3}, r"model=3: model is a section of keys"),
         ({"seed": 3}, r"changes.seed is no key of a single cell; give study.seeds"),

@@ -32,7 +32,7 @@ from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
-from vit_ray.launch.preflight import augmentation_of
+from vit_ray.launch.streams import augmentation_of
 from vit_ray.storage import locate
 from vit_ray.train.collectives import ProcessGroup
 from vit_ray.train.loop import RankContext
@@ -87,7 +87,7 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     assert (optim.schedule, optim.warmup_steps) == ("cosine", 10_000)
     assert (model.dropout, model.stochastic_depth, model.representation) == (0.1, 0.1, True)
     assert (train.mixup, train.cutmix, train.loss, train.label_smoothing) == (0.8, 0, "softmax", 0)
-    augment = augmentation_of(recipe, recipe.data.augment)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
     assert augment.randaugment == RandAugment("tensorflow", 2, 20.0)
     assert augment.min_area == 0.05
 
@@ -105,7 +105,7 @@ def test_deit_is_as_its_table_9_prints_it() -> None:
     assert lr_at(round(steps / 120), optim, steps) == pytest.approx(5e-4, rel=1e-3)
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5)
     assert (train.label_smoothing, train.mixup, train.cutmix) == (0.1, 0.8, 1.0)
-    augment = augmentation_of(recipe, recipe.data.augment)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
     assert augment.randaugment == RandAugment("timm", 2, 9.0, 0.5)
     assert augment.min_area == 0.08
 
@@ -139,7 +139,7 @@ def rows(recipe: Recipe, first: int, share: slice) -> Any:
 
 
 def crops(recipe: Recipe, samples: Any, epoch: int) -> Any:
-    augment = augmentation_of(recipe, recipe.data.augment)
+    augment = augmentation_of(recipe.model, recipe.data.augment)
     made = [
         training_crop(encoded(PIXELS[s], "PNG"), augment, (recipe.seed, epoch, int(s)))
         for s in samples
@@ -156,7 +156,7 @@ def training_batches(recipe: Recipe, start: int, share: slice) -> Iterator[Any]:
             images = crops(recipe, samples, step * BATCH // IMAGES)
             yield {"image": images, "labels": labels, "sample": samples}
             continue
-        augment = augmentation_of(recipe, recipe.data.augment)
+        augment = augmentation_of(recipe.model, recipe.data.augment)
         columns = EncodedColumns(augment, len(samples))
         for i, sample in enumerate(samples):
             stored, key = StoredImage(encoded(PIXELS[sample]), (12, 12)), (recipe.seed, 0, i)

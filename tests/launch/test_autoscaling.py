@@ -16,7 +16,7 @@ from vit_ray.launch import autoscaling
 from vit_ray.launch import cluster as module
 from vit_ray.launch.autoscaling import Growth, find_growth, growth_of
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import check_cluster
+from vit_ray.launch.cluster_checks import check_cluster
 
 SHIPPED = Path(__file__).parents[2] / "cluster" / "ray_up.yaml"
 

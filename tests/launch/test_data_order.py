@@ -15,7 +15,8 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order.samples import Plan
-from vit_ray.launch.preflight import ResolvedRun, prepared_training, resolve_run
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.storage import locate
 
 NUM_GROUPS = 100

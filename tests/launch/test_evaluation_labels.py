@@ -17,7 +17,7 @@ from vit_ray.data.prepare.subset import subset
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.launch import evaluation_labels as benchmark
 from vit_ray.launch.evaluation_labels import answers_of
-from vit_ray.launch.preflight import prepare_evaluation
+from vit_ray.launch.prepared_run import prepare_evaluation
 from vit_ray.models.weights import save_weights
 
 CLASSES = [f"n{number:08d}" for number in range(6)]

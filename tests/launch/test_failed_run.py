@@ -9,7 +9,7 @@ import pytest
 from vit_ray.config import load_recipe
 from vit_ray.launch import run
 from vit_ray.launch.pool_training import RunFailedError
-from vit_ray.launch.preflight import PreparedRun
+from vit_ray.launch.prepared_run import PreparedRun
 from vit_ray.launch.run import run_prepared
 
 

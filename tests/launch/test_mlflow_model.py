@@ -27,8 +27,8 @@ from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.images.crops import training_crop
 from vit_ray.launch.mlflow_model import model_files
-from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run import RunResult, _log_model
+from vit_ray.launch.streams import augmentation_of
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker, replay
 
@@ -59,7 +59,7 @@ def logits_of(recipe: Any, model: torch.nn.Module, images: np.ndarray) -> np.nda
     for image in images:
         file = io.BytesIO()
         Image.fromarray(image).save(file, "png")
-        augmentation = augmentation_of(recipe, recipe.data.eval_augment)
+        augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
         crops.append(training_crop(file.getvalue(), augmentation, (0, 0, 0)))
     pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
@@ -67,7 +67,7 @@ def logits_of(recipe: Any, model: torch.nn.Module, images: np.ndarray) -> np.nda
 
 
 def files_of(recipe: Any, checkpoint: str) -> dict[str, str]:
-    augmentation = augmentation_of(recipe, recipe.data.eval_augment)
+    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     return model_files(recipe.model, augmentation, checkpoint, 5)
 
 

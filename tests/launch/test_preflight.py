@@ -11,16 +11,13 @@ from tests.conftest import Digits
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
-from vit_ray.launch import preflight
+from vit_ray.launch import streams
 from vit_ray.launch.cluster import ClusterShape, local_cpus
-from vit_ray.launch.preflight import (
-    check_batch,
-    check_cluster,
-    find_resume_point,
-    prepared_training,
-    resolve_run,
-)
+from vit_ray.launch.cluster_checks import check_batch, check_cluster
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.resuming import find_resume_point
 from vit_ray.launch.run import evaluate, finetune, train
+from vit_ray.launch.streams import resolve_run
 
 LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
 
@@ -110,7 +107,7 @@ def test_a_subset_has_only_the_images_that_are_left_of_a_class(
 def test_of_a_huge_pool_only_so_many_labels_are_read(
     recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(preflight, "MOST_LABELS_READ", 100)
+    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
     resolve_run(few_shot(recipe, digits, 1000))
     assert "10 of 10 classes have fewer than 1000" in caplog.text
     caplog.clear()

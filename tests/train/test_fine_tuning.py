@@ -20,8 +20,8 @@ from tests.train.engine_runs import (
 from tests.train.ranks import run_ranks
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.launch import preflight
-from vit_ray.launch.preflight import check_head_is_trained, check_model
+from vit_ray.launch import prepared_run
+from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
@@ -215,8 +215,8 @@ def test_a_new_head_that_is_frozen_is_refused(
 def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "resolve_run", lambda recipe: None)
-    refused = preflight.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
+    monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
+    refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
     with pytest.raises(ValueError, match="leave head out"), refused:
         pass
 

@@ -13,8 +13,8 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.data.images.crops import BadImageError, UInt8Array, training_crop
 from vit_ray.evaluate.inspection_figures import inspect_model
-from vit_ray.launch.preflight import augmentation_of
 from vit_ray.launch.run_metadata import trained_params
+from vit_ray.launch.streams import augmentation_of
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
@@ -79,7 +79,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     Raises:
         ValueError: the folder holds no image that can be decoded.
     """
-    augmentation = augmentation_of(recipe, recipe.data.eval_augment)
+    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     crops = []
     for file in _spread(_image_files(locate(config.images)), config.num_images):
         try:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
-from vit_ray.launch.preflight import averaging_warning, check_model, resolve_run
+from vit_ray.launch.model_checks import averaging_warning, check_model
+from vit_ray.launch.streams import resolve_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step

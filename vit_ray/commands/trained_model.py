@@ -6,7 +6,7 @@ from torch import nn
 
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
-from vit_ray.launch.preflight import errors_of_weights
+from vit_ray.launch.prepared_run import errors_of_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights.state_dicts import LoadReport
 

@@ -11,15 +11,13 @@ import ray
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import ClusterShape, connect
+from vit_ray.launch.cluster_checks import check_cluster
 from vit_ray.launch.open_record import OpenRun, open_record
-from vit_ray.launch.preflight import (
-    ResolvedRun,
-    check_cluster,
-)
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run import ParentRun
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
+from vit_ray.launch.streams import ResolvedRun
 from vit_ray.launch.worker_pool import PoolShape, kept_pools, start_kept_pool
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path

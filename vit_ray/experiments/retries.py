@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vit_ray.config import Recipe
+from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
-from vit_ray.launch.preflight import Kind
 from vit_ray.launch.run import ParentRun, RunResult, train
 from vit_ray.outcomes import EventKind
 

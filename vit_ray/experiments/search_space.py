@@ -16,7 +16,7 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.launch.preflight import check_model
+from vit_ray.launch.model_checks import check_model
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""

@@ -38,16 +38,12 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.stage import Stage, Trained, deciding_metric
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.experiments.write_page import page_of
+from vit_ray.launch.model_checks import check_head_is_trained
 from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool_training import RunFailedError
-from vit_ray.launch.preflight import (
-    PreparedRun,
-    ResolvedRun,
-    check_head_is_trained,
-    check_weights,
-    resolve_run,
-)
+from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run import ParentRun, RunResult
+from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate

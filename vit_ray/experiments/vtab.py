@@ -23,8 +23,9 @@ from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, run_planned
 from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
 from vit_ray.launch.pool_training import RunFailedError
-from vit_ray.launch.preflight import PreparedRun, ResolvedRun, check_weights, resolve_run
+from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run import train
+from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent

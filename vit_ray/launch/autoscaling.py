@@ -1,15 +1,15 @@
 """What a cluster may become: the nodes that its autoscaler may start.
 
-Ray 2.60 tells nobody: `get_cluster_config` is for managed clusters. The autoscaler of `ray up` and
-`ray start --autoscaling-config` runs on the head, as a submitted job's driver does, and its file is
-in its command line. That of KubeRay is in a container of its own: that there is one is known, and
-not what it may start.
+Ray 2.60 has no call for it: `get_cluster_config` is for managed clusters. The autoscaler of
+`ray up` and `ray start --autoscaling-config` runs on the head, as a submitted job's driver does,
+and its file is in its command line. That of KubeRay is in a container of its own: that there is one
+is known, and not what it may start.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,12 +32,6 @@ class NodeType:
     """Nodes of this type at a time."""
     resources: Mapping[str, float]
 
-    def holds(self, each: Mapping[str, float]) -> int:
-        """Workers that one node has room for."""
-        return math.floor(
-            min(self.resources.get(key, 0.0) / need for key, need in each.items() if need)
-        )
-
     def __str__(self) -> str:
         held = ", ".join(f"{count:g} {key}" for key, count in self.resources.items())
         return f"{self.most} of {self.name} ({held or 'nothing'} each)"
@@ -56,21 +50,25 @@ class Growth:
 
     def total(self, key: str) -> float:
         """The most of a resource that there can be; infinite where it is not known."""
+        return self._most(lambda resources: resources.get(key, 0.0))
+
+    def holds(self, each: Mapping[str, float]) -> float:
+        """Workers that there can be room for at a time; infinite where it is not known."""
+        return self._most(
+            lambda resources: math.floor(
+                min(resources.get(key, 0.0) / need for key, need in each.items() if need)
+            )
+        )
+
+    def _most(self, of_node: Callable[[Mapping[str, float]], float]) -> float:
+        """The sum over the head and the nodes that have most."""
         if self.types is None:
             return math.inf
         nodes = sorted(
-            (each.resources.get(key, 0.0) for each in self.types for _ in range(each.most)),
+            (of_node(each.resources) for each in self.types for _ in range(each.most)),
             reverse=True,
         )
-        return self.head.get(key, 0.0) + sum(nodes[: int(min(self.most_nodes, len(nodes)))])
-
-    def holds(self, each: Mapping[str, float]) -> float:
-        """Workers that there can be room for, side by side; infinite where it is not known."""
-        if self.types is None:
-            return math.inf
-        places = sorted(one.holds(each) for one in self.types for _ in range(one.most))[::-1]
-        on_head = NodeType("head", 1, self.head).holds(each)
-        return on_head + sum(places[: int(min(self.most_nodes, len(places)))])
+        return of_node(self.head) + sum(nodes[: int(min(self.most_nodes, len(nodes)))])
 
     def __str__(self) -> str:
         if self.types is None:
@@ -82,12 +80,22 @@ class Growth:
 def find_growth(address: str, head: Mapping[str, float]) -> Growth | None:
     """Of the connected cluster; None if its nodes are those that are up.
 
+    Its autoscaler's configuration is read if that runs on this host.
+
     Args:
         address: of its head, `HOST:PORT`; another Ray may run on this host.
         head: what the head has.
     """
-    for file in _files_of_autoscalers(address):
-        return replace(growth_of(yaml.safe_load(file.read_text())), head=head)
+    for process in _PROCESSES.glob("[0-9]*/cmdline"):
+        try:
+            words = process.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if f"{_CLUSTER}{address}" in words and any(w.endswith("monitor.py") for w in words):
+            for word in words:
+                file = Path(word.removeprefix(_OPTION))
+                if word.startswith(_OPTION) and file.is_file():
+                    return replace(growth_of(yaml.safe_load(file.read_text())), head=head)
     return Growth(None) if has_second_autoscaler() else None
 
 
@@ -107,16 +115,3 @@ def growth_of(config: Mapping[str, Any]) -> Growth:
         ),
         most_nodes,
     )
-
-
-def _files_of_autoscalers(address: str) -> list[Path]:
-    """Configuration of the cluster's autoscaler, if that runs on this host and can be read."""
-    found = []
-    for process in _PROCESSES.glob("[0-9]*/cmdline"):
-        try:
-            words = process.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended, or is another user's
-            continue
-        if f"{_CLUSTER}{address}" in words and any(w.endswith("monitor.py") for w in words):
-            found += [Path(w.removeprefix(_OPTION)) for w in words if w.startswith(_OPTION)]
-    return [file for file in found if file.is_file()]

@@ -41,7 +41,7 @@ KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
 """Ray ends processes above this number, which is its CPUs by default, after a second without work;
 the tasks of the next training would have to start theirs again."""
 _NUM_ACTORS: Final = 12
-"""Ray's own and ours, beside the processes of tasks."""
+"""Ray's own and ours, in addition to the processes of tasks."""
 
 _HEAD: Final = "node:__internal_head__"
 """A resource of the head alone."""
@@ -89,26 +89,32 @@ def connect(recipe: Recipe) -> ClusterShape:
     cores there are. It keeps Ray's token authentication, since its ports are open to the network.
 
     Raises:
-        ValueError: nobody answers at the address, or a Ray or Python of another version.
+        ValueError: no Ray answers at the address, or a Ray or Python of another version.
         RuntimeError: the machine is too busy for a Ray of its own.
     """
     _quiet()
-    if not ray.is_initialized():
-        if os.environ.get("RAY_ADDRESS"):
-            _use_token_if_there_is_one()
-            check_reachable(os.environ["RAY_ADDRESS"])
-            _join()
-        else:
-            num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
-            os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
-            _start(num_cpus)
-            _STARTED.append(_address())
+    if ray.is_initialized():
+        return shape(time.time())
+    if address := os.environ.get("RAY_ADDRESS"):
+        # Ray 2.60 turns token authentication on by itself for local clusters, but not for an
+        # address. A cluster that was started on a machine with a token demands it; one without
+        # authentication ignores it.
+        if AUTH_MODE not in os.environ and has_auth_token():
+            os.environ[AUTH_MODE] = "token"
+            reload_ray_config()
+        check_reachable(address)
+        _join(address)
+    else:
+        num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
+        os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
+        _start(num_cpus)
+        _STARTED.append(_address())
     return shape(time.time())
 
 
 def has_dashboard() -> bool:
     """Whether a Ray that is started for one command has one."""
-    return os.environ.get(DASHBOARD, "0") == "1"
+    return os.environ.get(DASHBOARD) == "1"
 
 
 def _start(num_cpus: int) -> None:
@@ -158,11 +164,11 @@ def _children_in_a_group_of_their_own() -> Iterator[None]:
             if own:
                 try:
                     os.setpgid(0, own)
-                except PermissionError:  # nobody is left in it, as after `nohup ... &` by ssh
+                except PermissionError:  # it is empty, as after `nohup ... &` by ssh
                     os.setpgid(0, 0)
 
 
-def _join() -> None:
+def _join(address: str) -> None:
     """Join the cluster at `RAY_ADDRESS`.
 
     Raises:
@@ -176,20 +182,19 @@ def _join() -> None:
         if mismatch is None:
             raise
         raise ValueError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {mismatch}. "
+            f"RAY_ADDRESS={address}: {mismatch}. "
             f"Both need the same Python and Ray {VERSION}: start the driver with the cluster's, "
             "such as by `ray job submit`, which starts it there, or renew the cluster"
         ) from None
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
-    """Return if somebody listens at `HOST:PORT` or `ray://HOST:PORT`; Ray itself checks other
-    forms.
+    """Return if something listens at `HOST:PORT` or `ray://HOST:PORT`; Ray checks other forms.
 
     Ray would try for two minutes without any message.
 
     Raises:
-        ValueError: nobody does, for all of the time; says what to look at.
+        ValueError: nothing does, for all of the time; says what to look at.
     """
     match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
     if match is None and "://" not in address and address not in ("auto", "local"):
@@ -219,14 +224,14 @@ def _address() -> str:
 
 def shape(ready_s: float) -> ClusterShape:
     """The connected cluster as it is now."""
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    held = [n["Resources"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
     is_private = _address() in _STARTED
-    head: dict[str, float] = next((n["Resources"] for n in nodes if _HEAD in n["Resources"]), {})
+    head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
     return ClusterShape(
-        len(nodes),
-        resources.get("CPU", 0),
-        resources.get("GPU", 0),
+        len(held),
+        total.get("CPU", 0),
+        total.get("GPU", 0),
         ready_s,
         is_private=is_private,
         growth=None if is_private else find_growth(_address(), head),
@@ -236,8 +241,8 @@ def shape(ready_s: float) -> ClusterShape:
 def capacity() -> tuple[float, float]:
     """GPUs and CPUs that the connected cluster has, or is known to be able to start."""
     now = shape(time.time())
-    gpus = now.num_gpus if math.isinf(now.most_gpus) else now.most_gpus
-    cpus = now.num_cpus if math.isinf(now.most_cpus) else now.most_cpus
+    pairs = (now.most_gpus, now.num_gpus), (now.most_cpus, now.num_cpus)
+    gpus, cpus = (num if math.isinf(most) else most for most, num in pairs)
     return gpus, cpus
 
 
@@ -247,22 +252,9 @@ def local_cpus(recipe: Recipe) -> int:
     return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
 
 
-def _use_token_if_there_is_one() -> None:
-    """Ray 2.60 turns token authentication on by itself for local clusters, but not for an address.
-
-    A cluster started on a machine that has a token demands it, so a client that has it sends it.
-    A cluster without authentication ignores a token.
-    """
-    if AUTH_MODE in os.environ:
-        return
-    if has_auth_token():
-        os.environ[AUTH_MODE] = "token"
-        reload_ray_config()
-
-
 def _shows_logs() -> bool:
     """Workers' own output is for finding faults: `VIT_RAY_LOGS=1` shows it."""
-    return os.environ.get("VIT_RAY_LOGS", "0") == "1"
+    return os.environ.get("VIT_RAY_LOGS") == "1"
 
 
 def _quiet() -> None:

@@ -14,10 +14,10 @@ import ray
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import ResolvedRun
 from vit_ray.launch.run_host import RunControl, RunRecord, start_run
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.streams import ResolvedRun
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MetricsLog,

@@ -24,7 +24,7 @@ from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.preflight import ResolvedRun
+from vit_ray.launch.streams import ResolvedRun
 from vit_ray.tracking.metrics_log import RUN_FOLDER
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")

@@ -13,7 +13,7 @@ from vit_ray.data.images import randaugment
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.order.keyed_random import KeyedUniform
-from vit_ray.launch.preflight import augmentation_of
+from vit_ray.launch.streams import augmentation_of
 
 Pixels = NDArray[np.uint8]
 IMAGE = picture(3, 40, 48)
@@ -231,9 +231,9 @@ def test_a_recipe_decides_it() -> None:
         "randaugment_magnitude_std": 0.5,
     }
     loaded = augment_recipe(chosen)
-    found = augmentation_of(loaded, loaded.data.augment).randaugment
+    found = augmentation_of(loaded.model, loaded.data.augment).randaugment
     assert found == RandAugment("timm", 3, 9.0, 0.5)
-    assert augmentation_of(loaded, loaded.data.eval_augment).randaugment is None
+    assert augmentation_of(loaded.model, loaded.data.eval_augment).randaugment is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.executor_pace import PauseWhileFull
 from vit_ray.data.stream.ray_datasets import HostRanks, training_segments
 from vit_ray.data.stream.stream_server import RankStreams
-from vit_ray.launch.preflight import resolve_run
+from vit_ray.launch.streams import resolve_run
 
 SLOW_BATCHES = 24
 PAUSE_S = 0.25

@@ -1,8 +1,16 @@
-"""Which changes of the recipe a run may be resumed with, and how they are reported."""
+"""Whether a run of a name is continued, from where, and with which changes of its recipe."""
 
 from __future__ import annotations
 
-from vit_ray.checkpoints.checkpoint import Position
+import logging
+from collections.abc import Callable
+
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position
+from vit_ray.checkpoints.run_checkpoints import (
+    NoUsableCheckpointError,
+    newest_checkpoint,
+    newest_verified_checkpoint,
+)
 from vit_ray.config import Recipe
 from vit_ray.config.resume_compatibility import (
     DATA_SET,
@@ -12,8 +20,48 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
 )
 from vit_ray.config.validation import validated
-from vit_ray.storage import READS_OLDER
+from vit_ray.lock import is_lock_file
+from vit_ray.storage import READS_OLDER, locate
 from vit_ray.train.schedule import lr_at
+
+logger = logging.getLogger(__name__)
+
+
+def find_resume_point(
+    recipe: Recipe, warn: Callable[[str], None] = logger.warning
+) -> Checkpoint | None:
+    """The checkpoint from which a run of this name continues, as `resume` allows.
+
+    Args:
+        warn: called with a text for each damaged one that is passed over.
+
+    Raises:
+        ValueError: a run of this name exists and may not be continued, or should exist and does
+            not; or it has had checkpoints, none of which can be used.
+    """
+    folder = locate(recipe.run_folder)
+    if recipe.resume is False and not all(
+        is_lock_file(file.base_name) for file in folder.list_files()
+    ):
+        newest = newest_checkpoint(folder)
+        raise ValueError(
+            f"resume=false, but a run {recipe.name!r} exists in {recipe.output} (step "
+            f"{newest.position.step if newest else 0}); choose another name, or set resume=auto "
+            "to continue it"
+        )
+    try:
+        checkpoint = newest_verified_checkpoint(folder, warn)
+    except NoUsableCheckpointError as error:
+        if recipe.resume != "from_zero":
+            raise
+        warn(str(error))
+        checkpoint = None
+    if checkpoint is None and recipe.resume is True:
+        raise ValueError(
+            f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
+            "and output, or set resume=auto"
+        )
+    return checkpoint
 
 
 def accepted_changes(
@@ -28,7 +76,7 @@ def accepted_changes(
         fingerprint, num_images, total_steps: of the recipe on the data as they are now.
 
     Raises:
-        ValueError: a change that is not accepted, or that no run could go on with; names each.
+        ValueError: a change that is not accepted, or with which no run could continue; names each.
     """
     # As it was: a copy by `with_changes` would be checked as a new recipe.
     before = validated(
@@ -36,13 +84,14 @@ def accepted_changes(
         position.recipe,
         f"run {recipe.name!r} was begun by other code; resume it with commit {READS_OLDER}",
     )
+    step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: fingerprint, **recipe.flat()}
     found = incompatible_changes(then, now, without=LENGTH)
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if change.is_fixed]:
         raise ValueError(
-            f"run {recipe.name!r} cannot go on from step {position.step}: {_listed(fixed)}. Put "
+            f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}. Put "
             "that back, or choose another name (init_from takes over the weights)"
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
@@ -53,22 +102,27 @@ def accepted_changes(
     if changes and recipe.resume != "changed":
         raise ValueError(
             f"run {recipe.name!r} was begun with another recipe: {_listed(changes)}. Put that "
-            "back, choose another name, or set resume=changed to go on with it from step "
-            f"{position.step}"
+            f"back, choose another name, or set resume=changed to continue it from step {step}"
         )
-    told = [
+    notes = [
         f"{change}, where the same weights are taken to be" for change in found if change.is_move
     ]
     if changes:
-        told.append(f"goes on with another recipe: {_listed(changes)}")
+        notes.append(f"continues with another recipe: {_listed(changes)}")
     if total_steps > steps_before:
-        told.append(_longer(recipe, before, position.step, length, steps_before, total_steps))
-    return told
+        rates = lr_at(step, before.optim, steps_before), lr_at(step, recipe.optim, total_steps)
+        notes.append(
+            f"longer: {_listed(length)}, which makes {total_steps} steps of {steps_before}. The "
+            f"schedule ({recipe.optim.schedule}) is that of {total_steps} steps from here on: the "
+            f"learning rate after step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
+        )
+    return notes
 
 
 def _refuse_too_late(
     name: str, position: Position, changes: list[Change], steps_before: int, total_steps: int
 ) -> None:
+    """Refuse what would train nothing more."""
     step, run, ended = position.step, f"run {name!r}", position.progress.ended
     if total_steps < step:
         raise ValueError(
@@ -81,7 +135,7 @@ def _refuse_too_late(
             f"not be trained for the {total_steps} steps of this recipe. Put the length back, or "
             "choose another name (init_from takes over the weights)"
         )
-    if not (changes and position.progress.is_over(total_steps)):
+    if not changes or not position.progress.is_over(total_steps):
         return
     if all(change.key in EVALUATED_SETS for change in changes):
         raise ValueError(
@@ -92,17 +146,6 @@ def _refuse_too_late(
     raise ValueError(
         f"{run} is over, so nothing would be trained with {_listed(changes)}. Put that back, or "
         f"choose another name{way_out}"
-    )
-
-
-def _longer(
-    recipe: Recipe, before: Recipe, step: int, length: list[Change], old: int, new: int
-) -> str:
-    rates = lr_at(step, before.optim, old), lr_at(step, recipe.optim, new)
-    return (
-        f"longer: {_listed(length)}, which makes {new} steps of {old}. The schedule "
-        f"({recipe.optim.schedule}) is that of {new} steps from here on: the learning rate after "
-        f"step {step} is {rates[1]:.3g}, and would have been {rates[0]:.3g}"
     )
 
 

@@ -14,7 +14,7 @@ from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import describe_sections, key_names
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
-from vit_ray.launch.recipe_changes import accepted_changes
+from vit_ray.launch.resuming import accepted_changes
 
 IMAGES, BATCH = 640, 64
 
@@ -62,12 +62,10 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
     changes: dict[str, Any], key: str, before: str, now: str
 ) -> None:
     told = f"{key} was {before} and is {now}"
-    with pytest.raises(
-        ValueError, match=f"{told}.*set resume=changed to go on with it from step 7"
-    ):
+    with pytest.raises(ValueError, match=f"{told}.*set resume=changed to continue it from step 7"):
         accepted(linear_recipe(**changes), position(7))
     (event,) = accepted(linear_recipe(**changes, resume="changed"), position(7))
-    assert event.startswith("goes on with another recipe: ")
+    assert event.startswith("continues with another recipe: ")
     assert key in event
 
 
@@ -86,7 +84,7 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
 def test_what_a_checkpoint_stands_for_cannot_change_at_all(
     changes: dict[str, Any], told: str, step: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"cannot go on from step {step}: .*{told}"):
+    with pytest.raises(ValueError, match=f"cannot continue from step {step}: .*{told}"):
         accepted(linear_recipe(**changes, resume="changed"), position(step))
 
 

@@ -1,0 +1,196 @@
+"""A run that has passed every check that needs no cluster, and holds the lock of its folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.run_checkpoints import begin_without_checkpoint
+from vit_ray.config import Recipe
+from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.launch.evaluation_labels import answers_of
+from vit_ray.launch.model_checks import (
+    NEW_HEADS,
+    Kind,
+    averaging_warning,
+    check_head_is_trained,
+)
+from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.streams import ResolvedRun, resolve_run
+from vit_ray.outcomes import EventKind
+from vit_ray.storage import locate
+from vit_ray.worker.job import Extraction
+
+_HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What is known of a run before it starts."""
+
+    recipe: Recipe
+    """With absolute paths."""
+    kind: Kind
+    resolved: ResolvedRun
+    resume_from: Checkpoint | None = None
+    """The newest good checkpoint of a run of this name."""
+    notes: tuple[tuple[EventKind, str], ...] = ()
+    """Kind and text of the events of the run's start, for its history."""
+    lock_number: int | None = None
+    """By which workers see that the run is still this driver's; None for an evaluation."""
+    answers: Answers | None = None
+    """Of an evaluation: what is right for its images."""
+    outputs: int | None = None
+    """Of the model; None where it has one for each class of the data set."""
+    extraction: Extraction | None = None
+    """Features that are written in the place of an evaluation."""
+    until_step: int | None = None
+    """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+    training_id: str | None = None
+    """Of a training that begins at step 0: what is recorded of another one is not continued."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained, and not only used."""
+        return self.kind not in ("evaluate", "extract")
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the model."""
+        return self.outputs or self.resolved.manifest.num_classes
+
+    @property
+    def new_head(self) -> bool | Literal["auto"]:
+        """What becomes of the head of the weights it starts from, as in `initialize_weights`.
+
+        Features want the whole of weights that have a head, and what there is of others.
+        """
+        if self.kind == "extract" and self.outputs is not None:
+            return False
+        return _HEADS.get(self.kind, "auto")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run, or this part of it, has ended before."""
+        last_step = self.until_step or self.resolved.total_steps
+        return bool(self.resume_from and self.resume_from.position.progress.is_over(last_step))
+
+
+@contextmanager
+def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
+    """Check a training run and hold its lock inside the block.
+
+    Raises:
+        ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
+    """
+    recipe = recipe.with_absolute_paths()
+    resolved = resolve_run(recipe)
+    check_head_is_trained(recipe, kind)
+    if warning := averaging_warning(recipe, resolved.total_steps):
+        logger.warning("%s", warning)
+    # From before the checkpoints are looked at: another driver may be removing them.
+    run_folder = locate(recipe.run_folder)
+    run_folder.refuse_file_in_its_place("output")
+    with lock_run(run_folder) as lock_number:
+        damage: list[str] = []
+        changes: list[str] = []
+        training_id = None
+        resume_from = find_resume_point(recipe, damage.append)
+        if resume_from is None:
+            check_weights(PreparedRun(resolved.recipe, kind, resolved))
+            training_id = begin_without_checkpoint(run_folder, damage.append)
+        else:
+            begun = resume_from.position.recipe["data"]["shuffle_window"]
+            if begun != resolved.recipe.data.shuffle_window:
+                resolved = resolve_run(recipe, begun=begun)
+            changes = accepted_changes(
+                resolved.recipe,
+                resume_from.position,
+                fingerprint=resolved.manifest.fingerprint,
+                num_images=resolved.num_images,
+                total_steps=resolved.total_steps,
+            )
+        yield PreparedRun(
+            resolved.recipe,
+            kind,
+            resolved,
+            resume_from,
+            (
+                *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
+                *((EventKind.RECIPE_CHANGED, text) for text in changes),
+            ),
+            lock_number,
+            training_id=training_id,
+        )
+
+
+def prepare_evaluation(recipe: Recipe) -> PreparedRun:
+    """Check an evaluation, which is a run of its own: the training's record stays as it is.
+
+    Raises:
+        ValueError: no data set is given, or the weights are not there.
+    """
+    recipe = recipe.with_absolute_paths()
+    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    resolved = resolve_run(recipe, needs_train=False)
+    prepared = PreparedRun(resolved.recipe, "evaluate", resolved)
+    if "eval" in resolved.streams:
+        answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
+        prepared = replace(prepared, answers=answers, outputs=answers.num_outputs)
+    check_weights(prepared)
+    return prepared
+
+
+def check_weights(prepared: PreparedRun) -> None:
+    """Check that `init_from` names weights that fit the model, by names and shapes.
+
+    A warning says where weights that are only used were trained on images of another size.
+
+    Raises:
+        ValueError: there is nothing, no checkpoint in it is good, or the tensors that are missing,
+            unexpected or of another shape.
+    """
+    recipe = prepared.recipe
+    if recipe.init_from is None:
+        return
+    from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
+
+    model, changes = recipe.model, (prepared.new_head, recipe.init_resize)
+    with errors_of_weights():
+        report = planned_load(model, prepared.num_classes, recipe.init_from, *changes)
+        trained = meta_state_of(recipe.init_from).sides
+    if trained is None and report.grids is not None:
+        sides, (grid, own_grid) = model.sides, report.grids
+        trained = sides[0] * grid[0] // own_grid[0], sides[1] * grid[1] // own_grid[1]
+    if trained in (None, model.sides) or prepared.trains:
+        return
+    what = "they have no positions, and are used as they are at"
+    if report.resized:
+        what = "their positions are resized to"
+    elif model.positions == "sincos_2d":
+        what = "their positions, which are not learned, are computed for"
+    logger.warning(
+        "init_from: the weights are of %d x %d pixels, and %s model.image_size=%s; set "
+        "model.image_size=%s for their own resolution",
+        *trained,
+        what,
+        list(model.sides),
+        list(trained),
+    )
+
+
+@contextmanager
+def errors_of_weights() -> Iterator[None]:
+    """Errors in the block name the key that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"init_from: {error}") from None

@@ -40,7 +40,7 @@ import torch
 from process_cpu import StartedProcesses
 from train_step import Alone
 
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.launch.cluster import connect
@@ -130,7 +130,7 @@ class Steps:
     def cost(self, count: int, hooks: Alone) -> Cost:
         """Take steps; what one of them took."""
         goal = self._progress.step + count
-        context = RankContext(goal, 0, 1, self._batch_size, Alone())
+        context = RankContext(goal, 0, 1, self._batch_size, Alone().sum)
         before_s, start_s = self._others.cpu_s(), time.perf_counter()
         run_training(
             self._engine, self._batches(), self._recipe, context, hooks, self._progress, Compute(1)

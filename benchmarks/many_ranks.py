@@ -99,8 +99,7 @@ def save(folder: str, ranks: list[int], world_size: int, step: int) -> tuple[int
     import torch
 
     from vit_ray.checkpoints import checkpoint_writer
-    from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
-    from vit_ray.checkpoints.training_progress import Progress
+    from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
     from vit_ray.config.training_sections import CheckpointConfig
     from vit_ray.storage import locate
 

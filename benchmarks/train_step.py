@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vit_ray.train.out_of_memory import unless_out_of_memory
+from vit_ray.train.largest_batch import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more
@@ -136,7 +136,7 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
     """This project's loop and engine, without Ray, on batches that lie ready."""
     import numpy as np
 
-    from vit_ray.checkpoints.training_progress import Progress
+    from vit_ray.checkpoints.checkpoint import Progress
     from vit_ray.measure.meters import Compute
     from vit_ray.models import build_model
     from vit_ray.train.engine import DeepSpeedEngine
@@ -177,8 +177,9 @@ def engine_loop(args: argparse.Namespace, zero_stage: int = 0) -> Measured:
             times.append(now_s - last_s)
             last_s = now_s
 
-    context = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch, Alone())
-    run_training(engine, batches(), recipe, context, Alone(), Progress(), Compute(1))
+    alone: Any = Alone()
+    context = RankContext(WARM_UP + args.steps + 1, 0, 1, args.batch, alone.sum)
+    run_training(engine, batches(), recipe, context, alone, Progress(), Compute(1))
     return Measured(
         statistics.median(times[WARM_UP:]), peak_gib(), predicted_gib(recipe, args.batch)
     )
@@ -196,8 +197,6 @@ class Alone:
 
     def sum(self, values: Any) -> list[float]:
         return [float(value) for value in values]
-
-    max = sum
 
     def note_step(self, step: int) -> None: ...
 

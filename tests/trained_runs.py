@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from tests.checkpoints.written import write_snapshot
 from tests.models.small import TINY_VIT
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
 from vit_ray.config import Recipe
 from vit_ray.storage import locate
 

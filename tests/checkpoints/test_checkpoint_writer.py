@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from vit_ray.checkpoints import checkpoint_writer
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, evaluation_note, folder_name
+from vit_ray.checkpoints.checkpoint import (
+    Position,
+    Progress,
+    Snapshot,
+    evaluation_note,
+    folder_name,
+)
 from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import (
     NEWEST,
@@ -24,7 +30,6 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
     newest_verified_checkpoint,
 )
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, Owner, hold_lock
 from vit_ray.storage import Location, locate

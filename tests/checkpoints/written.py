@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
 from vit_ray.checkpoints.checkpoint import write_snapshot as write_part
 from vit_ray.checkpoints.checkpoint_format import commit, missing_ranks
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.storage import Location
 
 

@@ -10,10 +10,15 @@ import torch
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray import retry
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name, open_checkpoint
+from vit_ray.checkpoints.checkpoint import (
+    Position,
+    Progress,
+    Snapshot,
+    folder_name,
+    open_checkpoint,
+)
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_verified_checkpoint
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 
@@ -23,7 +28,7 @@ import torch
 from vit_ray.storage import locate
 from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
 from tests.checkpoints.written import write_snapshot
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 
 def die():
     os._exit(9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,9 @@ from tests.jobs.headers import commands, header, stated_cost
 from tests.train.engine_runs import PLAIN_LINEAR
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeRun, write_now
-from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.commands.dry_run import describe_training
 from vit_ray.commands.plan import describe_plan, told_facts
 from vit_ray.config import Recipe, load_recipe
@@ -34,10 +34,10 @@ from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.launch.streams import augmentation_of
 from vit_ray.storage import locate
-from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.collectives import all_sum
 from vit_ray.train.loop import RankContext
 from vit_ray.train.schedule import lr_at
-from vit_ray.worker.attempt import Attempt, WorkerHooks
+from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy, roll_back
@@ -184,7 +184,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
         actor, None, lambda bad: None,
     )  # fmt: skip
     folder = locate(recipe.run_folder)
-    micro = choose_micro_batch(job, folder, world_size)
+    micro = choose_micro_batch(job, folder, world_size, int)
     checkpoint = newest_checkpoint(folder)
     engine, _ = build_engine(job, micro, world_size, loads_weights=checkpoint is None)
     progress = Progress()
@@ -199,14 +199,16 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
         recipe.train, link, lambda _: "told", lambda: roll_back(engine, folder, saver, watchdog)
     )
     evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
-    hooks = WorkerHooks(link, evaluator, saver, nonfinite, watchdog, lambda: None, 0.0)
-    context = RankContext(steps, rank, world_size, micro, ProcessGroup(CPU))
-    count = context.batch_size_per_rank(BATCH)
+    context = RankContext(steps, rank, world_size, micro, partial(all_sum, device=CPU))
+    count = BATCH // world_size
     share = slice(rank * count, (rank + 1) * count)
     batches = open_batches(job, training_batches(recipe, progress.step, share), count, CPU)
     if poison is not None:
         poison_step(engine, poison)
-    attempt = Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
+    attempt = Attempt(
+        job, context, link, engine, batches, evaluator, saver, nonfinite, watchdog, progress,
+        lambda: None,
+    )  # fmt: skip
     attempt.run()
     torch.distributed.barrier()  # the last rank to write commits the checkpoint
     attempt.close()

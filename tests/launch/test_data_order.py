@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoints.written import write_snapshot
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.local_cache import LocalCache

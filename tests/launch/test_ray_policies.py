@@ -36,9 +36,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from tests.checkpoints.written import write_snapshot
 from tests.worker.fakes import FakeRun, make_job
-from vit_ray.checkpoints.checkpoint import Position, Snapshot, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.launch import ray_policies
 from vit_ray.launch.ray_policies import (
     KEEP_REQUEST_S,

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Position
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.commands.help_pages import sections_below
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launch.hosts import recorded_here
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster import ClusterShape

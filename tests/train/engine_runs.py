@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.checkpoints.written import write_snapshot
-from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate

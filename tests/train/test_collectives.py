@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.ranks import run_ranks
-from vit_ray.train.collectives import all_max, all_rows, all_sum, all_sum_array, from_first
+from vit_ray.train.collectives import all_max, all_rows, all_sum, all_sum_array, read_by_first
 
 COUNTS = (5, 0, 11)
 ROW_BYTES = 3 * 4
@@ -93,7 +93,7 @@ def reduced(rank: int) -> dict[str, Any]:
         "sum": all_sum([first, torch.tensor(second, dtype=torch.float64), rank == 1], device),
         "max": all_max([first, second], device),
         "array": array,
-        "first": from_first(7 + rank, device),
+        "first": read_by_first(lambda: 7 + rank, device),
     }
 
 

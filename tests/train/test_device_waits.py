@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,10 +15,10 @@ from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine, run_steps
 from tests.train.pretended_device import DEVICE, HOST, HostWaits
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeHooks, short_recipe
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
-from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.collectives import all_sum
 from vit_ray.train.loop import RankContext, run_training
 from vit_ray.train.memory_estimate import prepared_model
 from vit_ray.train.objective import make_loss
@@ -101,7 +102,7 @@ def _waits_of(rank: int, stage: int, precision: str) -> list[int]:
             optim={"steps": STEPS, "schedule": "constant", "warmup_steps": 0},
             train={"global_batch_size": GLOBAL_BATCH, "log_every_steps": 3},
         )
-        context = RankContext(STEPS, rank, RANKS, MICRO, ProcessGroup(engine.device))
+        context = RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=engine.device))
         run_training(engine, batches(), chosen, context, FakeHooks(), Progress(), Compute(1))
     engine.close()
     return counts

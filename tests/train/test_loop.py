@@ -17,16 +17,15 @@ from tests.worker.fakes import (
     TOTAL,
     FakeEngine,
     FakeHooks,
-    OneRank,
-    Stepped,
     batches,
     short_recipe,
+    sum_of_one,
 )
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, with_best
 from vit_ray.measure.meters import Compute
-from vit_ray.train.loop import Ending, RankContext, run_training
+from vit_ray.train.loop import Ending, RankContext, StepResult, run_training
 
 
 def run(
@@ -39,7 +38,7 @@ def run(
     **context: Any,
 ) -> Ending:
     progress = progress or Progress()
-    place = replace(RankContext(TOTAL, 0, 1, MICRO, OneRank()), **context)
+    place = replace(RankContext(TOTAL, 0, 1, MICRO, sum_of_one), **context)
     stream = stream or batches(progress.step)
     return run_training(engine, stream, chosen, place, hooks, progress, Compute(1), clock)
 
@@ -165,17 +164,15 @@ def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
 
 
 def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
-    class FourRanks:
+    def sum_of_four(values: Any) -> list[float]:
         """The others' first numbers, loss, refusal and norm, are larger by 1, 2 and 3."""
-
-        def sum(self, values: Any) -> list[float]:
-            return [
-                4.0 * float(value) + (6.0 if i in (0, 2) else 0.0) for i, value in enumerate(values)
-            ]
+        return [
+            4.0 * float(value) + (6.0 if i in (0, 2) else 0.0) for i, value in enumerate(values)
+        ]
 
     hooks, mine = FakeHooks(), BATCH // 4
     stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
-    place = {"world_size": 4, "micro_batch_size": mine, "collectives": FourRanks()}
+    place = {"world_size": 4, "micro_batch_size": mine, "all_sum": sum_of_four}
     run(FakeEngine(), hooks, short_recipe(), stream=stream, **place)
     metrics = hooks.logged[0][1]
     assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
@@ -380,7 +377,7 @@ def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> Non
     waits = CountingWaits()
 
     class Noted(FakeEngine):
-        def step(self, learning_rate: float) -> Stepped:
+        def step(self, learning_rate: float) -> StepResult:
             waits.order.append("step")
             return super().step(learning_rate)
 

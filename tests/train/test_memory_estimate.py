@@ -21,11 +21,10 @@ from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
 from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.largest_batch import largest_micro_batch
 from vit_ray.train.memory_estimate import (
-    activation_bytes,
     count_parameters,
     estimate_memory,
-    largest_micro_batch,
     measure_activations,
     state_shape,
 )
@@ -45,7 +44,7 @@ def vit(depth: int, image_size: int = 32, dropout: float = 0.0, **train: Any) ->
 
 def block_bytes(batch: int, **options: Any) -> int:
     """What one block adds to the activations."""
-    one, two = (activation_bytes(vit(depth, **options), 10, batch) for depth in (2, 3))
+    one, two = (measure_activations(vit(depth, **options), 10, batch).kept for depth in (2, 3))
     return two - one
 
 
@@ -68,14 +67,14 @@ def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: 
 
 def test_vit_h_keeps_32_bytes_per_token_and_width_in_each_block() -> None:
     recipe = recipe_of({"name": "ViT-H/14"}, precision="bf16")
-    kept = activation_bytes(recipe, 1000, 4)
+    kept = measure_activations(recipe, 1000, 4).kept
     # 31 whole blocks; the last, of which only the class token is wanted, keeps a third of one.
     assert kept / (4 * 257 * 1280 * 31) == pytest.approx(32, rel=0.02)
 
 
 def test_activations_grow_with_tokens_and_not_with_their_square() -> None:
-    small = activation_bytes(vit(4, image_size=64, precision="bf16"), 10, 2)
-    large = activation_bytes(vit(4, image_size=256, precision="bf16"), 10, 2)
+    small = measure_activations(vit(4, image_size=64, precision="bf16"), 10, 2).kept
+    large = measure_activations(vit(4, image_size=256, precision="bf16"), 10, 2).kept
     tokens = (64 * 64 + 1) / (16 * 16 + 1)
     assert large / small == pytest.approx(tokens, rel=0.02)
 
@@ -123,7 +122,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(
 ) -> None:
     recipe = recipe_of({"name": model, "image_size": 64}, loss=loss, precision=precision)
     real, forward = real_loss(recipe, 2, 100)
-    assert activation_bytes(recipe, 100, 2) == pytest.approx(
+    assert measure_activations(recipe, 100, 2).kept == pytest.approx(
         kept_bytes(forward, list(real.parameters())), rel=0.01
     )
 

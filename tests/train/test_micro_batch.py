@@ -10,12 +10,12 @@ from vit_ray.config import Recipe
 from vit_ray.storage import locate
 from vit_ray.train.micro_batch import (
     LIMIT_FILE,
-    keep_trial,
+    known_images,
     limit_key,
     lower_limit,
     micro_batch_size,
-    read_limit,
-    read_trial,
+    note_images,
+    trial_key,
 )
 
 
@@ -59,9 +59,9 @@ def test_a_number_is_the_most_for_an_elastic_group() -> None:
 
 def test_the_limit_falls_and_is_kept_in_the_runs_folder(tmp_path: Path) -> None:
     folder = locate(str(tmp_path / "run"))
-    assert read_limit(folder, KEY) is None
+    assert known_images(folder, "limits", KEY) is None
     assert lower_limit(folder, KEY, 24) == 18
-    assert read_limit(folder, KEY) == 18
+    assert known_images(folder, "limits", KEY) == 18
     with pytest.raises(ValueError, match="one image per pass does not fit"):
         lower_limit(folder, KEY, 1)
 
@@ -82,7 +82,10 @@ def test_what_fails_is_followed_by_the_next_smaller_divisor_of_note(
     while images[-1] > 1:
         limit = lower_limit(folder, KEY, images[-1])
         assert (
-            micro_batch_size(batch_recipe("auto", world), world, read_limit(folder, KEY)) <= limit
+            micro_batch_size(
+                batch_recipe("auto", world), world, known_images(folder, "limits", KEY)
+            )
+            <= limit
         )
         images.append(micro_batch_size(batch_recipe("auto", world), world, limit))
     assert images == tried
@@ -107,9 +110,9 @@ def test_a_limit_is_of_what_decides_memory(tmp_path: Path, changes: dict[str, An
     folder = locate(str(tmp_path / "run"))
     lower_limit(folder, KEY, 24)
     other = limit_key(batch_recipe("auto").with_changes(**changes), 4, "GPU, 80 MiB")
-    assert read_limit(folder, other) is None
+    assert known_images(folder, "limits", other) is None
     lower_limit(folder, other, 8)
-    assert (read_limit(folder, KEY), read_limit(folder, other)) == (18, 6)
+    assert (known_images(folder, "limits", KEY), known_images(folder, "limits", other)) == (18, 6)
 
 
 def test_a_limit_is_of_a_world_size_and_a_device_and_of_no_learning_rate() -> None:
@@ -122,19 +125,23 @@ def test_a_limit_is_of_a_world_size_and_a_device_and_of_no_learning_rate() -> No
 def test_a_trial_is_kept_beside_the_limits_and_is_none(tmp_path: Path) -> None:
     folder = locate(str(tmp_path / "run"))
     lower_limit(folder, "other", 8)
-    keep_trial(folder, KEY, 24, 12)
+    note_images(folder, "trials", trial_key(KEY, 24), 12)
     lower_limit(folder, "another", 16)
-    assert read_trial(folder, KEY, 24) == 12
+    assert known_images(folder, "trials", trial_key(KEY, 24)) == 12
     assert (
-        read_trial(folder, KEY, 48) is None
+        known_images(folder, "trials", trial_key(KEY, 48)) is None
     )  # the next larger divisor of 48 is 16, of 24 it is 24
-    assert [read_limit(folder, key) for key in (KEY, "other", "another")] == [None, 6, 12]
+    assert [known_images(folder, "limits", key) for key in (KEY, "other", "another")] == [
+        None,
+        6,
+        12,
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"images": 4}', '{"limits": [4]}'])
 def test_a_file_that_says_nothing_usable_stops_no_start(tmp_path: Path, content: str) -> None:
     folder = locate(str(tmp_path))
     folder.child(LIMIT_FILE).write(content.encode())
-    assert read_limit(folder, KEY) is None
+    assert known_images(folder, "limits", KEY) is None
     assert lower_limit(folder, KEY, 24) == 18
-    assert read_limit(folder, KEY) == 18
+    assert known_images(folder, "limits", KEY) == 18

@@ -1,6 +1,7 @@
 """`train.nonfinite=skip` on two ranks: one of them meets a loss that is not finite, both skip."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeHooks, FakeRun, short_recipe
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
-from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.collectives import all_sum
 from vit_ray.train.loop import Batch, Ending, RankContext, run_training
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.worker.run_link import RunLink
@@ -57,7 +58,7 @@ def train_on(
         train={"global_batch_size": GLOBAL_BATCH},
     )
     progress = Progress()
-    context = RankContext(len(numbers), rank, RANKS, MICRO, ProcessGroup(CPU))
+    context = RankContext(len(numbers), rank, RANKS, MICRO, partial(all_sum, device=CPU))
     ending = run_training(engine, batches(), chosen, context, Hooks(), progress, Compute(1))
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}

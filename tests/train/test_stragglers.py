@@ -5,6 +5,7 @@ time of the last that came.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from tests.train.engine_runs import GLOBAL_BATCH, batch, build_engine
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeHooks, short_recipe
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
-from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.collectives import all_sum
 from vit_ray.train.loop import RankContext, run_training
 
 STEPS, RANKS, MICRO, SLOW = 4, 2, 2, 1
@@ -63,7 +64,10 @@ def figures_of(rank: int, slow_part: str, stage: int) -> dict[str, float]:
 
     engine._loss_function = loss  # type: ignore[assignment]
     engine.forward_times = DeviceTimes(CPU, clock)
-    hooks, context = FakeHooks(), RankContext(STEPS, rank, RANKS, MICRO, ProcessGroup(CPU))
+    hooks, context = (
+        FakeHooks(),
+        RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=CPU)),
+    )
     chosen = short_recipe(optim={"steps": STEPS}, train={"global_batch_size": GLOBAL_BATCH})
     run_training(engine, batches(), chosen, context, hooks, Progress(), Compute(1), clock)
     return hooks.logged[-1][1]

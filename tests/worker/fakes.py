@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Snapshot
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, Snapshot
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config import Recipe
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.storage import locate
-from vit_ray.train.loop import Batch, EvaluationCutError, RankContext
-from vit_ray.worker.attempt import Attempt, WorkerHooks
+from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, StepResult
+from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.nonfinite import NonfinitePolicy
@@ -75,19 +74,9 @@ class FakeRun(RecordsRun, ControlsRun):
         return "run-id"
 
 
-class OneRank:
-    """Collectives of a group of one."""
-
-    def sum(self, values: Any) -> list[float]:
-        return [float(v) for v in values]
-
-    max = sum
-
-
-@dataclass
-class Stepped:
-    refused: float = 0.0
-    grad_norm: float = 1.0
+def sum_of_one(values: Any) -> list[float]:
+    """Sums of a group of one."""
+    return [float(v) for v in values]
 
 
 @dataclass
@@ -101,6 +90,8 @@ class FakeEngine:
     weight: float = 0.0
     average: Any = None
     is_closed: bool = False
+    compiled_s: float = 0.0
+    failure: str | None = None
     restored: list[int] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
     seen: list[list[int]] = field(default_factory=list)
@@ -121,15 +112,21 @@ class FakeEngine:
         self.on_backward(step)
         return samples.float().mean()
 
-    def step(self, learning_rate: float) -> Stepped:
+    def step(self, learning_rate: float) -> StepResult:
         self.rates.append(learning_rate)
         if self.steps[-1] in self.refused:
-            return Stepped(refused=1.0)
+            return StepResult(1.0, 1.0)
         self.weight += 1
-        return Stepped()
+        return StepResult(0.0, 1.0)
 
     def take_forward_s(self) -> float:
         return 0.001
+
+    def compile_s(self) -> float:
+        return self.compiled_s
+
+    def compile_failure(self) -> str | None:
+        return self.failure
 
     def snapshot(self, position: Position) -> Snapshot:
         return Snapshot(0, 1, {"weight|w|0": torch.tensor([self.weight])}, position)
@@ -264,19 +261,16 @@ class Worker:
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
         nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.", lambda: 0)
-        self.hooks = WorkerHooks(
-            self.link, evaluator, self.saver, nonfinite, self.watchdog, self.notice, 0.0
-        )
-
-    def attempt(self, start_step: int | None = None) -> Attempt:
-        """Set up at the start of the run, or where `start_step` says."""
-        progress = Progress(step=start_step or 0)
-        context = RankContext(TOTAL, self.rank, 1, MICRO, OneRank())
-        engine: Any = self.engine
-        return Attempt(
-            self.job, context, self.link, engine, batches(progress.step), self.hooks,
-            self.watchdog, progress,
+        context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
+        self.hooks = Attempt(
+            self.job, context, self.link, engine, batches(), evaluator, self.saver, nonfinite,
+            self.watchdog, Progress(), self.notice,
         )  # fmt: skip
+
+    def attempt(self, start_step: int = 0) -> Attempt:
+        """At the start of the run, or where `start_step` says."""
+        self.hooks.progress, self.hooks.batches = Progress(step=start_step), batches(start_step)
+        return self.hooks
 
     def kinds(self) -> list[str]:
         """Of the events, in their order."""

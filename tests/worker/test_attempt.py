@@ -13,7 +13,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.train.loop import EvaluationCutError
-from vit_ray.train.micro_batch import limit_key, read_limit
+from vit_ray.train.micro_batch import known_images, limit_key
 from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.setup import device_name
@@ -25,7 +25,7 @@ def newest_step(worker: Worker) -> int:
 
 
 def kept_limit(job: TrainJob) -> int | None:
-    return read_limit(locate(job.run_folder), limit_key(job.recipe, 1, device_name()))
+    return known_images(locate(job.run_folder), "limits", limit_key(job.recipe, 1, device_name()))
 
 
 def run(worker: Worker) -> None:
@@ -57,7 +57,7 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
     compiled_s: float, failure: str | None, is_compiled: float, kinds: list[str], tmp_path: Path
 ) -> None:
     worker = Worker(make_job(tmp_path))
-    worker.hooks.compile_s, worker.hooks.compile_failure = lambda: compiled_s, lambda: failure
+    worker.engine.compiled_s, worker.engine.failure = compiled_s, failure
     run(worker)
     assert worker.kinds() == kinds
     logged = {key: value for _, values in worker.actor.logged for key, value in values.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeEngine, Worker, batches, make_job
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.storage import locate
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.nonfinite import describe_batch, roll_back
@@ -74,8 +74,8 @@ def test_what_the_recipe_says_is_done(
     progress = Progress(step=9, nonfinite_steps=in_a_row)
     if error:
         with pytest.raises(UnrecoverableError, match=error):
-            worker.hooks.handle_nonfinite(progress, batch)
+            worker.hooks.nonfinite.handle(progress, batch)
     else:
-        worker.hooks.handle_nonfinite(progress, batch)
+        worker.hooks.nonfinite.handle(progress, batch)
     assert worker.kinds() == kinds
     assert worker.actor.events[0][1].startswith("loss or gradient of step 8 is not finite;")

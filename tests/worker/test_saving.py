@@ -9,9 +9,9 @@ import pytest
 
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving

@@ -25,7 +25,6 @@ from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
-    keep_micro_batch,
     lower_micro_batch,
     open_batches,
     work_per_image,
@@ -36,17 +35,17 @@ TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "pa
 
 def test_a_number_in_the_recipe_is_taken(tmp_path: Path) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": 2}, workers={"num_workers": 2})
-    assert choose_micro_batch(job, locate(job.run_folder), 2) == 2
+    assert choose_micro_batch(job, locate(job.run_folder), 2, int) == 2
 
 
 def test_a_limit_that_was_found_holds_and_is_lowered_further(tmp_path: Path) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     folder = locate(job.run_folder)
-    assert choose_micro_batch(job, folder, 1) == 8  # all of a step's, on a CPU
+    assert choose_micro_batch(job, folder, 1, int) == 8  # all of a step's, on a CPU
     error = lower_micro_batch(job, 1, 8)
     assert isinstance(error, SmallerMicroBatchError)
     assert str(error) == "8 images per pass do not fit; trying at most 6"
-    assert choose_micro_batch(job, folder, 1) == 4  # the largest divisor of 8 up to 6
+    assert choose_micro_batch(job, folder, 1, int) == 4  # the largest divisor of 8 up to 6
 
 
 def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_one_image_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_evaluation_accumulates_nothing(tmp_path: Path) -> None:
     nothing: Any = None  # nor is anything read for it
-    assert choose_micro_batch(make_job(tmp_path, "evaluate"), nothing, 1) == 1
+    assert choose_micro_batch(make_job(tmp_path, "evaluate"), nothing, 1, int) == 1
 
 
 @pytest.fixture
@@ -83,29 +82,35 @@ def test_later_attempts_take_what_the_ranks_agreed_on_and_try_nothing(
 ) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     folder = locate(job.run_folder)
-    assert choose_micro_batch(job, folder, 1) == 4
-    keep_micro_batch(job, folder, 1, 2)  # another rank has found fewer
-    assert [choose_micro_batch(job, folder, 1) for _ in range(2)] == [2, 2]
-    assert trials == [1]
-    assert choose_micro_batch(job, folder, 2) == 4  # under other workers it is found anew
-    assert trials == [1, 2]
+    found: list[int] = []
+
+    def agree(images: int) -> int:
+        found.append(images)
+        return 2  # another rank has found fewer
+
+    assert choose_micro_batch(job, folder, 1, agree, rank=1) == 2  # rank 0 alone keeps it
+    assert choose_micro_batch(job, folder, 1, agree) == 2
+    assert [choose_micro_batch(job, folder, 1, int) for _ in range(2)] == [2, 2]
+    assert (trials, found) == ([1, 1], [4, 4])
+    assert choose_micro_batch(job, folder, 2, int) == 4  # under other workers it is found anew
+    assert trials == [1, 1, 2]
 
 
 def test_a_trial_does_not_bound_what_a_recipe_asks_for(tmp_path: Path, trials: list[int]) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     folder = locate(job.run_folder)
-    keep_micro_batch(job, folder, 1, choose_micro_batch(job, folder, 1))
+    choose_micro_batch(job, folder, 1, int)
     asking = make_job(tmp_path, train={"micro_batch_size": 8})
-    assert choose_micro_batch(asking, folder, 1) == 8
+    assert choose_micro_batch(asking, folder, 1, int) == 8
 
 
 def test_a_failure_counts_more_than_a_trial(tmp_path: Path, trials: list[int]) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     folder = locate(job.run_folder)
-    keep_micro_batch(job, folder, 1, 4)
+    assert choose_micro_batch(job, folder, 1, int) == 4
     lower_micro_batch(job, 1, 4)
-    assert choose_micro_batch(job, folder, 1) == 2
-    assert trials == []
+    assert choose_micro_batch(job, folder, 1, int) == 2
+    assert trials == [1]
 
 
 @pytest.mark.parametrize("every", [0, 1])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 
 from vit_ray.checkpoints.checkpoint import (
+    Progress,
     Snapshot,
     open_checkpoint,
     write_evaluation,
@@ -22,7 +23,6 @@ from vit_ray.checkpoints.checkpoint_format import (
     note_failure,
 )
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, note_newest, prune, set_aside
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.cadence import Cadence
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock

@@ -18,10 +18,10 @@ from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import PLACEHOLDER, is_placeholder, locate
+from vit_ray.train.largest_batch import largest_micro_batch
 from vit_ray.train.memory_estimate import (
     count_parameters,
     estimate_memory,
-    largest_micro_batch,
     state_shape,
     step_macs,
 )

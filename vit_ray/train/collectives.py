@@ -15,29 +15,25 @@ GATHERED_BYTES: Final = 64 << 20
 """Large enough for the links' full speed, and little of the memory that training leaves free."""
 
 
-class ProcessGroup:
-    """Reductions over torch's process group, as the loop asks for them."""
+def all_sum(
+    values: Sequence[float | torch.Tensor], device: torch.device, how: Any = dist.ReduceOp.SUM
+) -> list[float]:
+    """Element-wise sum over ranks, computed in float64; numbers, or scalars on the device.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """Element-wise sum over ranks; numbers, or scalars on the device."""
-        return all_sum(values, self._device)
-
-    def max(self, values: list[float]) -> list[float]:
-        """Element-wise maximum over ranks."""
-        return all_max(values, self._device)
-
-
-def all_sum(values: Sequence[float | torch.Tensor], device: torch.device) -> list[float]:
-    """Element-wise sum over ranks, computed in float64."""
-    return _reduced(values, device, dist.ReduceOp.SUM)
+    Scalars on the device are put together there, so that the host synchronizes once.
+    """
+    known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+    tensor = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            tensor[index] += value
+    dist.all_reduce(tensor, op=how)
+    return tensor.tolist()
 
 
 def all_max(values: Sequence[float], device: torch.device) -> list[float]:
     """Element-wise maximum over ranks."""
-    return _reduced(values, device, dist.ReduceOp.MAX)
+    return all_sum(values, device, dist.ReduceOp.MAX)
 
 
 def all_rows(
@@ -104,25 +100,7 @@ def read_by_first(read: Callable[[], Any], device: torch.device) -> Any:
     return found[0]
 
 
-def from_first(value: int, device: torch.device) -> int:
-    """Rank 0's number, on every rank."""
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(tensor, src=0)
-    return int(tensor)
-
-
 def _gathered(mine: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
     return parts
-
-
-def _reduced(values: Sequence[float | torch.Tensor], device: torch.device, how: Any) -> list[float]:
-    """Values on the device are summed there, so that the host synchronizes once."""
-    known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
-    tensor = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            tensor[index] += value
-    dist.all_reduce(tensor, op=how)
-    return tensor.tolist()

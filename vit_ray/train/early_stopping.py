@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, best_key, without_best
 

@@ -11,7 +11,6 @@ import contextlib
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,20 +58,11 @@ from vit_ray.train.compiling import compile_failures, compile_model, compile_s
 from vit_ray.train.deepspeed_config import deepspeed_config
 from vit_ray.train.ema import WeightAverage
 from vit_ray.train.layer_sizes import activation_sizes
+from vit_ray.train.loop import StepResult
 from vit_ray.train.objective import LossFunction
 from vit_ray.train.optim import build_optimizer, set_rate, state_types
 from vit_ray.train.replicated import ReplicatedOptimizer
 from vit_ray.train.step_guard import StepGuard
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did: scalars on the device, which the host has not waited for."""
-
-    refused: Tensor
-    """1 if loss or gradient was not finite and the weights stayed as they were, else 0."""
-    grad_norm: Tensor
-    """Global norm before clipping; not finite if the step was refused."""
 
 
 class DeepSpeedEngine:

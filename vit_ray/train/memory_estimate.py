@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Callable
 from typing import Final
@@ -21,7 +20,6 @@ from vit_ray.measure.activation_memory import (
 )
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, training_macs
-from vit_ray.train.micro_batch import pass_sizes
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim import bytes_per_element
 
@@ -36,7 +34,8 @@ def count_parameters(recipe: Recipe, num_classes: int) -> int:
 @functools.lru_cache(maxsize=256)
 def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
     """Elements of each trained parameter, and of each frozen one."""
-    parameters = list(_model_on(META, recipe, num_classes).parameters())
+    with META:
+        parameters = list(build_objective(recipe, num_classes).parameters())
     return (
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
@@ -82,27 +81,18 @@ def _count_step(recipe: Recipe, num_classes: int) -> tuple[int, int]:
     return forward // (2 * batch_size), both // (2 * batch_size)
 
 
-def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
-    """Bytes kept for the backward pass of one micro-batch, the loss included.
-
-    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
-    head and token, and no N x N matrix. A recomputed block keeps its input.
-    """
-    return _kept(prepared_model(recipe, num_classes), recipe, batch_size)
-
-
-def _kept(model: nn.Module, recipe: Recipe, batch_size: int) -> int:
-    with gpu_kernels():
-        return kept_bytes(forward_pass(model, recipe, batch_size), model.parameters())
-
-
 @functools.lru_cache(maxsize=256)
 def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
-    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment."""
+    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
+
+    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
+    head and token, and no N x N matrix. A recomputed block keeps its input. The loss counts.
+    """
     model = prepared_model(recipe, num_classes)
+    forward = forward_pass(model, recipe, batch_size)
+    weights: list[Tensor] = list(model.parameters())
     with gpu_kernels():
-        peak = peak_bytes(forward_pass(model, recipe, batch_size), list(model.parameters()))
-    return Activations(kept=_kept(model, recipe, batch_size), peak=peak)
+        return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
 
 
 def inference_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
@@ -147,36 +137,6 @@ def estimate_memory(
     return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
 
 
-# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
-RESERVED_FRACTION = 0.05
-
-
-def largest_micro_batch(
-    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
-) -> int | None:
-    """The largest divisor of a worker's share of the global batch whose estimate fits.
-
-    Args:
-        memory_gib: of the device; 5 % of it stay free.
-        stage: ZeRO stage; None = the recipe's.
-
-    Returns:
-        Images per pass, or None if not even one fits.
-    """
-    shape = state_shape(recipe, num_classes, world_size, stage)
-    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
-    if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
-        return None  # whatever the activations, which take seconds to measure
-    sizes = pass_sizes(recipe, world_size)
-
-    def is_too_large(size: int) -> bool:
-        activations = measure_activations(recipe, num_classes, size)
-        return state_memory(shape, activations).total > limit_gib
-
-    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
-    return sizes[fitting - 1] if fitting else None
-
-
 def forward_pass(
     model: nn.Module, recipe: Recipe, batch_size: int, device: torch.device = META
 ) -> Callable[[], Tensor]:
@@ -195,13 +155,9 @@ def forward_pass(
 
 def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META) -> nn.Module:
     """In the recipe's precision, with its recomputation."""
-    model = _model_on(device, recipe, num_classes)
+    with device:
+        model = build_objective(recipe, num_classes)
     if recipe.train.precision == "bf16":
         model = model.to(torch.bfloat16)
     model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
     return model
-
-
-def _model_on(device: torch.device, recipe: Recipe, num_classes: int) -> nn.Module:
-    with device:
-        return build_objective(recipe, num_classes)

@@ -9,7 +9,7 @@ take passes of the same size.
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Final, Literal
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
@@ -76,23 +76,26 @@ def limit_key(recipe: Recipe, world_size: int, device: str) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def read_limit(run_folder: Location, key: str) -> int | None:
-    """What the run's attempts under `key` found to fit at most; None = nothing was too large."""
-    return _noted(run_folder)["limits"].get(key)
+def trial_key(key: str, share: int) -> str:
+    """The same for a trial, whose size divides a worker's `share` of a step's images."""
+    return f"{share} images: {key}"
 
 
-def read_trial(run_folder: Location, key: str, share: int) -> int | None:
-    """What the ranks of an earlier attempt under `key` agreed on after their trials, or None.
-
-    Args:
-        share: images of a step on a worker; the trial's size divides it.
-    """
-    return _noted(run_folder)["trials"].get(_trial_key(key, share))
+Kind = Literal["limits", "trials"]
+"""Limits: what fits at most. Trials: what ranks agreed on after their trials, which is no limit of
+what a recipe may ask for."""
 
 
-def keep_trial(run_folder: Location, key: str, share: int, images: int) -> None:
-    """Have later attempts take `images` per pass; it is no limit of what a recipe may ask for."""
-    _note(run_folder, "trials", _trial_key(key, share), images)
+def known_images(run_folder: Location, kind: Kind, key: str) -> int | None:
+    """Images per pass that the run's earlier attempts found under `key`, or None."""
+    return _noted(run_folder)[kind].get(key)
+
+
+def note_images(run_folder: Location, kind: Kind, key: str, images: int) -> None:
+    """Have later attempts find `images` under `key`."""
+    noted = _noted(run_folder)
+    noted[kind][key] = images
+    run_folder.child(LIMIT_FILE).write(json.dumps(noted).encode())
 
 
 def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> int:
@@ -114,18 +117,8 @@ def lower_limit(run_folder: Location, key: str, failed: int, least: int = 1) -> 
             "train.activation_checkpointing=1 or train.offload=true, or a smaller model"
         )
     limit = max(least, failed * 3 // 4)
-    _note(run_folder, "limits", key, limit)
+    note_images(run_folder, "limits", key, limit)
     return limit
-
-
-def _trial_key(key: str, share: int) -> str:
-    return f"{share} images: {key}"
-
-
-def _note(run_folder: Location, kind: str, key: str, images: int) -> None:
-    noted = _noted(run_folder)
-    noted[kind][key] = images
-    run_folder.child(LIMIT_FILE).write(json.dumps(noted).encode())
 
 
 def _noted(run_folder: Location) -> dict[str, dict[str, int]]:

@@ -19,14 +19,19 @@ import torch
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
+from vit_ray.measure.memory import GIB
+from vit_ray.train.largest_batch import (
+    fits_training,
+    free_gib,
+    largest_that_fits,
+    unless_out_of_memory,
+)
 from vit_ray.train.memory_estimate import estimate_memory, inference_bytes, prepared_model
-from vit_ray.train.micro_batch_trial import fits_training
 from vit_ray.train.objective import make_loss, normalize
-from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 Mode = Literal["inference", "training"]
+EndedBy = Literal["memory", "max_batch_size", "pass time"]
 
-GIB: Final = 2**30
 CPU_GIB: Final = 2.0
 NUM_CLASSES: Final = 1000
 """Of the head."""
@@ -54,7 +59,7 @@ class ModelSpeed:
     image_size: int
     batches: tuple[BatchSpeed, ...]
     """Ascending; none where not even one image fits."""
-    ended_by: Literal["memory", "max_batch_size", "pass time"]
+    ended_by: EndedBy
     """What kept the batch from growing."""
 
     @property
@@ -90,78 +95,70 @@ def measure_model(
     sizes = dict.fromkeys(map(recipe.model.side_in_whole_patches, config.image_sizes))
     with _memory_cap(device, config.memory_gib):
         return name, [
-            _Search(recipe.with_changes(model={"image_size": size}), mode, config, device).run()
+            _searched(recipe.with_changes(model={"image_size": size}), mode, config, device)
             for mode in config.modes
             for size in sizes
         ]
 
 
-class _Search:
+def _searched(
+    recipe: Recipe, mode: Mode, config: BenchmarkModelsConfig, device: torch.device
+) -> ModelSpeed:
     """The search for the largest batch of one model, mode and input size."""
+    speeds: dict[int, BatchSpeed] = {}
+    ended_by: EndedBy = "max_batch_size"
 
-    def __init__(
-        self, recipe: Recipe, mode: Mode, config: BenchmarkModelsConfig, device: torch.device
-    ) -> None:
-        self._recipe, self._mode, self._config, self._device = recipe, mode, config, device
-        self._fits = self._memory_check()
-        self._speeds: dict[int, BatchSpeed] = {}
-        self._ended_by: Literal["memory", "max_batch_size", "pass time"] = "max_batch_size"
-
-    def run(self) -> ModelSpeed:
-        most = self._config.max_batch_size
-        doubled = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-        best = largest_that_fits(doubled, 1, self._try)
-        if best is not None and self._ended_by == "memory":
-            above = doubled[doubled.index(best) + 1]
-            parts = range(_STEPS_BETWEEN)
-            between = sorted({best + (above - best) * part // _STEPS_BETWEEN for part in parts})
-            largest_that_fits(between, (best + above) // 2, self._try)
-        assert isinstance(self._recipe.model.image_size, int)
-        batches = tuple(speed for _, speed in sorted(self._speeds.items()))
-        return ModelSpeed(self._mode, self._recipe.model.image_size, batches, self._ended_by)
-
-    def _try(self, batch_size: int) -> bool:
-        """Whether it fits; its speed is kept."""
-        if batch_size in self._speeds:
+    def fits(batch_size: int) -> bool:
+        """Its speed is kept."""
+        nonlocal ended_by
+        if batch_size in speeds:
             return True
-        before = max(self._speeds, default=None)
-        if before is not None:
-            pass_s = batch_size / self._speeds[before].images_per_s
-            if batch_size > before and pass_s > MAX_PASS_S:
-                self._ended_by = "pass time"
-                return False
-        rate = self._measured(batch_size) if self._fits(batch_size) else None
-        if rate is None:
-            self._ended_by = "memory"
+        before = max(speeds, default=batch_size)
+        if batch_size > before and batch_size / speeds[before].images_per_s > MAX_PASS_S:
+            ended_by = "pass time"
             return False
-        self._speeds[batch_size] = BatchSpeed(batch_size, rate)
+
+        def images_per_s() -> float:
+            run_pass = _prepared(recipe, mode, batch_size, device)
+            return batch_size / _median_s(run_pass, device, config.timed_s)
+
+        rate = None
+        if _has_memory(recipe, mode, batch_size, device, config.memory_gib):
+            rate = unless_out_of_memory(images_per_s, device)
+        if rate is None:
+            ended_by = "memory"
+            return False
+        speeds[batch_size] = BatchSpeed(batch_size, rate)
         return True
 
-    def _memory_check(self) -> Callable[[int], bool]:
-        recipe, classes = self._recipe, NUM_CLASSES
+    most = config.max_batch_size
+    doubled = [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+    best = largest_that_fits(doubled, 1, fits)
+    if best is not None and ended_by == "memory":
+        above = doubled[doubled.index(best) + 1]
+        parts = range(_STEPS_BETWEEN)
+        between = sorted({best + (above - best) * part // _STEPS_BETWEEN for part in parts})
+        largest_that_fits(between, (best + above) // 2, fits)
+    assert isinstance(recipe.model.image_size, int)
+    batches = tuple(speed for _, speed in sorted(speeds.items()))
+    return ModelSpeed(mode, recipe.model.image_size, batches, ended_by)
 
-        def of(batch_size: int) -> Recipe:
-            """A step of one pass; its batch is on the device too."""
-            return recipe.with_changes(train={"global_batch_size": batch_size})
 
-        if self._device.type == "cuda":
-            if self._mode == "training":
-                most = self._config.memory_gib or math.inf
-                return lambda size: fits_training(of(size), classes, 1, self._device, most)(size)
-            return lambda batch_size: True  # its pass itself shows it
-        limit = self._config.memory_gib or CPU_GIB
-        if self._mode == "training":
-            return lambda size: estimate_memory(of(size), classes, size, 1).total <= limit
-        return lambda size: inference_bytes(recipe, classes, size) <= limit * GIB
-
-    def _measured(self, batch_size: int) -> float | None:
-        """Images per second; None if a pass ran out of memory."""
-
-        def measured() -> float:
-            run_pass = _prepared(self._recipe, self._mode, batch_size, self._device)
-            return batch_size / _median_s(run_pass, self._device, self._config.timed_s)
-
-        return unless_out_of_memory(measured, self._device)
+def _has_memory(
+    recipe: Recipe, mode: Mode, batch_size: int, device: torch.device, memory_gib: float | None
+) -> bool:
+    """By a trial on a GPU, whose inference itself shows it, and on a CPU by the estimate."""
+    # A step of one pass; its batch is on the device too.
+    step = recipe.with_changes(train={"global_batch_size": batch_size})
+    if device.type == "cuda":
+        limit_gib = min(memory_gib or math.inf, free_gib(device))
+        return mode == "inference" or fits_training(
+            step, NUM_CLASSES, 1, batch_size, device, limit_gib
+        )
+    limit_gib = memory_gib or CPU_GIB
+    if mode == "training":
+        return estimate_memory(step, NUM_CLASSES, batch_size, 1).total <= limit_gib
+    return inference_bytes(recipe, NUM_CLASSES, batch_size) <= limit_gib * GIB
 
 
 def _prepared(

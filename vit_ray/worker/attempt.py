@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from vit_ray.checkpoints.checkpoint import Checkpoint
-from vit_ray.checkpoints.training_progress import Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.measure.profile import profiled
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.largest_batch import is_out_of_memory
 from vit_ray.train.loop import (
     Batch,
     Ending,
@@ -22,7 +22,6 @@ from vit_ray.train.loop import (
     RankContext,
     run_training,
 )
-from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy
@@ -32,14 +31,7 @@ from vit_ray.worker.setup import lower_micro_batch, work_per_image
 from vit_ray.worker.watchdog import Watchdog
 
 
-class Startable(Protocol):
-    """An attempt that is set up."""
-
-    def run(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def run_attempt(link: RunLink, set_up: Callable[[], Startable | None]) -> None:
+def run_attempt(link: RunLink, set_up: Callable[[], Attempt | None]) -> None:
     """Run to the end, and report an error that a restart would meet.
 
     Args:
@@ -58,16 +50,22 @@ def run_attempt(link: RunLink, set_up: Callable[[], Startable | None]) -> None:
 
 @dataclass
 class Attempt:
-    """The parts of a worker, put together."""
+    """The parts of a worker, put together; what the loop asks of it, each part answers."""
 
     job: TrainJob
     context: RankContext
     link: RunLink
     engine: DeepSpeedEngine
     batches: Iterator[Batch]
-    hooks: WorkerHooks
+    evaluator: Evaluator
+    saver: CheckpointSaver
+    nonfinite: NonfinitePolicy
     watchdog: Watchdog
     progress: Progress
+    preemption_notice: Callable[[], Any]
+    """What the cluster has announced about this group's nodes; None = nothing."""
+    _has_started: bool = field(default=False, init=False)
+    _notice_seen: str = field(default="", init=False)
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -78,7 +76,7 @@ class Attempt:
         """
         if self.job.kind == "evaluate":
             try:
-                self.link.log(0, self.hooks.evaluator.evaluate(0, self.hooks.is_stopping))
+                self.link.log(0, self.evaluator.evaluate(0, self.is_stopping))
             except EvaluationCutError:
                 text = f"{self._stop_reason()}; the evaluation has no figures"
                 self.link.note_last(EventKind.STOPPED, text, 0)
@@ -89,7 +87,7 @@ class Attempt:
             if error.is_agreed:  # the process takes another training
                 self.watchdog.pause()
                 with contextlib.suppress(UnrecoverableError, TimeoutError):
-                    self.hooks.saver.wait_until_written()
+                    self.saver.wait_until_written()
             raise
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -109,58 +107,34 @@ class Attempt:
         steps = self.job.recipe.train.profile_steps
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
+        hooks = LoopHooks(
+            self.note_step,
+            self.link.log,
+            self.evaluate,
+            self.save,
+            self.wait_until_saved,
+            self.saver.note_evaluation,
+            self.nonfinite.handle,
+            self.save_is_wanted,
+            self.is_stopping,
+        )
+        compute = work_per_image(self.job)
         ending = run_training(
-            self.engine,
-            batches,
-            self.job.recipe,
-            self.context,
-            self.hooks,
-            progress,
-            work_per_image(self.job),
+            self.engine, batches, self.job.recipe, self.context, hooks, progress, compute
         )
         self.watchdog.pause()  # the steps are over, and waiting has limits of its own
-        self.hooks.saver.wait_until_written()
+        self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
-            reason = progress.ended or self._stop_reason()
-            text = f"{reason}; {self._last_save(progress.step)}"
-            self.link.note_last(EventKind.STOPPED, text, progress.step)
+            self.context.all_sum([0.0])  # all ranks have written
+            step = progress.step
+            saved = f"checkpoint at step {step}"
+            if not self.saver.is_whole(step):
+                saved = f"the checkpoint of step {step} could not be written"
+            text = f"{progress.ended or self._stop_reason()}; {saved}"
+            self.link.note_last(EventKind.STOPPED, text, step)
 
     def _stop_reason(self) -> str:
         return self.link.current_stop_reason() or "another worker was asked to stop"
-
-    def _last_save(self, step: int) -> str:
-        """Report whether the save before the stop was committed, once all ranks have written."""
-        self.watchdog.pause()
-        self.hooks.saver.wait_until_written()
-        self.context.collectives.sum([0.0])
-        if self.hooks.saver.is_whole(step):
-            return f"checkpoint at step {step}"
-        return f"the checkpoint of step {step} could not be written"
-
-
-@dataclass
-class WorkerHooks(LoopHooks):
-    """What the loop asks of a worker, each from the part that does it."""
-
-    link: RunLink
-    evaluator: Evaluator
-    saver: CheckpointSaver
-    nonfinite: NonfinitePolicy
-    watchdog: Watchdog
-    preemption_notice: Callable[[], Any]
-    """What the cluster has announced about this group's nodes; None = nothing."""
-    ray_ready_s: float
-    compile_s: Callable[[], float] = lambda: 0.0
-    """What compiling has taken so far."""
-    compile_failure: Callable[[], str | None] = lambda: None
-    """Why a part runs eagerly that was to be compiled."""
-    _has_started: bool = field(default=False, init=False)
-    _notice_seen: str = field(default="", init=False)
-
-    @property
-    def log(self) -> Callable[[int, dict[str, float]], None]:
-        """The link's, for the metrics of a step."""
-        return self.link.log
 
     def note_step(self, step: int) -> None:
         """For the watchdog, and through its heartbeat for the display.
@@ -174,20 +148,23 @@ class WorkerHooks(LoopHooks):
 
     def _note_start(self, step: int) -> None:
         """Log, once, how long it took since Ray was up, and how much of that was compiling."""
-        if not self._has_started:
-            self._has_started = True
-            since_ray_s = time.time() - self.ray_ready_s
-            metrics = {"startup/first_step_s": since_ray_s}
-            text = f"{since_ray_s:.1f} s after Ray was up"
-            compiled_s, failure = self.compile_s(), self.compile_failure()
-            metrics["perf/compiled"] = float(compiled_s > 0 and failure is None)
-            if compiled_s:
-                metrics["startup/compile_s"] = compiled_s
-                text += f", {compiled_s:.1f} s of them torch.compile's"
-            if failure is not None:
-                self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
-            self.link.note(EventKind.FIRST_STEP, text, step)
-            self.link.log(step, metrics)
+        if self._has_started:
+            return
+        self._has_started = True
+        since_ray_s = time.time() - self.job.ray_ready_s
+        compiled_s, failure = self.engine.compile_s(), self.engine.compile_failure()
+        metrics = {
+            "startup/first_step_s": since_ray_s,
+            "perf/compiled": float(compiled_s > 0 and failure is None),
+        }
+        text = f"{since_ray_s:.1f} s after Ray was up"
+        if compiled_s:
+            metrics["startup/compile_s"] = compiled_s
+            text += f", {compiled_s:.1f} s of them torch.compile's"
+        if failure is not None:
+            self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
+        self.link.note(EventKind.FIRST_STEP, text, step)
+        self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy and few-shot accuracy."""
@@ -215,14 +192,6 @@ class WorkerHooks(LoopHooks):
         self.saver.wait_until_written()
         self.watchdog.resume()
 
-    def note_evaluation(self, progress: Progress) -> bool:
-        """Recorded with the checkpoint."""
-        return self.saver.note_evaluation(progress)
-
-    def handle_nonfinite(self, progress: Progress, batch: Batch) -> None:
-        """As the recipe says."""
-        self.nonfinite.handle(progress, batch)
-
     def save_is_wanted(self, step: int) -> bool:
         """Once for each request of the driver, and each notice that a node of this run leaves."""
         if self.link.take_save_request():
@@ -240,12 +209,3 @@ class WorkerHooks(LoopHooks):
     def is_stopping(self) -> bool:
         """Whether this rank was asked to stop, by the last heartbeat (SIGTERM, Ctrl-C)."""
         return self.link.stop_reason is not None
-
-
-def resume_from(checkpoint: Checkpoint, engine: DeepSpeedEngine, link: RunLink) -> Progress:
-    """Restore the engine, and report it; returns where the run continues."""
-    engine.restore(checkpoint)
-    position = checkpoint.position
-    text = f"from step {position.step} ({position.samples_seen} samples seen)"
-    link.note(EventKind.RESUMED, text, position.step)
-    return position.progress

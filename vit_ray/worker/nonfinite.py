@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
-from vit_ray.train.collectives import all_max, all_rows, all_sum, from_first
+from vit_ray.train.collectives import all_max, all_rows, all_sum, read_by_first
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.worker.job import DivergedError, UnrecoverableError
@@ -112,9 +111,13 @@ def roll_back(
     # Until every rank has written, ranks could see another one as the newest.
     saver.wait_until_written()
     all_sum([0.0], engine.device)
-    newest = newest_checkpoint(run_folder) if torch.distributed.get_rank() == 0 else None
-    step = from_first(newest.position.step if newest else -1, engine.device)
-    if step < 0:
+
+    def newest_step() -> int | None:
+        newest = newest_checkpoint(run_folder)
+        return None if newest is None else newest.position.step
+
+    step: int | None = read_by_first(newest_step, engine.device)
+    if step is None:
         raise UnrecoverableError("there is no checkpoint to roll back to; the run stops")
     engine.restore(open_chosen_checkpoint(run_folder, step))
     watchdog.resume()

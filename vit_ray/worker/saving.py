@@ -14,12 +14,12 @@ import torch
 from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
     Position,
+    Progress,
     Snapshot,
     folder_name,
     open_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate

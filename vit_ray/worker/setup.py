@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -15,60 +15,60 @@ from vit_ray.models.parameter_groups import part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
 from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.largest_batch import largest_micro_batch, try_micro_batches
 from vit_ray.train.loop import Batch
-from vit_ray.train.memory_estimate import largest_micro_batch, step_macs
+from vit_ray.train.memory_estimate import step_macs
 from vit_ray.train.micro_batch import (
     CPU_MOST,
-    keep_trial,
+    known_images,
     limit_key,
     lower_limit,
     micro_batch_size,
-    read_limit,
-    read_trial,
+    note_images,
+    trial_key,
 )
-from vit_ray.train.micro_batch_trial import try_micro_batches
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.worker.device_decode import DeviceDecoder
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 
-
-def choose_micro_batch(job: TrainJob, run_folder: Location, world_size: int) -> int:
-    """Images per pass: as the recipe says, within what was found to fit, now or by an attempt."""
-    recipe = job.recipe
-    if job.kind == "evaluate":
-        return 1  # nothing is accumulated; evaluate.batch_size decides
-    key = limit_key(recipe, world_size, device_name())
-    limit = read_limit(run_folder, key)
-    if recipe.train.micro_batch_size == "auto" and limit is None:
-        limit = CPU_MOST
-        if torch.cuda.is_available():
-            share = recipe.train.global_batch_size // world_size
-            limit = read_trial(run_folder, key, share)
-            if limit is None:
-                device = torch.device("cuda", torch.cuda.current_device())
-                memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-                start = largest_micro_batch(recipe, job.num_classes, world_size, memory_gib) or 1
-                found = try_micro_batches(recipe, job.num_classes, world_size, device, start)
-                limit = found or 1  # the first pass will report that one image is too much
-    return micro_batch_size(recipe, world_size, limit)
+BATCHES_AHEAD: Final = 2
+"""Batches that a worker has fetched beyond the one in hand."""
 
 
-def keep_micro_batch(job: TrainJob, run_folder: Location, world_size: int, images: int) -> None:
-    """Have later attempts do without a trial, and take the same: called on one rank.
+def choose_micro_batch(
+    job: TrainJob, run_folder: Location, world_size: int, agree: Callable[[int], int], rank: int = 0
+) -> int:
+    """Images per pass: as the recipe says, within what was found to fit, now or by an attempt.
+
+    Rank 0 has later attempts do without a trial, and take the same.
 
     Args:
-        images: per pass, as all ranks agreed.
+        agree: the fewest of any rank's images. Ranks with different GPUs, or that read the limit at
+            different times, must do as many passes.
     """
     train = job.recipe.train
-    if job.kind == "evaluate" or train.micro_batch_size != "auto" or not torch.cuda.is_available():
-        return
-    key, share = (
-        limit_key(job.recipe, world_size, device_name()),
-        train.global_batch_size // world_size,
-    )
-    if read_limit(run_folder, key) is None and read_trial(run_folder, key, share) is None:
-        keep_trial(run_folder, key, share, images)
+    if job.kind == "evaluate":
+        return 1  # nothing is accumulated; evaluate.batch_size decides
+    key = limit_key(job.recipe, world_size, device_name())
+    tried = trial_key(key, train.global_batch_size // world_size)
+    limit, known = known_images(run_folder, "limits", key), None
+    needs_trial = train.micro_batch_size == "auto" and limit is None
+    if needs_trial and torch.cuda.is_available():
+        limit = known = known_images(run_folder, "trials", tried)
+        if known is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+            fixed = job.recipe, job.num_classes, world_size
+            start = largest_micro_batch(*fixed, memory_gib) or 1
+            # With None the first pass will report that one image is too much.
+            limit = try_micro_batches(*fixed, device, start) or 1
+    elif needs_trial:
+        limit = CPU_MOST
+    images = agree(micro_batch_size(job.recipe, world_size, limit))
+    if rank == 0 and needs_trial and torch.cuda.is_available() and known is None:
+        note_images(run_folder, "trials", tried, images)
+    return images
 
 
 def device_name() -> str:
@@ -134,10 +134,6 @@ def build_engine(
         loss_function=make_loss(recipe),
     )
     return engine, report
-
-
-BATCHES_AHEAD: Final = 2
-"""Batches that a worker has fetched beyond the one in hand."""
 
 
 def open_batches(

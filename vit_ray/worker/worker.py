@@ -6,6 +6,7 @@ process group, an engine and streams of its own.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import uuid
 import warnings
@@ -21,16 +22,16 @@ import ray.util
 import torch
 import torch.distributed as dist
 
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
-from vit_ray.checkpoints.training_progress import Progress
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
-from vit_ray.train.collectives import ProcessGroup
+from vit_ray.train.collectives import all_max, all_sum
 from vit_ray.train.deepspeed_config import warm_up_process
 from vit_ray.train.loop import Batch, RankContext
-from vit_ray.worker.attempt import Attempt, WorkerHooks, resume_from, run_attempt
+from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
@@ -41,7 +42,6 @@ from vit_ray.worker.saving import CheckpointSaver, check_folder_is_shared, open_
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
-    keep_micro_batch,
     open_batches,
 )
 from vit_ray.worker.watchdog import Watchdog
@@ -55,7 +55,14 @@ def serve_pool(config: dict[str, Any]) -> None:
     """
     quiet_libraries()
     warm_up_process()  # while the driver plans, and the streams' process starts
-    place = _place()
+    context = ray.train.get_context()
+    place = RankPlace(
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
     # no limit: Ray Train's own limit
     group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
     pool = PoolLink(config["server"], group, place.rank, place.world_size)
@@ -70,17 +77,6 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
-
-
-def _place() -> RankPlace:
-    context = ray.train.get_context()
-    return RankPlace(
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_rank(),
-        context.get_local_world_size(),
-        context.get_node_rank(),
-    )
 
 
 def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
@@ -116,71 +112,78 @@ def set_up_attempt(
     job: TrainJob, link: RunLink, streams: Streams, place: RankPlace, device: torch.device
 ) -> Attempt | None:
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
-    timeout_s = job.recipe.train.step_timeout_s
-    watchdog = Watchdog(0, timeout_s, link.beat, link.note_hang)
-    watchdog.start()
-    attempt = None
-    try:
-        attempt = _set_up(job, link, streams, place, device, watchdog)
-        return attempt
-    finally:
-        if attempt is None:
-            watchdog.stop()
-
-
-def _set_up(
-    job: TrainJob,
-    link: RunLink,
-    streams: Streams,
-    place: RankPlace,
-    device: torch.device,
-    watchdog: Watchdog,
-) -> Attempt | None:
     recipe, run_folder = job.recipe, locate(job.run_folder)
-    check_folder_is_shared(job, platform.node())
-    point = ResumePoint(None, 0)
-    if job.kind == "train":
-        watchdog.pause()  # the choice has a limit of its own
-        point = _agreed_point(job, link, run_folder, place.rank)
-        watchdog.resume()
-        if point.is_over:
-            return None
-    context = _rank_context(job, run_folder, place, device)
-    batches = _training_batches(job, context, streams, point.samples_seen, device)
-    checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
-    engine, report = build_engine(
-        job, context.micro_batch_size, context.world_size, loads_weights=checkpoint is None
-    )
-    assert engine.device == device, (engine.device, device)
-    if report is not None:
-        link.note(EventKind.WEIGHTS, str(report), 0)
-    progress = Progress() if checkpoint is None else resume_from(checkpoint, engine, link)
-    writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
-    saver = CheckpointSaver(job, engine, writer, link, watchdog)
-    nonfinite = NonfinitePolicy(
-        recipe.train,
-        link,
-        lambda batch: describe_batch(engine, batch, context.micro_batch_size),
-        lambda: roll_back(engine, run_folder, saver, watchdog),
-    )
+    watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang)
+    watchdog.start()
+    unless_set_up: contextlib.ExitStack[None] = contextlib.ExitStack()
+    with unless_set_up:
+        unless_set_up.callback(watchdog.stop)
+        check_folder_is_shared(job, platform.node())
+        point = ResumePoint(None, 0)
+        if job.kind == "train":
+            watchdog.pause()  # the choice has a limit of its own
+            point = _agreed_point(job, link, run_folder, place.rank)
+            watchdog.resume()
+            if point.is_over:
+                return None
+        micro = choose_micro_batch(
+            job,
+            run_folder,
+            place.world_size,
+            lambda images: -int(all_max([-float(images)], device)[0]),
+            place.rank,
+        )
+        context = RankContext(
+            job.total_steps,
+            place.rank,
+            place.world_size,
+            micro,
+            partial(all_sum, device=device),
+            until_step=job.until_step,
+        )
+        batches = _training_batches(job, place.world_size, streams, point.samples_seen, device)
+        checkpoint = None if point.step is None else open_chosen_checkpoint(run_folder, point.step)
+        engine, report = build_engine(
+            job, micro, place.world_size, loads_weights=checkpoint is None
+        )
+        assert engine.device == device, (engine.device, device)
+        if report is not None:
+            link.note(EventKind.WEIGHTS, str(report), 0)
+        progress = Progress()
+        if checkpoint is not None:
+            engine.restore(checkpoint)
+            position = checkpoint.position
+            progress = position.progress
+            text = f"from step {position.step} ({position.samples_seen} samples seen)"
+            link.note(EventKind.RESUMED, text, position.step)
+        writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
+        saver = CheckpointSaver(job, engine, writer, link, watchdog)
+        nonfinite = NonfinitePolicy(
+            recipe.train,
+            link,
+            partial(describe_batch, engine, micro_batch_size=micro),
+            partial(roll_back, engine, run_folder, saver, watchdog),
+        )
 
-    def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
-        return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
+        def evaluation_batches(name: str, start: int = 0) -> Iterator[Batch]:
+            return _refusing(streams.evaluation_batches(name, recipe.evaluate.batch_size, start))
 
-    evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
-    hooks = WorkerHooks(
-        link,
-        evaluator,
-        saver,
-        nonfinite,
-        watchdog,
-        preemption_notice,
-        job.ray_ready_s,
-        engine.compile_s,
-        engine.compile_failure,
-    )
-    watchdog.begin_steps(progress.step)
-    return Attempt(job, context, link, engine, batches, hooks, watchdog, progress)
+        evaluator = Evaluator(job, engine, evaluation_batches, link, watchdog)
+        watchdog.begin_steps(progress.step)
+        unless_set_up.pop_all()
+        return Attempt(
+            job,
+            context,
+            link,
+            engine,
+            batches,
+            evaluator,
+            saver,
+            nonfinite,
+            watchdog,
+            progress,
+            preemption_notice,
+        )
 
 
 def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int) -> ResumePoint:
@@ -200,34 +203,18 @@ def _agreed_point(job: TrainJob, link: RunLink, run_folder: Location, rank: int)
     raise UnrecoverableError(point)
 
 
-def _rank_context(
-    job: TrainJob, run_folder: Location, place: RankPlace, device: torch.device
-) -> RankContext:
-    group = ProcessGroup(device)
-    # Ranks with different GPUs, or that read the limit at different times, must do as many passes.
-    micro = -int(group.max([-float(choose_micro_batch(job, run_folder, place.world_size))])[0])
-    if place.rank == 0:
-        keep_micro_batch(job, run_folder, place.world_size, micro)
-    return RankContext(
-        job.total_steps, place.rank, place.world_size, micro, group, until_step=job.until_step
-    )
-
-
 def _training_batches(
-    job: TrainJob,
-    context: RankContext,
-    streams: Streams,
-    samples_seen: int,
-    device: torch.device,
+    job: TrainJob, world_size: int, streams: Streams, samples_seen: int, device: torch.device
 ) -> Iterator[Batch]:
     batch = job.recipe.train.global_batch_size
     if job.kind != "train" or samples_seen >= job.last_step * batch:
         return iter(())  # nothing, or its last evaluation only, is left of a run
-    share = context.batch_size_per_rank(batch)
-    span = share, samples_seen, job.last_step * batch
-    if job.recipe.data.decode == "device":
-        return open_batches(job, _refusing(streams.training_blocks(*span)), share, device)
-    return open_batches(job, _refusing(streams.training_batches(*span)), share, device)
+    share = batch // world_size
+    is_encoded = job.recipe.data.decode == "device"
+    read = streams.training_blocks if is_encoded else streams.training_batches
+    return open_batches(
+        job, _refusing(read(share, samples_seen, job.last_step * batch)), share, device
+    )
 
 
 def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
@@ -240,13 +227,9 @@ def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except ray.exceptions.RayTaskError as error:
-        if isinstance(root_cause(error), ValueError):
-            raise UnrecoverableError(str(root_cause(error)), is_agreed=False) from None
+        cause: BaseException = error  # the original error, without the wrappers of Ray's processes
+        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
+            cause = cause.cause
+        if isinstance(cause, ValueError):
+            raise UnrecoverableError(str(cause), is_agreed=False) from None
         raise
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The original error of a task, without the wrappers of Ray's processes."""
-    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
-        error = error.cause
-    return error

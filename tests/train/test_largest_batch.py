@@ -1,4 +1,4 @@
-"""The search for the largest micro-batch, and passes in a process that has little memory."""
+"""The search for the largest micro-batch, passes with little memory, and memory that ran out."""
 
 import multiprocessing
 import resource
@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from tests.recipes import recipe_with
-from vit_ray.train import micro_batch_trial
-from vit_ray.train.micro_batch_trial import GIB, pass_bytes, try_micro_batches
-from vit_ray.train.out_of_memory import largest_that_fits
+from vit_ray.train import largest_batch
+from vit_ray.train.largest_batch import (
+    GIB,
+    is_out_of_memory,
+    largest_that_fits,
+    pass_bytes,
+    try_micro_batches,
+)
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 
@@ -69,8 +74,8 @@ def test_images_that_are_mixed_are_tried_in_pairs(
         return size * GIB
 
     # The half is more than the state of so small a model.
-    free_bytes = int((most + 0.5) * GIB / (1 - micro_batch_trial.RESERVED_FRACTION))
-    monkeypatch.setattr(micro_batch_trial, "pass_bytes", passed)
+    free_bytes = int((most + 0.5) * GIB / (1 - largest_batch.RESERVED_FRACTION))
+    monkeypatch.setattr(largest_batch, "pass_bytes", passed)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
     recipe = RECIPE.with_changes(train={"mixup": 0.8, "global_batch_size": 2 * share})
     assert try_micro_batches(recipe, 10, 2, torch.device("cpu"), start) == found
@@ -78,7 +83,7 @@ def test_images_that_are_mixed_are_tried_in_pairs(
 
 
 def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch_trial, "pass_bytes", lambda recipe, _, size, device: size * GIB)
+    monkeypatch.setattr(largest_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
     found = []
     for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB
@@ -106,3 +111,40 @@ def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_
     found = queue.get(timeout=300)
     process.join()
     assert found == [None, 0, None, 0]
+
+
+class RayTaskError(RuntimeError):
+    """As Ray raises a data task's error on a worker."""
+
+
+RayTaskError.__module__ = "ray.exceptions"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error: unhandled cuda error, NCCL version 2.27.3 Last error: Failed to CUDA "
+                "calloc async 608 bytes"
+            ),
+            True,
+        ),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+        (RayTaskError("a task of the stream ran out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_every_librarys_word(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) is is_it
+
+
+def test_memory_that_really_ran_out_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 52, dtype=torch.uint8)  # more than an address can name
+    assert is_out_of_memory(caught.value)

@@ -1,0 +1,177 @@
+"""The largest batch that fits: by the estimate, by passes on the device, and when memory runs out.
+
+Each rank tries passes by itself before the training begins, with the bare model and no collective
+operation, so that a rank that runs out of memory keeps no other waiting. The memory of ZeRO's state
+and of the batches is added by the plan's arithmetic.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import torch
+
+from vit_ray.config import Recipe
+from vit_ray.measure.activation_memory import drop_gradients
+from vit_ray.measure.memory import GIB, Activations, state_memory
+from vit_ray.train.memory_estimate import (
+    estimate_memory,
+    forward_pass,
+    prepared_model,
+    state_shape,
+)
+from vit_ray.train.micro_batch import pass_sizes
+
+T = TypeVar("T")
+
+# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+RESERVED_FRACTION: Final = 0.05
+# Of torch 2's allocators, and of the CUDA libraries that take memory past them: `RuntimeError`s.
+_EXHAUSTED = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER
+    "Failed to CUDA calloc",  # NCCL
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a pass ran out of memory on this worker, whichever library raised the error.
+
+    Errors of data tasks, which arrive through Ray, are not of the pass.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_of_torch = isinstance(error, RuntimeError) and not type(error).__module__.startswith("ray")
+    return is_of_torch and any(words in str(error) for words in _EXHAUSTED)
+
+
+def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
+    """The result of `run`; None if it ran out of memory, all of which is free afterwards."""
+    try:
+        return run()
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        # The error's frames hold the tensors of the pass; nothing keeps it after this block.
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def largest_that_fits(sizes: Sequence[int], start: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of `sizes` that `fits`, tried one by one up or down from `start`.
+
+    Args:
+        sizes: ascending; what fits is assumed to be a beginning of them.
+        start: the most that is thought to fit.
+    """
+    first = max((i for i, size in enumerate(sizes) if size <= start), default=0)
+    if fits(sizes[first]):
+        best = first
+        while best + 1 < len(sizes) and fits(sizes[best + 1]):
+            best += 1
+        return sizes[best]
+    return next((size for size in reversed(sizes[:first]) if fits(size)), None)
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
+) -> int | None:
+    """The largest divisor of a worker's share of the global batch whose estimate fits.
+
+    Args:
+        memory_gib: of the device; 5 % of it stay free.
+        stage: ZeRO stage; None = the recipe's.
+
+    Returns:
+        Images per pass, or None if not even one fits.
+
+    Raises:
+        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+    """
+    shape = state_shape(recipe, num_classes, world_size, stage)
+    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
+    if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
+        return None  # whatever the activations, which take seconds to measure
+    sizes = pass_sizes(recipe, world_size)
+
+    def is_too_large(size: int) -> bool:
+        return estimate_memory(recipe, num_classes, size, world_size, stage).total > limit_gib
+
+    fitting = bisect.bisect_left(sizes, True, key=is_too_large)
+    return sizes[fitting - 1] if fitting else None
+
+
+def try_micro_batches(
+    recipe: Recipe, num_classes: int, world_size: int, device: torch.device, start: int
+) -> int | None:
+    """The largest of the sizes that a pass may have whose training fits the GPU.
+
+    Args:
+        start: where to begin, an estimate.
+
+    Returns:
+        Images per pass, or None if not even the fewest fit.
+
+    Raises:
+        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+    """
+    limit_gib = free_gib(device)
+    return largest_that_fits(
+        pass_sizes(recipe, world_size),
+        start,
+        lambda size: fits_training(recipe, num_classes, world_size, size, device, limit_gib),
+    )
+
+
+def free_gib(device: torch.device) -> float:
+    """Of the GPU's memory, without the part that stays free."""
+    return torch.cuda.mem_get_info(device)[0] / GIB * (1 - RESERVED_FRACTION)
+
+
+def fits_training(
+    recipe: Recipe,
+    num_classes: int,
+    world_size: int,
+    size: int,
+    device: torch.device,
+    limit_gib: float,
+) -> bool:
+    """Whether training with `size` images per pass fits: a trial pass, and the plan's state."""
+    peak = pass_bytes(recipe, num_classes, size, device)
+    if peak is None:
+        return False
+    shape = state_shape(recipe, num_classes, world_size)
+    return state_memory(shape, Activations(kept=peak, peak=peak)).total <= limit_gib
+
+
+def pass_bytes(
+    recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
+) -> int | None:
+    """Most bytes that a forward and backward pass takes, weights and gradients not counted.
+
+    The pass is eager; that a compiled one takes no more is assumed, not measured. On a CPU, which
+    does not count, 0.
+
+    Returns:
+        None if it ran out of memory.
+    """
+
+    def measured() -> int:
+        model = prepared_model(recipe, num_classes, device)
+        drop_gradients(model.parameters())  # the plan counts them where they are kept
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if is_gpu else 0
+        forward_pass(model, recipe, batch_size, device)().backward()  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
+
+    return unless_out_of_memory(measured, device)

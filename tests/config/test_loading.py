@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
-from vit_ray.config.validation import _ALIASES, dotted_keys, is_list, section_type
+from vit_ray.config.validation import _ALIASES, dotted_keys, fields_below, is_list
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -197,18 +196,11 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
 
 
 def test_every_list_of_the_schema_is_told_above() -> None:
-    found = {key for key, annotation in _fields(Recipe) if is_list(annotation)}
+    found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
     axes = {f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images")}
     assert found - {key for key in found if key.endswith(".stages")} == {
         *LISTS, *OWN_NAMES, *axes
     }  # fmt: skip
-
-
-def _fields(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, field in schema.model_fields.items():
-        yield f"{prefix}{name}", field.annotation
-        if section := section_type(field.annotation):
-            yield from _fields(section, f"{prefix}{name}.")
 
 
 def test_aliases_point_to_keys_that_exist() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
-from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section
-from vit_ray.config.training_sections import ModelConfig
+from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section, Share
+from vit_ray.config.training_sections import ModelConfig, given_lengths
 from vit_ray.config.validation import value_text
 
 
@@ -91,7 +91,7 @@ class SubsetConfig(Section):
     """Folder of the new manifest."""
     count: Positive | None = None
     """Images to take; give this or `fraction`."""
-    fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    fraction: Share | None = None
     """Share of the images to take; give this or `count`."""
 
 
@@ -144,51 +144,46 @@ class SweepConfig(Section):
     max_concurrent: Positive | None = None
     """Trials at a time; unset = what the cluster holds."""
 
-    @model_validator(mode="after")
-    def _a_space(self) -> SweepConfig:
-        for key, values in (self.space or {}).items():
-            if (
-                problem := _range_problem(values)
-                if isinstance(values, dict)
-                else _list_problem(values)
-            ):
-                raise ValueError(f"space: {key}={value_text(values)} {problem}")
-        if (self.search == "random") != (self.num_trials is not None):
-            raise ValueError(
-                f"search={self.search} and num_trials={self.num_trials}: a random search needs "
-                "num_trials, and a grid has its own number"
-            )
-        if self.scheduler == "none" and self.grace_steps is not None:
-            raise ValueError(
-                f"grace_steps={self.grace_steps} is of scheduler=asha, and scheduler=none stops "
-                "nothing; set scheduler=asha, or leave it out"
-            )
-        if self.space == {} or (self.search == "random" and self.space is None):
-            raise ValueError(
-                "space is empty; name what is varied, such as "
-                "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """Keys that do not go together; values that span no space."""
+        is_random = self.search == "random"
+        told = {
+            f"space: {key}={value_text(values)} {problem}": True
+            for key, values in (self.space or {}).items()
+            if (problem := _space_problem(values))
+        }
+        return {
+            **told,
+            f"search={self.search} and num_trials={self.num_trials}: a random search needs "
+            "num_trials, and a grid has its own number": is_random == (self.num_trials is None),
+            f"grace_steps={self.grace_steps} is of scheduler=asha, and scheduler=none stops "
+            "nothing; set scheduler=asha, or leave it out": (
+                self.scheduler == "none" and self.grace_steps is not None
+            ),
+            "space is empty; name what is varied, such as "
+            "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}": (
+                self.space == {} or (is_random and self.space is None)
+            ),
+        }
 
 
-def _list_problem(values: Any) -> str | None:
-    if not isinstance(values, list) or not values:
-        return "is no list of values, nor {log_uniform: [low, high]} or {uniform: [low, high]}"
-    if any(value in values[:index] for index, value in enumerate(values)):
-        return "has a value twice; list each once"
-    return None
-
-
-def _range_problem(values: dict[str, Any]) -> str | None:
+def _space_problem(values: Any) -> str | None:
+    """What is wrong with the values of a key, a list or a range by its name, or None."""
+    ranges = "{log_uniform: [low, high]} or {uniform: [low, high]}"
+    if isinstance(values, list) and values:
+        is_twice = any(value in values[:index] for index, value in enumerate(values))
+        return "has a value twice; list each once" if is_twice else None
+    if not isinstance(values, dict):
+        return f"is no list of values, nor {ranges}"
     kind = next(iter(values), "")
     bounds: Any = values.get(kind)
     is_pair = isinstance(bounds, list) and [type(b) in (int, float) for b in bounds] == [True, True]
     if len(values) != 1 or kind not in ("log_uniform", "uniform") or not is_pair:
-        return "is no {log_uniform: [low, high]} or {uniform: [low, high]}"
+        return f"is no {ranges}"
     low, high = bounds
-    if not low < high or (kind == "log_uniform" and low <= 0):
-        return "must go from a smaller to a larger number, above zero where it is logarithmic"
-    return None
+    if low < high and (low > 0 or kind == "uniform"):
+        return None
+    return "must go from a smaller to a larger number, above zero where it is logarithmic"
 
 
 class VtabTask(Section):
@@ -217,18 +212,11 @@ class VtabConfig(Section):
     `sweep.dev_fraction=0.2`), and train on all of them with `sweep.seeds` seeds, of which mean and
     deviation are the result; false = one run with the recipe's own rate."""
 
-    @model_validator(mode="after")
-    def _different_names(self) -> VtabConfig:
-        _refuse_twice("tasks", [task.name for task in self.tasks])
-        return self
-
 
 class _Axes(Section):
     """Data sizes and lengths that a row of a study is trained with."""
 
-    data_fractions: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] | None = Field(
-        default=None, min_length=1
-    )
+    data_fractions: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """Nested parts of the training set; unset = all of it."""
     epochs: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=1)
     """Lengths in passes over the part that is trained on; give one of epochs, steps, images. All
@@ -241,17 +229,13 @@ class _Axes(Section):
     @property
     def lengths(self) -> list[tuple[str, float]]:
         """Key of `optim` and value of each length that is given."""
-        given = {key: getattr(self, key) for key in ("epochs", "steps", "images")}
-        return [(key, value) for key, values in given.items() for value in values or ()]
+        return [(key, value) for key, values in given_lengths(self).items() for value in values]
 
-    @model_validator(mode="after")
-    def _one_kind_of_length(self) -> _Axes:
-        if len(kinds := list(dict.fromkeys(key for key, _ in self.lengths))) > 1:
-            raise ValueError(
-                f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
-                "and set the others to null"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """Lengths of several kinds."""
+        kinds = list(given_lengths(self))
+        told = f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
+        return {f"{told}and set the others to null": len(kinds) > 1}
 
 
 class StudyModel(_Axes):
@@ -310,20 +294,10 @@ class StudyConfig(_Axes):
     """Refuse to start a study whose cells, by the plan of `--dry-run`, need more hours of
     `plan.device` in all; unset = no limit."""
 
-    @model_validator(mode="after")
-    def _different_tasks(self) -> StudyConfig:
-        names = [task.name for task in self.transfer]
-        _refuse_twice("transfer", names)
-        if "mean" in names:
-            raise ValueError(
-                "transfer: 'mean' names the mean over all tasks; give the task another name"
-            )
-        return self
-
-
-def _refuse_twice(key: str, names: list[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{key}: {twice[0]!r} is there twice; list each task once")
+    def problems(self) -> dict[str, object]:
+        """A task with the name of the mean of all."""
+        told = "transfer: 'mean' names the mean over all tasks; give the task another name"
+        return super().problems() | {told: "mean" in [task.name for task in self.transfer]}
 
 
 class ExportConfig(Section):
@@ -407,13 +381,6 @@ class BenchmarkModelsConfig(Section):
     timed_s: PositiveFloat = 1.0
     """Passes of a batch are repeated for so long, three times at least; their median counts."""
 
-    @model_validator(mode="after")
-    def _different_labels(self) -> BenchmarkModelsConfig:
-        labels = [one.label for one in self.models]
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"models: {twice[0]!r} is there twice; give each its own label")
-        return self
-
 
 class InspectConfig(Section):
     """Figures of what a trained model looks at."""
@@ -443,7 +410,7 @@ class PlanConfig(Section):
     """GPU: part of the name that its driver reports, such as H200, H100, A100."""
     num_gpus: Positive | None = None
     """GPUs, one per worker; unset = the most of `workers.num_workers`."""
-    mfu: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
+    mfu: Share = 0.4
     """Share of the GPU's dense peak that training is assumed to reach, communication aside."""
     link_gb_per_s: PositiveFloat | None = None
     """GB/s (1000^3) that a GPU sends; unset = the data sheet's link for up to 8 GPUs (one server),
@@ -455,11 +422,8 @@ class PlanConfig(Section):
     price_per_gpu_hour: PositiveFloat | None = None
     """What an hour of one GPU costs, in any currency; unset = no costs are shown."""
 
-    @model_validator(mode="after")
-    def _told_in_pairs(self) -> PlanConfig:
-        if (self.num_images is None) != (self.num_classes is None):
-            raise ValueError(
-                "num_images and num_classes go together; "
-                f"given {self.num_images} and {self.num_classes}"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """One of the two counts without the other."""
+        images, classes = self.num_images, self.num_classes
+        told = f"num_images and num_classes go together; given {images} and {classes}"
+        return {told: (images is None) != (classes is None)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,25 @@ from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Iterable[str] | Mapping[str, Any] | None = None
+) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
             another recipe, relative to it or shipped, that it changes.
-        overrides: `dotted.key=value`, the value in YAML.
+        overrides: `dotted.key=value`, the value in YAML; or dotted keys with their values, such as
+            `{"optim.steps": 5}`.
 
     Raises:
         ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), an
             ill-typed or impossible value (with its dotted key).
     """
-    return _overridden(_read_tree(Path(path), seen=()), overrides or [], where=str(path))
+    return _overridden(_read_tree(Path(path), seen=()), overrides or (), where=str(path))
 
 
-def recipe_without_file(name: str, overrides: list[str]) -> Recipe:
+def recipe_without_file(name: str, overrides: Iterable[str]) -> Recipe:
     """The defaults with overrides, for commands that need few keys.
 
     Raises:
@@ -38,10 +42,29 @@ def recipe_without_file(name: str, overrides: list[str]) -> Recipe:
     return _overridden({"name": name}, overrides, where=name)
 
 
-def _overridden(tree: dict[str, Any], overrides: list[str], where: str) -> Recipe:
-    for override in overrides:
-        _apply_override(tree, override)
+def _overridden(
+    tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
+) -> Recipe:
+    given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
+    for key, value in given:
+        node = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+            if not isinstance(node, dict):
+                raise ValueError(f"override of {key}: {parent} is a value, not a section")
+        node[last] = value
     return recipe_from_dict(tree, where=where)
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    """Key and value of `key=value`."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
+    return key, _parse(text, f"override {override!r}")
 
 
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
@@ -66,12 +89,13 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuses a key that is there already, which YAML's own rules forbid."""
         node = super().compose_mapping_node(anchor)
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        names = [key.value for key in keys]
-        for index, key in enumerate(keys):
-            if key.value in names[:index] and key.value != "<<":
-                told = f"the key {key.value!r} stands twice in this section; keep one of them"
-                raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in names:
+                    told = f"the key {key.value!r} stands twice in this section; keep one of them"
+                    raise yaml.MarkedYAMLError(problem=told, problem_mark=key.start_mark)
+                names.add(key.value)
         return node
 
 
@@ -101,34 +125,32 @@ def _parse(text: str, where: str) -> Any:
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = _find(path, f"base of {str(seen[-1])!r}: " if seen else "")
+    whose = f"recipe {str(path)!r}"
     if path.resolve() in seen:
-        raise ValueError(f"recipe {str(path)!r}: base names the recipe itself")
-    tree = _parse(_text_of(path), str(path))
+        raise ValueError(f"{whose}: base names the recipe itself")
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{whose} is not UTF-8 text ({error.reason} at byte {error.start}); a recipe is a YAML "
+            "file: save it as UTF-8, or check that it is the file you mean"
+        ) from None
     if tree is None:
         raise ValueError(
-            f"recipe {str(path)!r} is empty; begin it with `base: digits` or another recipe that "
-            "`vit-ray recipes` lists, and below it the keys that differ"
+            f"{whose} is empty; begin it with `base: digits` or another recipe that `vit-ray "
+            "recipes` lists, and below it the keys that differ"
         )
     if not isinstance(tree, dict):
-        raise ValueError(f"recipe {str(path)!r}: expected a mapping of sections, got {tree!r}")
+        raise ValueError(f"{whose}: expected a mapping of sections, got {tree!r}")
     base = tree.pop("base", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ValueError(f"recipe {str(path)!r}: base={base!r}: expected the name of one recipe")
+        raise ValueError(f"{whose}: base={base!r}: expected the name of one recipe")
     beside = path.parent / base
-    below = beside if beside.is_file() or shipped_recipe(base) is None else Path(base)
-    return _merge(_read_tree(below, (*seen, path.resolve())), tree)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"recipe {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start}); a "
-            "recipe is a YAML file: save it as UTF-8, or check that it is the file you mean"
-        ) from None
+    is_shipped = not beside.is_file() and shipped_recipe(base) is not None
+    below = _read_tree(Path(base) if is_shipped else beside, (*seen, path.resolve()))
+    return _merge(below, tree)
 
 
 def _find(path: Path, whose: str) -> Path:
@@ -156,25 +178,8 @@ def _find(path: Path, whose: str) -> Path:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    merged = {**below, **above}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _merge(below[key], above[key])
     return merged
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
-    *parents, last = key.split(".")
-    node = tree
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise ValueError(f"override {override!r}: {parent} is a value, not a section")
-        node = child
-    node[last] = _parse(text, f"override {override!r}")

@@ -5,7 +5,6 @@ Other rooms take the section they need; nothing edits a recipe after it is loade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
+    BenchmarkedModel,
     BenchmarkModelsConfig,
     ConvertConfig,
     DeduplicateConfig,
@@ -24,10 +24,12 @@ from vit_ray.config.command_sections import (
     ReportConfig,
     StudyConfig,
     StudyModel,
+    StudyTask,
     SubsetConfig,
     SweepConfig,
     VerifyConfig,
     VtabConfig,
+    VtabTask,
 )
 from vit_ray.config.secrets import credentials_problem, redacted
 from vit_ray.config.section import NotNegative, OnResume, Section
@@ -120,23 +122,20 @@ class Recipe(Section):
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, as MLflow's parameters take them."""
-        return {key: value_text(value) for key, value in _leaves(self.recorded(), "")}
+        return {key: value_text(value) for key, value in _leaves(self.recorded()).items()}
 
     def with_absolute_paths(self) -> Recipe:
         """The same with local paths made absolute: workers run in folders of their own."""
-        few_shot = {key: getattr(self.evaluate, key) for key in ("few_shot_train", "few_shot_test")}
-        return self.with_changes(
-            output=_absolute(self.output),
-            init_from=_absolute(self.init_from),
-            data={
-                "train": _absolute_sets(self.data.train),
-                "eval": _absolute(self.data.eval),
-                "cache_dir": _absolute(self.data.cache_dir),
-            },
-            evaluate={key: _absolute(path) for key, path in few_shot.items()},
-            extract=_with_absolute(self.extract),
-            tracking={"uri": _absolute_sqlite(self.tracking.uri)},
-        )
+        tree = self.model_dump(mode="json")
+        for key in _PLACES:
+            *above, last = key.split(".")
+            section = tree[above[0]] if above else tree
+            if section is not None:
+                section[last] = _absolute(section[last])
+        uri, sqlite = self.tracking.uri, "sqlite:///"
+        if uri.startswith(sqlite) and not uri.startswith(f"{sqlite}/"):
+            tree["tracking"]["uri"] = f"{sqlite}{Path(uri.removeprefix(sqlite)).absolute()}"
+        return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes the named keys of a section, anything else replaces it.
@@ -146,10 +145,8 @@ class Recipe(Section):
         """
         tree = self.model_dump(mode="json")
         for key, value in sections.items():
-            old = tree.get(key)
-            tree[key] = (
-                {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-            )
+            is_part = isinstance(tree.get(key), dict) and isinstance(value, dict)
+            tree[key] = {**tree[key], **value} if is_part else value
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
 
@@ -162,51 +159,46 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     if problem := credentials_problem(tree):
         raise ValueError(f"{where}: {problem}")
     recipe = validated(Recipe, tree, where)
-    if problem := _repeated(recipe):
+    if problem := _repeated(recipe) or _wrong_model(recipe):
         raise ValueError(f"{where}: {problem}")
-    rows = recipe.study.models if recipe.study else ()
-    if problem := _unlike_size(recipe, rows):
-        raise ValueError(f"{where}: {problem}")
-    models = [
-        ("model", recipe.model),
-        *((f"study {row.label!r}: model", row.model) for row in rows if row.model),
-    ]
-    for key, model in models:
-        if problem := model.geometry_problem():
-            raise ValueError(f"{where}: {key}.{problem}")
     return recipe
 
 
-def _unlike_size(recipe: Recipe, rows: Sequence[StudyModel]) -> str | None:
-    """Which row's model has the default size of images, and not the recipe's, unasked, or None."""
+def _wrong_model(recipe: Recipe) -> str | None:
+    """Which model cannot be built, or has the default size of images unasked, or None."""
+    if problem := recipe.model.geometry_problem():
+        return f"model.{problem}"
     size = recipe.model.image_size
-    for row in rows:
-        own = row.model
-        if own is None or "image_size" in own.model_fields_set:
+    for row in recipe.study.models if recipe.study else ():
+        own, where = row.model, f"study {row.label!r}: model"
+        if own is None:
             continue
-        if own.image_size != size and "model.image_size" not in dict(_leaves(row.changes, "")):
+        is_set = {"image_size", "model.image_size"} & {*own.model_fields_set, *_leaves(row.changes)}
+        if own.image_size != size and not is_set:
             return (
-                f"study {row.label!r}: model has no image_size, and would have {own.image_size} "
-                f"where the recipe has {value_text(size)}: a row's model is whole; give it, or "
-                "name in changes what differs from the recipe's model"
+                f"{where} has no image_size, and would have {own.image_size} where the recipe has "
+                f"{value_text(size)}: a row's model is whole; give it, or name in changes what "
+                "differs from the recipe's model"
             )
+        if problem := own.geometry_problem():
+            return f"{where}.{problem}"
     return None
 
 
 def _repeated(section: Section, prefix: str = "") -> str | None:
     """Which list has a value twice that stands for what is done once, or None.
 
-    Not so a pair of values, and the stages of a ResNet. Sections in lists are told by their names.
+    A pair of values and the stages of a ResNet may. Sections in lists are known by their names;
+    rows of a study may share theirs.
     """
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         parts = value if isinstance(value, tuple) else (value,)
-        values = [one.path.rstrip("/") if isinstance(one, TrainingSet) else one for one in parts]
-        twice = [one for place, one in enumerate(values) if one in values[:place]]
-        is_set = is_list(field.annotation) and name != "stages"
-        if is_set and twice and not isinstance(twice[0], Section):
-            told = f"{prefix}{name}={value_text(values)}"
-            return f"{told} has {value_text(twice[0])} twice; list each once"
+        if is_list(field.annotation) and name != "stages":
+            values = [_identity(one) for one in parts if not isinstance(one, StudyModel)]
+            if twice := [one for place, one in enumerate(values) if one in values[:place]]:
+                told = f"{prefix}{name}={value_text(values)}"
+                return f"{told} has {value_text(twice[0])} twice; list each once"
         for place, part in enumerate(parts):
             below = f"{prefix}{name}.{place}." if parts is value else f"{prefix}{name}."
             if isinstance(part, Section) and (problem := _repeated(part, below)):
@@ -214,34 +206,34 @@ def _repeated(section: Section, prefix: str = "") -> str | None:
     return None
 
 
-def _absolute(path: str | None) -> str | None:
-    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+def _identity(value: Any) -> Any:
+    match value:
+        case TrainingSet():
+            return value.path.rstrip("/")
+        case StudyTask() | VtabTask():
+            return value.name
+        case BenchmarkedModel():
+            return value.label
+    return value
 
 
-def _with_absolute(extract: ExtractConfig | None) -> dict[str, Any] | None:
-    if extract is None:
-        return None
-    return {"data": _absolute(extract.data), "path": _absolute(extract.path)}
+# The keys whose values are places; `tracking.uri`, an address, is treated by itself.
+_PLACES = (
+    "output", "init_from", "data.train", "data.eval", "data.cache_dir", "evaluate.few_shot_train",
+    "evaluate.few_shot_test", "extract.data", "extract.path",
+)  # fmt: skip
 
 
-def _absolute_sets(train: str | tuple[TrainingSet, ...] | None) -> Any:
-    if not isinstance(train, tuple):
-        return _absolute(train)
-    return [{"path": _absolute(one.path), "weight": one.weight} for one in train]
+def _absolute(place: Any) -> Any:
+    if isinstance(place, list):  # of training sets
+        return [{**one, "path": _absolute(one["path"])} for one in place]
+    return place if place is None or "://" in place else str(Path(place).expanduser().absolute())
 
 
-def _absolute_sqlite(uri: str) -> str:
-    scheme = "sqlite:///"
-    if not uri.startswith(scheme) or uri.startswith(f"{scheme}/"):
-        return uri
-    return scheme + str(Path(uri.removeprefix(scheme)).absolute())
-
-
-def _leaves(tree: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to values."""
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", value))
+        is_section = isinstance(value, dict)
+        found |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return found

@@ -11,31 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pydantic import BaseModel
-
 from vit_ray.config.recipe import Recipe
 from vit_ray.config.section import OnResume, UsedIf
-from vit_ray.config.validation import section_type
-
-_Marks = dict[str, tuple[OnResume | None, UsedIf | None]]
+from vit_ray.config.validation import fields_below
 
 _OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
 """Compared as if it were a key; it is as fixed as the seed."""
 
 
-def _marks(section: type[BaseModel], prefix: str, mark: OnResume | None) -> _Marks:
-    found: _Marks = {}
-    for name, field in section.model_fields.items():
-        own = next((one for one in field.metadata if isinstance(one, OnResume)), mark)
-        used_if = next((one for one in field.metadata if isinstance(one, UsedIf)), None)
-        found[f"{prefix}{name}"] = own, used_if and replace(used_if, key=f"{prefix}{used_if.key}")
-        if below := section_type(field.annotation):
-            found |= _marks(below, f"{prefix}{name}.", own)
-    return found
+def _marks() -> dict[str, tuple[OnResume | None, UsedIf | None]]:
+    found: dict[str, tuple[OnResume | None, UsedIf | None]] = {"": (None, None)}
+    for key, field in fields_below(Recipe):
+        section, dot, _ = key.rpartition(".")
+        marks = [one for one in field.metadata if isinstance(one, OnResume)]
+        used_if = [one for one in field.metadata if isinstance(one, UsedIf)]
+        switch = replace(used_if[0], key=f"{section}{dot}{used_if[0].key}") if used_if else None
+        found[key] = (marks[0] if marks else found[section][0]), switch
+    return found | {DATA_SET: (OnResume.FIXED, None)}
 
 
-_MARKS: Final = {DATA_SET: (OnResume.FIXED, None), **_marks(Recipe, "", None)}
+_MARKS: Final = _marks()
 EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
 """They decide what is measured, and nothing of the weights; the same set may have moved."""
 LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
@@ -45,7 +41,7 @@ TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED
 
 def on_resume(key: str) -> OnResume | None:
     """Whether a run may be resumed with another value; None of a key that no training reads."""
-    return _MARKS[key][0] if key in _MARKS else None
+    return _MARKS.get(key, (None, None))[0]
 
 
 @dataclass(frozen=True)
@@ -121,12 +117,11 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Places that lie from the run's output as they did: all was moved together."""
+
+    def way(flat: Mapping[str, str], key: str) -> str | None:
+        place, output = flat.get(key, "None"), flat.get("output", "None")
+        is_local = "None" not in (place, output) and "://" not in place + output
+        return os.path.relpath(place, output) if is_local else None
+
     places = (*EVALUATED_SETS, "init_from")
-    return [key for key in places if (way := _way(before, key)) and way == _way(now, key)]
-
-
-def _way(flat: Mapping[str, str], key: str) -> str | None:
-    place, output = flat.get(key, "None"), flat.get("output", "None")
-    if "None" in (place, output) or "://" in place + output:
-        return None
-    return os.path.relpath(place, output)
+    return [key for key in places if (found := way(before, key)) and found == way(now, key)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -55,3 +56,13 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def problems(self) -> dict[str, object]:
+        """What may be wrong with the section's values together: message to whether it is."""
+        return {}
+
+    @model_validator(mode="after")
+    def _refuse_first_problem(self) -> Self:
+        if problem := next((text for text, is_so in self.problems().items() if is_so), None):
+            raise ValueError(problem)
+        return self

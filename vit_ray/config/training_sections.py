@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from vit_ray.config.section import (
     Fraction,
@@ -17,6 +18,7 @@ from vit_ray.config.section import (
     Positive,
     PositiveFloat,
     Section,
+    Share,
     UsedIf,
 )
 from vit_ray.config.validation import value_text
@@ -77,35 +79,44 @@ class ModelConfig(Section):
         size = self.image_size
         return (size, size) if isinstance(size, int) else size
 
+    @property
+    def _patch(self) -> int | None:
+        """Side of a patch of the image in pixels; None for a hybrid, whose patches are of a map."""
+        named = re.fullmatch(r"(?!R)[^/]*/(\d+)", self.name)
+        return self.patch_size or (int(named[1]) if named else None)
+
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `build_model`: only what the recipe sets."""
-        given = self.model_dump(exclude={"name", "image_size"})
-        return {key: value for key, value in given.items() if value is not None}
+        return self.model_dump(exclude={"name", "image_size"}, exclude_none=True)
 
     def side_in_whole_patches(self, side: int) -> int:
         """The nearest side in pixels that patches fill; any side where there are none."""
-        patch = self._patch
-        return max(1, round(side / patch)) * patch if patch else side
+        patch = self._patch or 1
+        return max(1, round(side / patch)) * patch
 
-    @property
-    def _patch(self) -> int | None:
-        return self.patch_size or _patch_of(self.name)
+    def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
+        """The part of an image size that whole patches cover, as the paper's code cuts it.
+
+        Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
+        """
+        patch = self._patch or 1
+        if isinstance(size, int):
+            return size - size % patch
+        return size[0] - size[0] % patch, size[1] - size[1] % patch
 
     def geometry_problem(self) -> str | None:
         """Why no such model can be built, or None: sides in whole patches, width in whole heads.
 
         Not a check of the section itself: checkpoints keep recipes that are read as they were.
         """
-        size, sides = self.image_size, self.sides
-        whole = [self.side_in_whole_patches(side) for side in sides]
-        if whole != list(sides):
-            patch = self._patch
-            nearest = whole[0] if isinstance(size, int) else whole
+        whole = [self.side_in_whole_patches(side) for side in self.sides]
+        if whole != list(self.sides):
+            nearest = whole[0] if isinstance(self.image_size, int) else whole
             key = "patch_size" if self.patch_size else "name"
             return (
-                f"{key}={getattr(self, key)}: patches of {patch} pixels do not fill "
-                f"model.image_size={value_text(size)}; the nearest image_size is {nearest}, or "
-                "choose another patch size"
+                f"{key}={getattr(self, key)}: patches of {self._patch} pixels do not fill "
+                f"model.image_size={value_text(self.image_size)}; the nearest image_size is "
+                f"{nearest}, or choose another patch size"
             )
         if self.width and self.num_heads and self.width % self.num_heads:
             return (
@@ -113,22 +124,6 @@ class ModelConfig(Section):
                 "divisor of the width"
             )
         return None
-
-    def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
-        """The part of an image size that whole patches cover, as the paper's code cuts it.
-
-        Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
-        """
-        patch = self.patch_size or _patch_of(self.name) or 1
-        if isinstance(size, int):
-            return size - size % patch
-        return size[0] - size[0] % patch, size[1] - size[1] % patch
-
-
-def _patch_of(name: str) -> int | None:
-    """Pixels of a patch of the image, where a catalog name tells them: not of a hybrid's map."""
-    _, slash, patch = name.partition("/")
-    return int(patch) if slash and patch.isdigit() and not name.startswith("R") else None
 
 
 class AugmentConfig(Section):
@@ -154,19 +149,16 @@ class AugmentConfig(Section):
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Of normal noise on the strength of each operation (DeiT: 0.5)."""
 
-    @model_validator(mode="after")
-    def _areas_in_order(self) -> AugmentConfig:
-        if self.min_area > self.max_area:
-            raise ValueError(
-                f"min_area={self.min_area} is larger than max_area={self.max_area}; "
-                "give a range from small to large"
-            )
-        if self.randaugment == "timm" and self.randaugment_magnitude > 10.0:
-            raise ValueError(
-                f"randaugment_magnitude={self.randaugment_magnitude} is above 10, where timm's "
-                "operations end; use at most 10, or randaugment=tensorflow"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """An empty range of areas; strengths that timm's operations do not have."""
+        return {
+            f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
+            "small to large": self.min_area > self.max_area,
+            f"randaugment_magnitude={self.randaugment_magnitude} is above 10, where timm's "
+            "operations end; use at most 10, or randaugment=tensorflow": (
+                self.randaugment == "timm" and self.randaugment_magnitude > 10.0
+            ),
+        }
 
 
 class EvalAugmentConfig(Section):
@@ -199,7 +191,7 @@ class DataConfig(Section):
     `{path, weight}`, which have the same classes. `fraction` and `held_out_fraction` are then of
     each, and an epoch is as many images as all have together. A run is resumed with these data
     only, wherever they lie by then."""
-    fraction: Annotated[float, Field(gt=0.0, le=1.0), OnResume.FIXED] = 1.0
+    fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
     eval: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set for accuracy; unset = none, or the held-out part of `train`."""
@@ -238,23 +230,15 @@ class DataConfig(Section):
     """Most GiB that `cache_dir` takes on a node. A full one keeps what it has of this data set, and
     gives up what it has of others once that was not used for an hour."""
 
-    @model_validator(mode="after")
-    def _randaugment_in_reading_tasks(self) -> DataConfig:
-        if self.augment.randaugment is not None and self.decode == "device":
-            raise ValueError(
-                f"augment.randaugment={self.augment.randaugment} is done by the reading tasks; set "
-                "decode=host, or unset it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cache_on_a_disk(self) -> DataConfig:
-        if self.cache_dir is not None and "://" in self.cache_dir:
-            raise ValueError(
-                f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
-                "/local_ssd/vit_ray"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """RandAugment on the device; a cache that is not on a disk."""
+        randaugment = self.augment.randaugment
+        return {
+            f"augment.randaugment={randaugment} is done by the reading tasks; set decode=host, or "
+            "unset it": randaugment is not None and self.decode == "device",
+            f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
+            "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),
+        }
 
 
 class OptimConfig(Section):
@@ -280,7 +264,7 @@ class OptimConfig(Section):
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
     it from the moments and scales it by the rate; SGD adds it to the gradient, as BiT did."""
-    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    layer_decay: Share = 1.0
     """Factor on the rate from each layer of a Transformer to the one below it, for fine-tuning
     (BEiT, MAE: 0.65 to 0.85): head and last norm have the whole rate, the last block this share of
     it, the embedding with class token and positions the least. 1 = the same rate for all."""
@@ -296,9 +280,7 @@ class OptimConfig(Section):
     constant until its last part, and `rsqrt` falls until then by the inverse square root."""
     decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
     """Shares of the run at which `schedule=steps` decays; unset = BiT's for fine-tuning."""
-    cooldown_fraction: Annotated[
-        float, Field(gt=0.0, le=1.0), UsedIf("schedule", ("cooldown", "rsqrt"))
-    ] = 0.2
+    cooldown_fraction: Annotated[Share, UsedIf("schedule", ("cooldown", "rsqrt"))] = 0.2
     """Share of the run at its end in which `schedule=cooldown` falls linearly, and `rsqrt` by a
     linear factor to 0."""
     timescale: Annotated[PositiveFloat, UsedIf("schedule", ("rsqrt",))] = 10_000.0
@@ -317,39 +299,24 @@ class OptimConfig(Section):
     images: Annotated[Positive | None, OnResume.LENGTH] = None
     """Length in training images seen."""
 
-    @model_validator(mode="after")
-    def _decay_in_order(self) -> OptimConfig:
-        shares = list(self.decay_at)
-        if sorted(set(shares)) != shares:
-            raise ValueError(
-                f"decay_at={shares} is not in ascending order; give shares of the run such as "
-                "[0.3, 0.6, 0.9]"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _moments(self) -> OptimConfig:
-        if self.name == "sgd" and self.first_moment == "bf16":
-            raise ValueError(
-                "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for sgd"
-            )
-        if self.first_moment == "bf16" and self.betas[0] > HIGHEST_BF16_BETA:
-            raise ValueError(
-                f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment "
-                f"that decays by {self.betas[0]} is lost in bf16's rounding; use at most "
-                f"{HIGHEST_BF16_BETA}, or first_moment=fp32"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> OptimConfig:
-        given = [k for k in ("steps", "epochs", "images") if getattr(self, k) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"the length of the run is given {len(given)} times ({', '.join(given)}); "
-                "keep one of steps, epochs, images and set the others to null"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """Shares out of order; a bf16 moment that cannot be kept; two lengths."""
+        shares, given = list(self.decay_at), given_lengths(self)
+        is_bf16 = self.first_moment == "bf16"
+        return {
+            f"decay_at={shares} is not in ascending order; give shares of the run such as "
+            "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
+            "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for sgd": (
+                is_bf16 and self.name == "sgd"
+            ),
+            f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment that "
+            f"decays by {self.betas[0]} is lost in bf16's rounding; use at most "
+            f"{HIGHEST_BF16_BETA}, or first_moment=fp32": (
+                is_bf16 and self.betas[0] > HIGHEST_BF16_BETA
+            ),
+            f"the length of the run is given {len(given)} times ({', '.join(given)}); keep one of "
+            "steps, epochs, images and set the others to null": len(given) > 1,
+        }
 
     def total_steps(self, num_images: int, global_batch_size: int) -> int:
         """Optimizer steps of the run.
@@ -359,22 +326,24 @@ class OptimConfig(Section):
         Raises:
             ValueError: no length is given, or the warm-up does not fit in it.
         """
-        if self.steps is not None:
-            total = self.steps
-        elif self.images is not None:
-            total = max(1, round(self.images / global_batch_size))
-        elif self.epochs is not None:
-            total = max(1, round(num_images * self.epochs / global_batch_size))
-        else:
+        if not given_lengths(self):
             raise ValueError(
                 "optim: the run has no length; set one of optim.steps, optim.epochs, optim.images"
             )
+        images = self.images or num_images * (self.epochs or 0)
+        total = self.steps or max(1, round(images / global_batch_size))
         if self.warmup_steps >= total:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} does not end before the run does "
                 f"({total} steps); set it below {total}"
             )
         return total
+
+
+def given_lengths(section: Section) -> dict[str, Any]:
+    """Those of `steps`, `epochs`, `images` that a section sets, with their values."""
+    lengths = {key: getattr(section, key) for key in ("steps", "epochs", "images")}
+    return {key: value for key, value in lengths.items() if value is not None}
 
 
 class TrainConfig(Section):
@@ -445,47 +414,36 @@ class TrainConfig(Section):
         """Images that a pass has a multiple of."""
         return 2 if self.mixes else 1
 
-    @model_validator(mode="after")
-    def _pairs(self) -> TrainConfig:
-        if not self.mixes:
-            return self
-        if self.loss == "masked_patch":
-            raise ValueError(
-                "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0"
-            )
-        for key in ("global_batch_size", "micro_batch_size"):
-            size = getattr(self, key)
-            if size != "auto" and size % 2:
-                raise ValueError(
-                    f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such "
-                    f"as {size + 1}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _known_combinations(self) -> TrainConfig:
-        if self.label_smoothing and self.loss != "softmax":
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} needs loss=softmax, not {self.loss}; "
-                "set label_smoothing to 0 or the loss to softmax"
-            )
-        if self.compile is True and self.zero_stage == 3:
-            raise ValueError(
-                "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, "
-                "or set compile to false"
-            )
-        if self.offload and self.zero_stage == 0:
-            raise ValueError(
-                "offload=true needs zero_stage 1, 2 or 3; zero_stage=0 keeps all state"
-            )
-        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
-            raise ValueError(
-                f"profile_steps={list(self.profile_steps)} ends before it begins; "
-                "give the first and the last step, such as [20, 22]"
-            )
-        if self.averaging == 1.0:
-            raise ValueError("averaging=1.0 would never move; use a factor below 1 such as 0.9999")
-        return self
+    def problems(self) -> dict[str, object]:
+        """Combinations that no training has."""
+        sizes = {key: getattr(self, key) for key in ("global_batch_size", "micro_batch_size")}
+        odd = {
+            f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such as "
+            f"{size + 1}": self.mixes
+            for key, size in sizes.items()
+            if size != "auto" and size % 2
+        }
+        profiled = list(self.profile_steps or ())
+        return {
+            "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0": (
+                self.mixes and self.loss == "masked_patch"
+            ),
+            **odd,
+            f"label_smoothing={self.label_smoothing} needs loss=softmax, not {self.loss}; set "
+            "label_smoothing to 0 or the loss to softmax": (
+                self.label_smoothing and self.loss != "softmax"
+            ),
+            "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, or set "
+            "compile to false": self.compile is True and self.zero_stage == 3,
+            "offload=true needs zero_stage 1, 2 or 3; zero_stage=0 keeps all state": (
+                self.offload and self.zero_stage == 0
+            ),
+            f"profile_steps={profiled} ends before it begins; give the first and the last step, "
+            "such as [20, 22]": sorted(profiled) != profiled,
+            "averaging=1.0 would never move; use a factor below 1 such as 0.9999": (
+                self.averaging == 1.0
+            ),
+        }
 
 
 class CheckpointConfig(Section):
@@ -522,19 +480,16 @@ class EvalConfig(Section):
     few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
     """Random draws of examples; the mean is reported."""
 
-    @model_validator(mode="after")
-    def _few_shot_in_pairs(self) -> EvalConfig:
-        if (self.few_shot_train is None) != (self.few_shot_test is None):
-            raise ValueError(
-                "few_shot_train and few_shot_test go together; "
-                f"given {self.few_shot_train!r} and {self.few_shot_test!r}"
-            )
-        if self.few_shot_train is not None and not self.shots:
-            raise ValueError(
-                "shots=[] leaves nothing to measure on few_shot_train; give numbers such as "
-                "[1, 5, 10, 25], or unset few_shot_train and few_shot_test"
-            )
-        return self
+    def problems(self) -> dict[str, object]:
+        """One of the two few-shot sets without the other; no numbers of examples."""
+        train, test = self.few_shot_train, self.few_shot_test
+        return {
+            f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}": (
+                (train is None) != (test is None)
+            ),
+            "shots=[] leaves nothing to measure on few_shot_train; give numbers such as "
+            "[1, 5, 10, 25], or unset few_shot_train and few_shot_test": train and not self.shots,
+        }
 
 
 class WorkersConfig(Section):
@@ -557,15 +512,14 @@ class WorkersConfig(Section):
     @property
     def sizes(self) -> range:
         """Every worker count that the run may have."""
-        if isinstance(self.num_workers, int):
-            return range(self.num_workers, self.num_workers + 1)
-        return range(self.num_workers[0], self.num_workers[1] + 1)
+        count = self.num_workers
+        least, most = (count, count) if isinstance(count, int) else count
+        return range(least, most + 1)
 
-    @model_validator(mode="after")
-    def _sizes_in_order(self) -> WorkersConfig:
-        if len(self.sizes) == 0:
-            raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
-        return self
+    def problems(self) -> dict[str, object]:
+        """An empty range of workers."""
+        told = f"num_workers={self.num_workers} has its minimum above its maximum"
+        return {told: len(self.sizes) == 0}
 
 
 class TrackingConfig(Section):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar, get_args
 
 import pydantic
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from vit_ray.config.secrets import redact
 
@@ -81,77 +83,57 @@ def require(value: Value | None, key: str, hint: str) -> Value:
 
 
 def _describe(schema: type[BaseModel], problem: Any) -> str:
-    where = [part for part in problem["loc"] if not _is_union_branch(part)]
-    key = ".".join(str(part) for part in where)
-    if problem["type"] == "extra_forbidden":
-        return _describe_unknown(schema, where)
-    given = problem["input"]
+    # Pydantic names the branch of a union that it tried; users did not write that.
+    branch = re.compile(r".*[\[(,]|^(constrained-)?(int|float|bool|str)$")
+    where = [part for part in problem["loc"] if isinstance(part, int) or not branch.match(part)]
+    key, given = ".".join(map(str, where)), problem["input"]
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{key} is required but not given"
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        first = _keys_of(schema, where)[0]
-        return f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
-    if problem["type"] in ("tuple_type", "list_type"):
-        return f"{key}={given!r}: a list is needed, such as {_example(schema, where, given)}"
-    if problem["type"] == "value_error":
-        return f"{key}: {message}" if key else message
+    match problem["type"]:
+        case "extra_forbidden":
+            valid = list(_section_at(schema, where[:-1]).model_fields)
+            hint = _nearest(schema, key, valid)
+            meant = f"; did you mean {hint}?" if hint else ""
+            return f"unknown key {key}{meant} (valid in this section: {', '.join(valid)})"
+        case "missing":
+            return f"{key} is required but not given"
+        case "model_type" | "model_attributes_type":
+            first = next(iter(_section_at(schema, where).model_fields))
+            return (
+                f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
+            )
+        case "tuple_type" | "list_type":
+            field = _section_at(schema, where[:-1]).model_fields.get(str(where[-1]))
+            has_example = field is not None and isinstance(field.default, tuple) and field.default
+            example = value_text(field.default if field and has_example else [given])
+            return f"{key}={given!r}: a list is needed, such as {example}"
+        case "value_error":
+            return f"{key}: {message}" if key else message
     return f"{key}={given!r}: {message}"
 
 
-def _example(schema: type[BaseModel], where: list[Any], given: Any) -> str:
-    """The list that a key has by default, else one of what was given."""
-    *section, name = where
-    model = schema
-    for part in section:
-        if isinstance(part, int):
-            return value_text([given])
-        model = section_type(model.model_fields[str(part)].annotation) or model
-    field = model.model_fields.get(str(name))
-    default = field.default if field else None
-    return value_text(list(default) if isinstance(default, tuple) and default else [given])
-
-
-def _is_union_branch(part: Any) -> bool:
-    """Pydantic names the branch of a union it tried; users did not write that."""
-    return (
-        isinstance(part, str)
-        and re.search(r"[\[(,]|^(constrained-)?(int|float|bool|str)$", part) is not None
-    )
-
-
-def _describe_unknown(schema: type[BaseModel], where: list[Any]) -> str:
-    section, unknown = where[:-1], str(where[-1])
-    valid = _keys_of(schema, section)
-    prefix = "".join(f"{part}." for part in section)
-    hint = _nearest(schema, prefix, unknown, valid)
-    meant = f"; did you mean {hint}?" if hint else ""
-    return f"unknown key {prefix}{unknown}{meant} (valid in this section: {', '.join(valid)})"
-
-
-def _nearest(schema: type[BaseModel], prefix: str, unknown: str, valid: list[str]) -> str | None:
+def _nearest(schema: type[BaseModel], key: str, valid: list[str]) -> str | None:
     """The key that was meant: an alias here, a near or longer key here, then either anywhere."""
-    everything = dotted_keys(schema)
+    section, dot, unknown = key.rpartition(".")
+    prefix, everything = section + dot, dotted_keys(schema)
     alias = _ALIASES.get(unknown)
     alias = alias if alias in everything else None
     if alias and alias.startswith(prefix):
         return alias
-    if near := difflib.get_close_matches(unknown, valid, 1, 0.6):
+    near = difflib.get_close_matches(unknown, valid, 1, 0.6)
+    near += [name for name in valid if name.startswith(f"{unknown}_")]  # train.zero
+    if near:
         return f"{prefix}{near[0]}"
-    if begun := [key for key in valid if key.startswith(f"{unknown}_")]:
-        return f"{prefix}{begun[0]}"  # train.zero
-    last = {key.rpartition(".")[2]: key for key in reversed(everything)}
+    last = {name.rpartition(".")[2]: name for name in reversed(everything)}
     far = difflib.get_close_matches(unknown, last, 1, 0.75)
     return alias or (last[far[0]] if far else None)
 
 
-def _keys_of(schema: type[BaseModel], section: list[Any]) -> list[str]:
-    model = schema
-    for part in section:
-        if isinstance(part, int):
-            continue
-        model = section_type(model.model_fields[str(part)].annotation) or model
-    return list(model.model_fields)
+def _section_at(schema: type[BaseModel], where: list[Any]) -> type[BaseModel]:
+    """The section that keys, and places in lists, lead to."""
+    for part in where:
+        if not isinstance(part, int):
+            schema = section_type(schema.model_fields[part].annotation) or schema
+    return schema
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
@@ -167,15 +149,17 @@ def is_list(annotation: Any) -> bool:
     return Ellipsis in get_args(annotation) or any(map(is_list, get_args(annotation)))
 
 
-def dotted_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key of a schema, sections and values, in the order of their fields."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(f"{prefix}{name}")
-        section = section_type(field.annotation)
-        if section is not None:
-            keys += dotted_keys(section, f"{prefix}{name}.")
-    return keys
+def fields_below(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of a schema, sections and values in their order, by its dotted key."""
+    for name, field in schema.model_fields.items():
+        yield f"{prefix}{name}", field
+        if section := section_type(field.annotation):
+            yield from fields_below(section, f"{prefix}{name}.")
+
+
+def dotted_keys(schema: type[BaseModel]) -> list[str]:
+    """Every key of a schema, sections and values."""
+    return [key for key, _ in fields_below(schema)]
 
 
 def value_text(value: Any) -> str:

@@ -20,8 +20,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.tracking import MlflowClient
 
+from tests.commands.command_line import run_cli
 from tests.ports import free_ports
-from vit_ray.commands.replay import run_replay
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import mlflow_client, sender
@@ -658,11 +658,12 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
         "x",
     ],
 )
-def test_a_bad_address_for_replay_is_a_message(uri, config, log_path, capsys):
+def test_a_bad_address_for_replay_is_a_message(uri, config, log_path):
     tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
     tracker.finish(timeout_s=0.1)
-    assert run_replay(log_path, uri) in (1, 2)
-    told = capsys.readouterr().err
+    done = run_cli("replay", str(log_path), uri)
+    assert done.exit_code in (1, 2)
+    told = done.stderr
     assert re.match(r"error: (MLflow at .* cannot be used: |URI '.*' is no address; give )", told)
     assert "hunter2" not in told
 

@@ -18,7 +18,7 @@ import yaml
 from click.shell_completion import CompletionItem
 
 from vit_ray.commands.job_list import COMMANDS, Command
-from vit_ray.config import Recipe, load_recipe
+from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names
 from vit_ray.config.secrets import RedactingFormatter, redact
 from vit_ray.config.shipped_recipes import recipe_names
@@ -39,15 +39,28 @@ def run_job(name: str) -> NoReturn:
 
 
 def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int:
-    """Load the recipe that the words name and run the command; returns its exit code.
+    """Load the recipe that the words name and run the command; returns its exit code."""
 
-    Errors of the user's and of the storage end in one line, with VIT_RAY_LOGS=1 in a traceback.
+    def run() -> int | None:
+        if words and words[0] in command.verbs:
+            return int(pkgutil.resolve_name(command.verbs[words[0]])(words[1:]))
+        recipe = load_recipe(*split_words(words))
+        if not is_dry:
+            return command.run(recipe)
+        print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
+        print(command.describe(recipe))
+        return 0
+
+    return _ended(run)
+
+
+def _ended(run: Callable[[], int | None]) -> int:
+    """The exit code of a command.
+
+    Errors of the user and of the storage end in one line, with VIT_RAY_LOGS=1 in a traceback.
     """
     try:
-        if words and words[0] in command.verbs:
-            return int(_lazily(command.verbs[words[0]], words[1:]))
-        recipe = load_recipe(*split_words(words))
-        return _dry_run(command, recipe) if is_dry else command.run(recipe) or 0
+        return run() or 0
     except KeyboardInterrupt:  # not while a run was trained, which ends it with a checkpoint
         print("stopped; the same command goes on from what is done", file=sys.stderr)
         return 130
@@ -74,20 +87,10 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     return recipe, [word for word in words if _OVERRIDE.match(word)] + misspelt
 
 
-def _dry_run(command: Command, recipe: Recipe) -> int:
-    print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
-    print(command.describe(recipe))
-    return 0
-
-
 def _quiet_logs() -> None:
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
-
-
-def _lazily(reference: str, *arguments: Any) -> Any:
-    return pkgutil.resolve_name(reference)(*arguments)
 
 
 class _Job(click.Command):
@@ -115,7 +118,7 @@ def _command(command: Command) -> click.Command:
         if help_of is not None:
             sys.exit(_help(command, program, (help_of, *words)))
         if not words:
-            _lazily("vit_ray.commands.help_pages:print_usage", command, program)
+            pkgutil.resolve_name("vit_ray.commands.help_pages:print_usage")(command, program)
             sys.exit(2)
         sys.exit(run_recipe(command, words, is_dry))
 
@@ -134,28 +137,21 @@ def _command(command: Command) -> click.Command:
 
 def _help(command: Command, program: str, words: tuple[str, ...]) -> int:
     """Help on the keys of a prefix or on all that the command reads, with a recipe's own values."""
-    prefixes = [word for word in words if word in _prefixes()]
+    parts = [name.split(".") for name in key_names()]
+    known = {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
+    prefixes = [word for word in words if word in known]
     has_verb = bool(command.verbs.keys() & set(words))  # followed by no recipe
     others = tuple(word for word in words if word and word not in prefixes and not has_verb)
     try:
         recipe = load_recipe(*split_words(others)) if others else None
     except ValueError as error:
-        print(redact(f"error: {error}{_near_keys(words[0])}"), file=sys.stderr)
+        near = [] if words[0] in known else difflib.get_close_matches(words[0], sorted(known), 3)
+        meant = f"; keys near {words[0]!r}: {', '.join(near)}" if near else ""
+        print(redact(f"error: {error}{meant}"), file=sys.stderr)
         return 2
-    _lazily("vit_ray.commands.help_pages:print_help", command, program, prefixes, recipe)
+    show = pkgutil.resolve_name("vit_ray.commands.help_pages:print_help")
+    show(command, program, prefixes, recipe)
     return 0
-
-
-def _near_keys(word: str) -> str:
-    """What `--help WORD` may have meant, if that is no key."""
-    near = [] if word in _prefixes() else difflib.get_close_matches(word, sorted(_prefixes()), 3)
-    return f"; keys near {word!r}: {', '.join(near)}" if near else ""
-
-
-def _prefixes() -> set[str]:
-    """Every key and every section of a recipe."""
-    parts = [name.split(".") for name in key_names()]
-    return {".".join(name[:depth]) for name in parts for depth in range(1, len(name) + 1)}
 
 
 def _complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -166,18 +162,6 @@ def _complete(context: click.Context, _: click.Parameter, incomplete: str) -> li
     return items if has_recipe else [*items, CompletionItem(incomplete, type="file")]
 
 
-def _replay(log: Path, uri: str) -> None:
-    sys.exit(_lazily("vit_ray.commands.replay:run_replay", log, uri))
-
-
-def _runs(output: str, as_json: bool) -> None:
-    sys.exit(_lazily("vit_ray.commands.runs:print_runs", output, as_json))
-
-
-def _recipes() -> None:
-    _lazily("vit_ray.commands.recipes:print_recipes")
-
-
 class _Names(click.Group):
     """Commands by name; dashes are as good as underscores."""
 
@@ -185,7 +169,16 @@ class _Names(click.Group):
         return super().get_command(ctx, cmd_name.replace("-", "_"))
 
 
-def _plain(name: str, what: str, run: Callable[..., None], *params: click.Parameter) -> Any:
+def _plain(what: str, reference: str, *params: click.Parameter) -> click.Command:
+    """A command without a recipe; `module:function` is imported when it runs.
+
+    Errors end it as those of a command on a recipe do.
+    """
+
+    def run(**given: Any) -> None:
+        sys.exit(_ended(lambda: pkgutil.resolve_name(reference)(**given)))
+
+    name = reference.partition(":")[0].rpartition(".")[2]
     return click.Command(name, callback=run, help=what, params=list(params))
 
 
@@ -198,23 +191,24 @@ vit_ray = _Names(
     commands=[
         *map(_command, COMMANDS.values()),
         _plain(
-            "replay",
             "Bring into MLflow what a run recorded in LOG (its metrics.jsonl) while MLflow was "
             "away. URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already "
             "has are not sent again.",
-            _replay,
+            "vit_ray.commands.replay:run_replay",
             click.Argument(["log"], type=click.Path(path_type=Path)),
             click.Argument(["uri"]),
         ),
         _plain(
-            "runs",
             "The runs in OUTPUT, a folder or bucket (the `output` of recipes; by default `runs`): "
             "state, step, accuracy, age of the newest checkpoint.",
-            _runs,
+            "vit_ray.commands.runs:print_runs",
             click.Argument(["output"], default="runs"),
             click.Option(["--json", "as_json"], is_flag=True, help="As a JSON list."),
         ),
-        _plain("recipes", "List the recipes that come along, with cost and result.", _recipes),
+        _plain(
+            "List the shipped recipes with their cost and result.",
+            "vit_ray.commands.recipes:print_recipes",
+        ),
     ],
 )
 click.version_option(package_name="vit-ray", prog_name="vit_ray")(vit_ray)

@@ -21,7 +21,7 @@ from typing import Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
-from vit_ray.storage import Location, is_placeholder, locate
+from vit_ray.storage import is_placeholder, locate
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0
@@ -144,16 +144,23 @@ def _mlflow(recipe: Recipe) -> str:
 
 
 def _output(recipe: Recipe) -> str:
-    """The rights that checkpoints need, each tried with a file of a name that nobody has."""
+    """The rights that checkpoints need, each tried with a file of a name that is not taken."""
     if is_placeholder(recipe.output):
         raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
-    folder = locate(recipe.output)
-    missing = _missing_folders(folder)
-    probe = folder.child(f"doctor-{uuid.uuid4().hex}")
+    folder, name = locate(recipe.output), f"doctor-{uuid.uuid4().hex}"
+    path, probe = Path(folder.path), folder.child(name)
+    missing = [one for one in (path, *path.parents) if folder.is_local and not one.exists()]
+    rights: dict[str, Callable[[], object]] = {
+        "write": lambda: probe.write(b"vit_ray"),
+        "read": lambda: probe.read() == b"vit_ray",
+        "list": lambda: name in [info.base_name for info in folder.list_files(recursive=False)],
+        "delete": probe.delete,
+    }
     try:
-        for right, use in _RIGHTS.items():
+        for right, use in rights.items():
             try:
-                use(folder, probe)
+                if use() is False:
+                    raise ValueError("what was written is not there")
             except Exception as error:
                 raise ValueError(f"{folder.uri}: no right to {right} there: {error}") from None
     finally:
@@ -163,33 +170,6 @@ def _output(recipe: Recipe) -> str:
             with contextlib.suppress(OSError):
                 made.rmdir()
     return f"{folder.uri} can be written, read, listed and deleted from"
-
-
-def _missing_folders(folder: Location) -> list[Path]:
-    """Of a local folder and those above it, the ones that writing there will make; it first."""
-    if not folder.is_local:
-        return []
-    path = Path(folder.path)
-    return [one for one in (path, *path.parents) if not one.exists()]
-
-
-def _list(folder: Location, probe: Location) -> None:
-    names = [info.base_name for info in folder.list_files(recursive=False)]
-    if probe.uri.rpartition("/")[2] not in names:
-        raise ValueError("a file that was written is not listed")
-
-
-def _read(_: Location, probe: Location) -> None:
-    if probe.read() != b"vit_ray":
-        raise ValueError("a file that was written is read as another")
-
-
-_RIGHTS: Final[dict[str, Callable[[Location, Location], object]]] = {
-    "write": lambda _, probe: probe.write(b"vit_ray"),
-    "read": _read,
-    "list": _list,
-    "delete": lambda _, probe: probe.delete(),
-}
 
 
 def _data_sets(recipe: Recipe, key: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -63,7 +61,13 @@ def _row(folder: Location) -> RunRow | None:
     if not log.exists() and not has_had_checkpoints(folder):
         return None
     owner = held_by(folder)
-    state = f"running: {owner}" if owner else _last_state(log)
+    if owner:
+        state = f"running: {owner}"
+    elif not log.exists():  # its last driver ran on another machine
+        state = "not running"
+    else:
+        ends = [one["status"] for one in MetricsLog(log).opened() if one["kind"] == "finish"]
+        state = _ENDS.get(ends[-1], ends[-1]) if ends else "interrupted"
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         if list_checkpoints(folder):
@@ -79,21 +83,9 @@ def _row(folder: Location) -> RunRow | None:
     return RunRow(name, state, position.step, top1, age_s, position.tracking_run_id)
 
 
-def _last_state(log: Path) -> str:
-    """As its last driver left it. Where that ran on another machine, its log is there, too."""
-    if not log.exists():
-        return "not running"
-    ends = [one["status"] for one in MetricsLog(log).opened() if one["kind"] == "finish"]
-    return _ENDS.get(ends[-1], ends[-1]) if ends else "interrupted"
-
-
 def print_runs(output: str, as_json: bool) -> int:
     """Print them as a table, or as one JSON list."""
-    try:
-        rows = list_runs(output)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    rows = list_runs(output)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
@@ -102,16 +94,12 @@ def print_runs(output: str, as_json: bool) -> int:
         return 0
     table = Table("run", "state", "step", "top-1", "newest checkpoint")
     for row in rows:
+        age = "none"
+        if row.age_s is not None:
+            sizes = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+            size, unit = next((one for one in sizes if row.age_s >= one[0]), sizes[-1])
+            age = f"{row.age_s / size:.0f} {unit} ago"
         top1 = "" if row.top1 is None else f"{row.top1:.2%}"
-        table.add_row(row.name, row.state, str(row.step), top1, _age(row.age_s))
+        table.add_row(row.name, row.state, str(row.step), top1, age)
     Console().print(table)
     return 0
-
-
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "none"
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

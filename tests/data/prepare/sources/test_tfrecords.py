@@ -31,9 +31,7 @@ def test_the_example_of_tensorflows_tutorial_is_read() -> None:
     assert {k: found[k] for k in ("feature0", "feature1", "feature3")} == {
         "feature0": [0], "feature1": [4], "feature3": [pytest.approx(0.9876)],
     }  # fmt: skip
-    (span,) = found["feature2"]
-    assert isinstance(span, tuple)
-    assert TUTORIAL[slice(*span)] == b"goat"
+    assert found["feature2"] == [b"goat"]
 
 
 @pytest.mark.parametrize(("content", "crc"), [(bytes(32), 0x8A9136AA), (b"123456789", 0xE3069283)])
@@ -91,8 +89,8 @@ def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[
         (example(image=b"x", label=b"\xff"), "is no text"),
         (example(image=[7], label=[1]), "it has no encoded image"),
         (b"\xff" * 40, "no tf.train.Example"),
-        (TUTORIAL[:-3], "no tf.train.Example: a field that goes beyond its message"),
-        (b"\x0b", "a field of the wire type 3"),
+        (TUTORIAL[:-3], "no tf.train.Example"),
+        (b"\x0b", "no tf.train.Example"),
     ],
 )
 def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(

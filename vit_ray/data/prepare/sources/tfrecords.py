@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import IO, Any, Final
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 from PIL import Image
 
@@ -37,13 +39,39 @@ _HEADER: Final = struct.Struct("<QI")
 _CHECKSUM: Final = struct.Struct("<I")
 _CHECKSUM_BYTES: Final = _CHECKSUM.size
 _BUFFER: Final = 1 << 20
-_FLOAT_BYTES: Final = 4
-_VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
-"""Wire types of protocol buffers."""
 
-Span = tuple[int, int]
-"""First byte, and the one behind the last, in a record."""
-Value = int | float | Span
+
+def _example_class() -> Any:
+    """The message `tf.train.Example` (tensorflow/core/example/example.proto and feature.proto).
+
+    The map from names to features is read as the list of entries that it is on the wire, so that a
+    name may be any bytes.
+    """
+    messages = """
+        message_type { name: "Texts" field { name: "value" number: 1 type: TYPE_BYTES label: R } }
+        message_type { name: "Floats" field { name: "value" number: 1 type: TYPE_FLOAT label: R } }
+        message_type { name: "Numbers" field { name: "value" number: 1 type: TYPE_INT64 label: R } }
+        message_type { name: "Feature"
+            field { name: "texts" number: 1 type: TYPE_MESSAGE type_name: "Texts" }
+            field { name: "floats" number: 2 type: TYPE_MESSAGE type_name: "Floats" }
+            field { name: "numbers" number: 3 type: TYPE_MESSAGE type_name: "Numbers" } }
+        message_type { name: "Entry" field { name: "name" number: 1 type: TYPE_BYTES }
+            field { name: "feature" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+        message_type { name: "Features"
+            field { name: "entry" number: 1 type: TYPE_MESSAGE type_name: "Entry" label: R } }
+        message_type { name: "Example"
+            field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+    """.replace("label: R", "label: LABEL_REPEATED")
+    file = descriptor_pb2.FileDescriptorProto(name="vit_ray_example.proto", package="vit_ray")
+    text_format.Merge(messages, file)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("vit_ray.Example"))
+
+
+_PILLOWS_ERRORS: Final = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+_Example: Final = _example_class()
+Value = int | float | bytes
 
 
 def index_tfrecord(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
@@ -76,7 +104,15 @@ def _packed_brighter(
         try:
             for entry, image in entries:
                 if entry.problem is None:
-                    entry, image = _made_brighter(entry, image)
+                    try:
+                        image = _brighter(image)
+                    except (
+                        OSError,
+                        ValueError,
+                        SyntaxError,
+                        Image.DecompressionBombError,
+                    ) as error:
+                        entry = with_problem(entry, f"it cannot be read as an image: {error}")
                 if entry.problem is None:
                     entry = replace(entry, path=pack.uri, offset=offset, length=len(image))
                     output.write(image)
@@ -86,13 +122,6 @@ def _packed_brighter(
             damage = error
     if damage is not None:
         raise damage
-
-
-def _made_brighter(entry: IndexEntry, image: bytes) -> tuple[IndexEntry, bytes]:
-    try:
-        return entry, _brighter(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's
-        return with_problem(entry, f"it cannot be read as an image: {error}"), b""
 
 
 def _brighter(image: bytes) -> bytes:
@@ -151,40 +180,40 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
         start = at + _HEADER.size
         if start + length + _CHECKSUM_BYTES > size:
             raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are not there")
-        yield start, _checked_record(file, length)
+        if length > MOST_IMAGE_BYTES:
+            yield (
+                start,
+                f"the record has {length:,} bytes; an image has at most {MOST_IMAGE_BYTES:,}",
+            )
+        else:
+            record = file.read(length)
+            is_whole = file.read(_CHECKSUM_BYTES) == _CHECKSUM.pack(masked_crc32c(record))
+            problem = "the record is damaged: its bytes have another checksum"
+            yield start, record if is_whole else problem
         at = start + length + _CHECKSUM_BYTES
         file.seek(at)
-
-
-def _checked_record(file: IO[bytes], length: int) -> bytes | str:
-    if length > MOST_IMAGE_BYTES:
-        return f"the record has {length:,} bytes; an image has at most {MOST_IMAGE_BYTES:,}"
-    record = file.read(length)
-    (checksum,) = _CHECKSUM.unpack(file.read(_CHECKSUM_BYTES))
-    if checksum != masked_crc32c(record):
-        return "the record is damaged: its bytes have another checksum"
-    return record
 
 
 def _entry(unit: SourceUnit, key: str, offset: int, record: bytes) -> IndexEntry:
     try:
         features = features_of(record)
         image = next((features[name] for name in _IMAGE_FIELDS if name in features), [])
-        if len(image) != 1 or not isinstance(image[0], tuple):
+        if len(image) != 1 or not isinstance(image[0], bytes):
             found = ", ".join(sorted(features)[:20])
             raise ValueError(f"it has no encoded image in {_IMAGE_FIELDS}, only {found}")
-        start, stop = image[0]
-        labels, kind = labels_of_value(_label(unit, features, record))
-        fields = {name: _plain(features[name], record) for name in unit.columns if name in features}
+        labels, kind = labels_of_value(_label(unit, features))
+        fields: dict[str, Any] = {}
+        for name in filter(features.__contains__, unit.columns):
+            values = list(map(_plain, features[name]))
+            fields[name] = values[0] if len(values) == 1 else values
         extra = extra_of(fields, unit.columns)
     except ValueError as error:
         return rejected(unit.path, key, str(error))
-    return IndexEntry(
-        unit.path, offset + start, stop - start, key, labels, label_kind=kind, extra=extra
-    )
+    at = offset + record.index(image[0])  # or where the same bytes stand before it
+    return IndexEntry(unit.path, at, len(image[0]), key, labels, label_kind=kind, extra=extra)
 
 
-def _label(unit: SourceUnit, features: dict[str, list[Any]], record: bytes) -> Any:
+def _label(unit: SourceUnit, features: dict[str, list[Value]]) -> Any:
     """The label as `labels_of_value` takes it.
 
     Raises:
@@ -198,130 +227,41 @@ def _label(unit: SourceUnit, features: dict[str, list[Any]], record: bytes) -> A
         raise ValueError(f"it has no convert.label_field={field!r}, only {found}")
     names = _LABEL_FIELDS if field is None else (field,)
     label = next((features[name] for name in names if name in features), None)
-    return None if label is None else [_value(one, record) for one in label]
+    return None if label is None else list(map(_plain, label))
 
 
-def _plain(values: list[Any], record: bytes) -> Any:
-    plain = [_value(one, record) for one in values]
-    return plain[0] if len(plain) == 1 else plain
-
-
-def _value(value: Value, record: bytes) -> float | str:
+def _plain(value: Value) -> float | str:
     """A number, or bytes as the text that they are.
 
     Raises:
         ValueError: they are no text.
     """
-    if not isinstance(value, tuple):
+    if not isinstance(value, bytes):
         return value
-    if value[1] - value[0] > MOST_TEXT_BYTES:
-        raise ValueError(f"a text of {value[1] - value[0]:,} bytes; the most are {MOST_TEXT_BYTES}")
+    if len(value) > MOST_TEXT_BYTES:
+        raise ValueError(f"a text of {len(value):,} bytes; the most are {MOST_TEXT_BYTES:,}")
     try:
-        return record[slice(*value)].decode()
+        return value.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"its label or a field of convert.columns is no text: {error}") from None
 
 
 def features_of(record: bytes) -> dict[str, list[Value]]:
-    """Numbers, and places of bytes, of each feature of a `tf.train.Example`.
+    """The values of each feature of a `tf.train.Example`.
 
     Raises:
         ValueError: it is no such message.
     """
-    found: dict[str, list[Value]] = {}
-    for features in _spans(record, (0, len(record)), 1):
-        for entry in _spans(record, features, 1):
-            names = _spans(record, entry, 1)
-            if len(names) != 1:
-                raise ValueError("a feature without a name")
-            name = record[slice(*names[0])].decode("utf-8", "backslashreplace")
-            found[name] = [
-                one for value in _spans(record, entry, 2) for one in _list(record, value)
-            ]
-    return found
-
-
-def _list(record: bytes, feature: Span) -> list[Value]:
-    """Values of a Feature: a BytesList is its field 1, a FloatList its field 2, an Int64List 3."""
-    texts = [one for values in _spans(record, feature, 1) for one in _spans(record, values, 1)]
-    floats = [
-        number
-        for values in _spans(record, feature, 2)
-        for packed in _spans(record, values, 1)
-        for number in _floats(record[slice(*packed)])
-    ]
-    numbers: list[int] = []
-    for values in _spans(record, feature, 3):
-        for number, kind, value in _fields(record, values):
-            if number == 1 and kind == _VARINT and isinstance(value, int):
-                numbers.append(_signed(value))
-            elif number == 1 and isinstance(value, tuple):
-                numbers += _packed(record, value)
-    return [*texts, *floats, *numbers]
-
-
-def _floats(packed: bytes) -> list[float]:
-    if len(packed) % _FLOAT_BYTES:
-        raise ValueError("no tf.train.Example: a list of floats that ends inside of one")
-    return list(struct.unpack(f"<{len(packed) // _FLOAT_BYTES}f", packed))
-
-
-def _packed(record: bytes, span: Span) -> list[int]:
-    at, stop = span
-    found = []
-    while at < stop:
-        value, at = _varint(record, at, stop)
-        found.append(_signed(value))
-    return found
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _spans(record: bytes, message: Span, number: int) -> list[Span]:
-    """Places of the fields of a number that have bytes or messages."""
-    return [
-        value
-        for field, _, value in _fields(record, message)
-        if field == number and isinstance(value, tuple)
-    ]
-
-
-def _fields(record: bytes, message: Span) -> Iterator[tuple[int, int, int | Span]]:
-    """Number, wire type, and value or place of each field of a message."""
-    at, stop = message
-    while at < stop:
-        tag, at = _varint(record, at, stop)
-        kind = tag & 7
-        value: int | Span
-        if kind == _VARINT:
-            value, at = _varint(record, at, stop)
-        elif kind == _BYTES:
-            length, at = _varint(record, at, stop)
-            value, at = (at, at + length), at + length
-        elif kind in (_FIXED_32, _FIXED_64):
-            width = 4 if kind == _FIXED_32 else 8
-            value, at = (at, at + width), at + width
-        else:
-            raise ValueError(f"no tf.train.Example: a field of the wire type {kind}")
-        if at > stop:
-            raise ValueError("no tf.train.Example: a field that goes beyond its message")
-        yield tag >> 3, kind, value
-
-
-def _varint(record: bytes, at: int, stop: int) -> tuple[int, int]:
-    """The number at a place, seven bits to a byte, and the place behind it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= stop:
-            raise ValueError("no tf.train.Example: a number that goes beyond its message")
-        byte = record[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("no tf.train.Example: a number of more than ten bytes")
+    try:
+        entries = _Example.FromString(record).features.entry
+    except DecodeError as error:
+        raise ValueError(f"no tf.train.Example: {error}") from None
+    return {
+        entry.name.decode("utf-8", "backslashreplace"): [
+            *entry.feature.texts.value, *entry.feature.floats.value, *entry.feature.numbers.value,
+        ]
+        for entry in entries
+    }  # fmt: skip
 
 
 def masked_crc32c(content: bytes) -> int:

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
@@ -85,7 +86,7 @@ def train_with_checkpoints(args: argparse.Namespace, folder: Path) -> tuple[list
     recipe = recipe_of(args, folder)
     write_digits(folder / "images")
     ray.init(address="local", num_cpus=4, log_to_driver=False, logging_level="ERROR")
-    convert(str(folder / "images" / "train"), str(folder / "set"))
+    convert(ConvertConfig(source=f"{folder}/images/train", destination=f"{folder}/set"))
     train(recipe)
     ray.shutdown()
     run = Path(recipe.output) / recipe.name

@@ -36,12 +36,14 @@ MIB = 1 << 20
 CONVERT = """
 import json, sys, time
 import ray
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.conversion import convert
 
 source, target, shard_mib, kind = sys.argv[1:]
 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 begun = time.perf_counter()
-report = convert(source, target, shard_mib=int(shard_mib), index_jpeg=kind != "none")
+report = convert(ConvertConfig(source=source, destination=target, shard_mib=int(shard_mib),
+                               index_jpeg=kind != "none"))
 seconds = time.perf_counter() - begun
 facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": report.bytes}
 print(json.dumps({"seconds": seconds, **facts}))

@@ -25,11 +25,12 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import cut_crop, decode, training_crop
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
-from vit_ray.data.prepare.shard_images import Shrinking, checked
+from vit_ray.data.prepare.shard_images import checked
 
 SIZE = 224
 SHRINKS = [(0.0, 1.0), (1.0, 1.25), (1.25, 1.6), (1.6, 2.0), (2.0, 4.0), (4.0, 99.0)]
@@ -122,8 +123,9 @@ def ways(augmentation: Augmentation) -> dict[str, Callable[[bytes, int], Any]]:
 
 def shrunk(files: list[bytes], shrink_to: int | None) -> list[StoredImage]:
     """The images as a conversion stores them."""
-    shrinking = None if shrink_to is None else Shrinking(shrink_to, QUALITY)
-    rows = [checked(file, "", (), shrinking, restart_writer()) for file in files]
+    options = {"shrink_to": shrink_to, "shrink_quality": QUALITY}
+    config = ConvertConfig(source="", destination="", **options)
+    rows = [checked(file, "", (), config, restart_writer()) for file in files]
     return [StoredImage(row.image, (row.height, row.width), row.index) for row in rows]
 
 

@@ -558,12 +558,14 @@ def write_mds(files: list[Path], folder: Path) -> None:
 
 
 def convert_set(data: Path) -> None:
+    from vit_ray.config.command_sections import ConvertConfig
     from vit_ray.data.prepare.conversion import convert
 
     start_ray()
     shard_mib = sum(file.stat().st_size for file in image_files(data)) / MIB / 16
     for name, index_jpeg in (("set", True), ("set_plain", False)):
-        convert(str(data / "folder"), str(data / name), shard_mib=shard_mib, index_jpeg=index_jpeg)
+        places = {"source": f"{data}/folder", "destination": f"{data}/{name}"}
+        convert(ConvertConfig(**places, shard_mib=shard_mib, index_jpeg=index_jpeg))
 
 
 def encoded_bytes(data: Path) -> dict[str, float]:

@@ -50,6 +50,7 @@ from ray.util.state import list_actors
 
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import load_recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.launch.control import RunStatus
@@ -255,7 +256,7 @@ def add_node() -> None:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     write_digits(folder / "images")
-    convert(str(folder / "images" / "train"), str(folder / "train"))
+    convert(ConvertConfig(source=f"{folder}/images/train", destination=f"{folder}/train"))
     found: dict[str, list[str]] = {}
     for turn in range(args.rounds):
         for index, (name, (_, changes)) in enumerate({**ENDING, **PASSING}.items()):

@@ -203,6 +203,7 @@ def prepare(folder: Path) -> None:
     import ray
     import ray.data
 
+    from vit_ray.config.command_sections import ConvertConfig
     from vit_ray.data.prepare.conversion import convert
     from vit_ray.data.prepare.digits import write_digits
 
@@ -210,7 +211,8 @@ def prepare(folder: Path) -> None:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     for split in ("train", "test"):
-        convert(str(folder / "images" / split), str(folder / split), rows_per_row_group=32)
+        places = {"source": f"{folder}/images/{split}", "destination": f"{folder}/{split}"}
+        convert(ConvertConfig(**places, rows_per_row_group=32))
     ray.shutdown()
     tree = {
         "name": "tiny", "output": str(folder / "runs"),

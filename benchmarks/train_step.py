@@ -227,6 +227,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
     import cv2
     import numpy as np
 
+    from vit_ray.config.command_sections import ConvertConfig
     from vit_ray.data.prepare.conversion import convert
     from vit_ray.launch.cluster import connect
     from vit_ray.launch.run import train
@@ -240,7 +241,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
             cv2.imwrite(str(path), cv2.resize(noise, (500, 375), interpolation=cv2.INTER_CUBIC))
         recipe = recipe_of(args, f"{folder}/set", folder)
         connect(recipe)
-        convert(f"{folder}/images", f"{folder}/set")
+        convert(ConvertConfig(source=f"{folder}/images", destination=f"{folder}/set"))
         metrics = train(recipe).metrics
     return Measured(
         metrics["perf/step_ms_median"] / 1e3,

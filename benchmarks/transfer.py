@@ -29,11 +29,12 @@ from pathlib import Path
 
 import torch
 
-from vit_ray.commands.convert import convert_from, convert_of
+from vit_ray.commands.convert import convert_of
 from vit_ray.commands.features import print_few_shot
 from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.quickstart import is_converted
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text
@@ -77,7 +78,7 @@ def prepare(images: Path) -> None:
                 continue
             classes = convert_of(recipe).source.rpartition("/train")[2]
             changes = {"source": f"{folder}/{split}{classes}", "destination": destination}
-            report = convert_from(convert_of(recipe).model_copy(update=changes), recipe.seed)
+            report = convert(convert_of(recipe).model_copy(update=changes), recipe.seed)
             print(f"{destination}: {report.num_images} images of {report.num_classes} classes")
 
 

@@ -34,9 +34,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 import pytest
 import ray
 
+from tests.data.converting import convert
 from tests.ports import free_ports
 from tests.rerun import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 
 ROOT = Path(__file__).parents[1]

@@ -5,10 +5,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.data.converting import convert
 from tests.data.pictures import write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.prepare.conversion import convert
 
 # A busy machine may take any time; no test here is about time.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -216,7 +216,7 @@ SCRIPT = """
 import json, sys
 import ray
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.conversion import convert
+from tests.data.converting import convert
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams, StreamServer

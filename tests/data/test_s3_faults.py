@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from tests.checkpoints.written import values, write_checkpoint
+from tests.data.converting import convert
 from tests.data.pictures import write_class_folders
-from tests.data.prepare.conftest import one_by_one
+from tests.data.prepare.conftest import run_in_this_process
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
 from vit_ray import lock, retry, s3
 from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.conversion import ConvertReport, convert
+from vit_ray.data.prepare.commit import ConvertReport
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
 from vit_ray.storage import locate
 
@@ -126,8 +127,7 @@ FLIPPED = (".parquet", "/shard-", "/index-")
 def test_a_conversion_makes_the_same_data_set(
     store: FaultProxy, bucket: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("conversion", "source_index"):
-        monkeypatch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
+    run_in_this_process(monkeypatch)
     unslept = {**vars(time), "sleep": lambda _: None}  # for a store without exclusive writes
     monkeypatch.setattr(lock, "time", SimpleNamespace(**unslept))
     here = converted(str(bucket / "images"), str(tmp_path / "set"))

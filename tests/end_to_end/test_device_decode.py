@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Digits
+from tests.data.converting import convert
 from tests.data.pictures import write_class_folders
 from tests.end_to_end.runs import curve
 from tests.recipes import small_recipe
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.launch.run import train
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from tests.conftest import ROOT, Digits, Head
+from tests.data.converting import convert
 from tests.data.pictures import picture
 from tests.end_to_end.runs import Driver, write_recipe
 from tests.faults.runs import STEPS, long_recipe, start, worker_pids
@@ -24,7 +25,6 @@ from tests.net.store import dump, plain
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.data.prepare.conversion import ConvertReport, check_conversion, convert
+from vit_ray.data.prepare.commit import ConvertReport
+from vit_ray.data.prepare.conversion import check_conversion, convert
 from vit_ray.launch.cluster import connect
 
 
@@ -16,9 +17,9 @@ def run_convert(recipe: Recipe) -> int:
         ValueError: the recipe has no `convert` section, or the source is wrong.
     """
     config = convert_of(recipe)
-    check_conversion(config.source, config.destination, config.format, config.split)
+    check_conversion(config)
     connect(recipe)
-    report = convert_from(config, recipe.seed)
+    report = convert(config, recipe.seed)
     done = "already done: " if report.was_done else ""
     print(
         f"{done}{config.destination}: {report.num_images} images of {report.num_classes} classes "
@@ -51,28 +52,3 @@ def convert_of(recipe: Recipe) -> ConvertConfig:
         "convert='{source: images/, destination: data/}'"
     )
     return require(recipe.convert, "convert", hint)
-
-
-def convert_from(config: ConvertConfig, seed: int) -> ConvertReport:
-    """Run `vit_ray.data.prepare.conversion.convert` as the section says; Ray must be up."""
-    return convert(
-        config.source,
-        config.destination,
-        format=config.format,
-        split=config.split,
-        seed=seed,
-        rows_per_row_group=config.rows_per_row_group,
-        shard_mib=config.shard_mib,
-        classes=config.classes,
-        labels_are=config.labels_are,
-        columns=config.columns,
-        label_field=config.label_field,
-        keep_damaged_archives=config.keep_damaged_archives,
-        shrink_to=config.shrink_to,
-        shrink_quality=config.shrink_quality,
-        index_jpeg=config.index_jpeg,
-        damaged=config.damaged,
-        extend=config.extend,
-        max_rejected_fraction=config.max_rejected_fraction,
-        num_cpus=config.cpus_per_task,
-    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from vit_ray.commands.convert import convert_from
 from vit_ray.commands.printed_tables import print_result, print_sweep
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
+from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster import connect
@@ -65,5 +65,5 @@ def _convert_digits(recipe: Recipe) -> None:
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same
         config = ConvertConfig(source=str(images / split), destination=destination)
-        report = convert_from(config, recipe.seed)
+        report = convert(config, recipe.seed)
         print(f"{destination}: {report.num_images} digits in {report.num_shards} shard(s)")

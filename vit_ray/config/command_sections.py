@@ -27,7 +27,7 @@ class ConvertConfig(Section):
     """Format of the source; `tfrecord` is TensorFlow Datasets' (a folder of its `VERSION`)."""
     rows_per_row_group: Positive = 64
     """Images per row group: the smallest unit that is read."""
-    shard_mib: Positive = 256
+    shard_mib: PositiveFloat = 256.0
     """Target size of a parquet file in MiB, as it is written."""
     max_rejected_fraction: Fraction = 0.01
     """Refuse to commit when more of the source than this cannot be read as images; the command

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.data.converting import convert
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.sources.tfrecords import masked_crc32c
 
 

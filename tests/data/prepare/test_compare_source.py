@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.prepare.archives import example, record, write_hub_file
-from tests.data.prepare.conftest import one_by_one
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.jpeg_index.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.prepare import compare_source, shard_images
 from vit_ray.data.prepare.compare_source import Comparison, compare_with_source
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.sources.entries import SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit
 from vit_ray.data.prepare.subset import subset
@@ -26,10 +25,7 @@ from vit_ray.data.prepare.verify import check_file
 from vit_ray.retry import ONE_ATTEMPT, retry_policy
 from vit_ray.storage import Location
 
-
-@pytest.fixture(autouse=True)
-def _serial(serial: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_source, "run_tasks", one_by_one)
+pytestmark = pytest.mark.usefixtures("serial")
 
 
 def write_images(folder: Path) -> Path:

@@ -15,14 +15,14 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from tests.conftest import Head
+from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, write_class_folders
+from tests.data.prepare.conftest import module_with
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
-from vit_ray.data.prepare import conversion as convert_module
-from vit_ray.data.prepare import shard_images
-from vit_ray.data.prepare.conversion import convert
+from vit_ray.data.prepare import commit, conversion, make_shards, plan, shard_images
 from vit_ray.data.prepare.staged_files import read_facts, write_facts
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
@@ -182,7 +182,7 @@ def test_a_refusal_is_lifted_without_a_second_conversion(
     options = {"rows_per_row_group": 8, "shard_mib": 0.05}
     with pytest.raises(ValueError, match=r"2 of 100 .*max_rejected_fraction=0.01.*no shard again"):
         convert(str(source), str(tmp_path / "set"), **options)
-    monkeypatch.setattr(convert_module, "read_ahead", lambda _: pytest.fail("made again"))
+    monkeypatch.setattr(make_shards, "read_ahead", lambda _: pytest.fail("made again"))
     report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.02, **options)
     assert (report.num_images, report.num_rejected) == (98, 2)
 
@@ -192,7 +192,7 @@ def test_a_restart_keeps_finished_shards(
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), **settings)
     with pytest.raises(ValueError, match="run the same convert command again"):
         open_dataset(str(target))
@@ -208,7 +208,7 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
 ) -> None:
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), **settings)
     shards = sorted(target.glob("part-*.parquet"))
     content = shards[1].read_bytes()
@@ -224,7 +224,7 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
 def test_a_restart_with_other_settings_is_refused(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(tmp_path / "set"), seed=1)
     with pytest.raises(ValueError, match="another source or settings"):
         convert(str(image_folder), str(tmp_path / "set"), seed=2)
@@ -272,7 +272,7 @@ def test_a_restart_keeps_the_index_of_finished_units(
     index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
     assert len(index) == 6
     next(file for file in index if file.suffix == ".json").unlink()
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), seed=1)
     again = [file for file, made in index.items() if file.stat().st_mtime_ns != made]
     assert len({file.stem for file in again}) == 1
@@ -297,7 +297,8 @@ def test_a_conversion_killed_between_manifest_and_report_is_finished_by_a_restar
 @contextlib.contextmanager
 def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool) -> Iterator[None]:
     """A conversion that is stopped at the call of one of its functions, or right after it."""
-    original = getattr(convert_module, function)
+    module = module_with(function)
+    original = getattr(module, function)
 
     def interrupted(*arguments: Any) -> None:
         if is_done:
@@ -305,7 +306,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_module, function, interrupted)
+        patch.setattr(module, function, interrupted)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -313,26 +314,27 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool)
 STUCK_AFTER_FIVE_SHARDS = """
 import sys, time
 import ray
-import vit_ray.data.prepare.conversion as module
+from tests.data.converting import convert
+from vit_ray.data.prepare import make_shards as module
 
-class Stuck(module._ShardMaker):
-    def __call__(self, shard):
-        import vit_ray.data.prepare.conversion as module
-        check, seen = module.checked, []
-        def get_stuck(*row, **options):
-            seen.append(row)
-            if shard >= 5 and len(seen) == 4:
-                time.sleep(600)
-            return check(*row, **options)
-        module.checked = get_stuck
-        try:
-            return module._ShardMaker.__call__(self, shard)
-        finally:
-            module.checked = check
+def stuck(shard, *shared):
+    from vit_ray.data.prepare import make_shards as module
+    check, seen = module.checked, []
+    def get_stuck(*row):
+        seen.append(row)
+        if shard >= 5 and len(seen) == 4:
+            time.sleep(600)
+        return check(*row)
+    module.checked = get_stuck
+    try:
+        return module.make_shard(shard, *shared)
+    finally:
+        module.checked = check
 
-module._ShardMaker = Stuck
+run_tasks = module.run_tasks
+module.run_tasks = lambda work, *others: run_tasks(stuck, *others)
 ray.init(address=sys.argv[1], log_to_driver=False)
-module.convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
+convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
 """
 
 
@@ -360,17 +362,18 @@ def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
 
 WAITS_IN_THE_MIDDLE = """
 import sys
+from tests.data.converting import convert
 from tests.data.prepare.conftest import one_by_one
-from vit_ray.data.prepare import source_index
-from vit_ray.data.prepare import conversion as module
+from vit_ray.data.prepare import make_shards, source_index
 
-def and_wait(work, items, num_cpus):
-    print("begun", flush=True)
-    sys.stdin.read()
-    return one_by_one(work, items, num_cpus)
+def and_wait(work, items, *others):
+    if items:
+        print("begun", flush=True)
+        sys.stdin.read()
+    return one_by_one(work, items, *others)
 
-source_index.run_tasks, module.run_tasks = and_wait, one_by_one
-print(module.convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
+source_index.run_tasks, make_shards.run_tasks = and_wait, one_by_one
+print(convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
 """
 
 
@@ -393,13 +396,13 @@ def test_of_two_conversions_the_second_is_refused(
 def test_who_has_lost_the_destination_does_not_commit(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = convert_module._check_shards
+    check = commit._check_shards
 
     def and_another_takes_over(*arguments: Any) -> None:
         check(*arguments)
         (tmp_path / "set" / "_staging" / "lock-00000009.json").write_text("{}")
 
-    monkeypatch.setattr(convert_module, "_check_shards", and_another_takes_over)
+    monkeypatch.setattr(commit, "_check_shards", and_another_takes_over)
     with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
         convert(str(image_folder), str(tmp_path / "set"))
     assert not (tmp_path / "set" / "manifest.parquet").exists()
@@ -412,7 +415,7 @@ def test_a_shard_that_is_not_as_written_is_no_part_of_a_data_set(
     """Nor a reason to begin from the start: the command again makes the shard anew."""
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), **settings)
     shards = sorted(target.glob("part-*.parquet"))
     content = shards[1].read_bytes()
@@ -449,7 +452,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_all_rejected_files_are_listed_and_some_are_shown(
     serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "_REJECTED_SHOWN", 2)
+    monkeypatch.setattr(commit, "_REJECTED_SHOWN", 2)
     write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
     for name in "abc":
         (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
@@ -486,14 +489,13 @@ def test_a_file_that_came_meanwhile_is_not_tidied_away(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "set" / "_staging" / "notes" / "shard-000001.json"
-    commit = convert_module._commit
 
     def with_a_note(*arguments: Any) -> Any:
         file.parent.mkdir()
         file.write_bytes(b"mine")
-        return commit(*arguments)
+        return commit.commit(*arguments)
 
-    monkeypatch.setattr(convert_module, "_commit", with_a_note)
+    monkeypatch.setattr(conversion, "commit", with_a_note)
     assert convert(str(image_folder), str(tmp_path / "set")).num_images == 300
     assert file.read_bytes() == b"mine"
 
@@ -503,7 +505,7 @@ def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
 ) -> None:
     """Its settings stand in the plan, which it wrote after the others had been noted."""
     target = tmp_path / "set"
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), seed=1)
     plan = locate(str(target / "_staging" / "plan.json"))
     fields = read_facts(plan)
@@ -517,9 +519,9 @@ def test_what_another_version_has_staged_is_refused(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "set"
-    with stopped_at(monkeypatch, "_commit", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target))
-    monkeypatch.setattr(convert_module, "_STAGING_VERSION", 99)
+    monkeypatch.setattr(plan, "STAGING_VERSION", 99)
     with pytest.raises(ValueError, match="of another version of vit_ray"):
         convert(str(image_folder), str(target))
 
@@ -530,7 +532,7 @@ def test_our_own_mistake_is_no_rejected_row(
     def broken(*_: Any) -> None:
         raise ValueError("a mistake in the writer")
 
-    monkeypatch.setattr(convert_module.ShardWriter, "add", broken)
+    monkeypatch.setattr(make_shards.ShardWriter, "add", broken)
     with pytest.raises(ValueError, match="a mistake in the writer"):
         convert(str(image_folder), str(tmp_path / "set"), max_rejected_fraction=1.0)
     assert not list((tmp_path / "set").glob("part-*"))

@@ -11,13 +11,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import tar_of
+from tests.data.prepare.conftest import module_with
 from tests.data.s3_server import serve_conditional_s3, serve_s3, this_process_uses
 from vit_ray import s3
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare import conversion as convert_module
-from vit_ray.data.prepare.conversion import convert
+from vit_ray.data.prepare import conversion
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 
@@ -77,7 +78,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str) -> Iterator[None]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_module, function, stop)
+        patch.setattr(module_with(function), function, stop)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -127,7 +128,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], Callable[[Path], dict[str, str]
 }
 
 
-@pytest.mark.parametrize("function", ["_num_shards", "_make_shards", "_commit"])
+@pytest.mark.parametrize("function", ["_num_shards", "make_shards", "commit"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, function: str
@@ -153,14 +154,14 @@ def test_a_source_that_changes_while_it_is_converted_is_an_error(
     CHANGES[name][0](source)
     changed = source / "cat" / "004.jpg" if source.is_dir() else source
     with monkeypatch.context() as patch:
-        make = convert_module._make_shards
+        make = conversion.make_shards
 
         def change_first(*arguments: Any) -> None:
             content = changed.read_bytes()
             changed.write_bytes(content[:-1] + b"x")
             make(*arguments)
 
-        patch.setattr(convert_module, "_make_shards", change_first)
+        patch.setattr(conversion, "make_shards", change_first)
         with pytest.raises(ValueError, match=rf"{changed} has changed since .* same command again"):
             convert(str(source), str(target), **SMALL)
     assert not (target / "manifest.parquet").exists()
@@ -194,7 +195,7 @@ def test_an_object_that_changes_while_it_is_converted_is_an_error(
         for i in range(20):
             image = jpeg(i, 40, 50)
             locate(f"s3://source/files/{'dog' if i % 2 else 'cat'}/{i:03d}.jpg").write(image)
-        make, seeds = convert_module._make_shards, iter((98, 99))
+        make, seeds = conversion.make_shards, iter((98, 99))
 
         def change_first(*arguments: Any) -> None:
             upload("tars", list(range(19, -1, -1)))
@@ -202,7 +203,7 @@ def test_an_object_that_changes_while_it_is_converted_is_an_error(
             make(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(convert_module, "_make_shards", change_first)
+            patch.setattr(conversion, "make_shards", change_first)
             for name, changed in (("tars", "tars/a.tar"), ("files", "files/cat/004.jpg")):
                 with pytest.raises(ValueError, match=f"s3://source/{changed} has changed since"):
                     convert(f"s3://source/{name}", str(tmp_path / name), **SMALL)
@@ -244,7 +245,7 @@ def test_other_settings_are_listed(
     serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_files(tmp_path / "source")
-    with stopped_at(monkeypatch, "_commit"):
+    with stopped_at(monkeypatch, "commit"):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
     other: dict[str, Any] = SMALL | {"seed": 4, "shrink_to": 30}
     why = r"seed=4 \(it was 3\), convert.shrink_to=30 \(it was None\)"
@@ -354,7 +355,7 @@ def test_only_new_images_of_known_classes_are_an_extension(
     assert not (tmp_path / "set" / "_staging").exists()
 
 
-STEPS = ["_index", "_make_shards", "_commit", "_write_manifest", "write_checksums",
+STEPS = ["_index_growth", "make_shards", "commit", "_write_manifest", "write_checksums",
          "_delete_abandoned", "_delete_staging"]  # fmt: skip
 
 

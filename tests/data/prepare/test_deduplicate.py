@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_digits, load_sample_images
 
+from tests.data.converting import convert
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
 from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.deduplicate import Match, deduplicate, describe, find, known_from
 from vit_ray.data.prepare.verify import verify
 

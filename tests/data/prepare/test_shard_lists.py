@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from tests.data.converting import config_of
 from vit_ray.data.prepare import label_map, shard_lists, source_index
 from vit_ray.data.prepare.shard_lists import ShardRows, list_of_shard, write_shard_lists
 from vit_ray.data.prepare.source_index import (
@@ -16,7 +17,6 @@ from vit_ray.data.prepare.source_index import (
     in_pieces,
 )
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
-from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.staged_files import parquet_output
 from vit_ray.storage import Location, locate
 
@@ -91,8 +91,8 @@ def test_long_texts_are_held_in_pieces_of_some_bytes(
     tracemalloc.start()
     try:
         staging = locate(str(tmp_path / "staging"))
-        units = list_units(str(tmp_path / "a.jsonl"))
-        index = source_index.build_index(units, staging, tmp_path, columns=["caption"])
+        config = config_of(tmp_path / "a.jsonl", tmp_path / "set", columns=["caption"])
+        index = source_index.build_index(config, staging, tmp_path)
         list(index.entries(np.array([3, 200, 399])))
         write_shard_lists(index, ShardRows(400, 40, 4), 9, staging, tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
@@ -118,11 +118,11 @@ def test_only_the_first_of_equal_keys_is_usable(
 
 def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(label_map, "MOST_CLASSES", 3)
-    tally = source_index._Tally(source_index.SourceUnit("csv", "list.csv", "."), "")
+    facts, unit = source_index.UnitFacts(), source_index.SourceUnit("csv", "list.csv", ".")
     for i in range(3):
-        tally.add(IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
+        facts.add(unit, IndexEntry("a", 0, 1, str(i), (f"caption {i}",)))
     with pytest.raises(ValueError, match="more than 3 different labels; are they labels"):
-        tally.add(IndexEntry("a", 0, 1, "3", ("caption 3",)))
+        facts.add(unit, IndexEntry("a", 0, 1, "3", ("caption 3",)))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.converting import convert
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.samples import Plan
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.subset import subset
 
 

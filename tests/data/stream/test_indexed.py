@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_sample_images
 
+from tests.data.converting import convert
 from tests.data.pictures import encoded
-from tests.data.prepare.conftest import one_by_one
+from tests.data.prepare.conftest import run_in_this_process
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crop_boxes import Augmentation
@@ -23,7 +24,6 @@ from vit_ray.data.jpeg_index.restart_markers import (
 )
 from vit_ray.data.order.partition import Partition
 from vit_ray.data.prepare import shard_images
-from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
@@ -52,8 +52,7 @@ def converted(folder: Path, *, index_jpeg: bool) -> Manifest:
     for name, content in FILES.items():
         (folder / "images" / "one" / name).write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("conversion", "source_index"):
-            patch.setattr(f"vit_ray.data.prepare.{module}.run_tasks", one_by_one)
+        run_in_this_process(patch)
         options: dict[str, Any] = {"rows_per_row_group": 3, "index_jpeg": index_jpeg}
         convert(str(folder / "images"), str(folder / "set"), **options)
     return open_dataset(str(folder / "set"))
@@ -186,7 +185,7 @@ def test_the_report_says_what_wrote_the_markers(
     writer = restart_writer()
     assert writer is not None
     assert indexed["jpeg_writers"] == [writer.name]
-    monkeypatch.setattr("vit_ray.data.prepare.conversion.restart_writer", lambda: None)
+    monkeypatch.setattr("vit_ray.data.prepare.make_shards.restart_writer", lambda: None)
     found = converted(tmp_path, index_jpeg=True)
     report = json.loads((Path(found.path) / "report.json").read_text())
     assert (report["num_indexed"], report["jpeg_writers"]) == (0, ["none"])

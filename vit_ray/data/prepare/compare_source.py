@@ -8,7 +8,6 @@ import json
 import tempfile
 import zlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from vit_ray.data.format.manifest import Manifest
@@ -67,18 +66,22 @@ def compare_with_source(
     units = [replace(unit, label_field=settings.get("label_field")) for unit in units]
     wanted = {r.key: r for r in rewritten if shrink_to is None or r.shorter_side < shrink_to}
     results = run_tasks(_compare_part, _parts(units, wanted), num_cpus)
-    equal = {key for result in results for key in result["equal"]}
+    equal = {key for found, _, _ in results for key in found}
     # A key may stand twice in a list or a tar, and its first image alone was converted.
-    differing = {key for result in results for key in result["differing"]} - equal
-    unread = {k: why for result in results for k, why in result["unread"].items()}
-    unread = {k: why for k, why in unread.items() if k not in equal | differing}
+    differing = {key for _, found, _ in results for key in found} - equal
+    unread = {
+        key: why
+        for _, _, found in results
+        for key, why in found.items()
+        if key not in equal | differing
+    }
     others = len(wanted) - len(equal) - len(differing) - len(unread)
-    told = f"{len(equal)} rewritten JPEG files decode to the pixels of the originals in {source}"
+    text = f"{len(equal)} rewritten JPEG files decode to the pixels of the originals in {source}"
     if unread:
-        told += f"; {len(unread)} originals could not be read ({next(iter(unread.values()))})"
+        text += f"; {len(unread)} originals could not be read ({next(iter(unread.values()))})"
     if others:
-        told += f"; of {others} the originals are gone or have changed"
-    return Comparison(len(equal), [wanted[key] for key in sorted(differing)], told)
+        text += f"; of {others} the originals are gone or have changed"
+    return Comparison(len(equal), [wanted[key] for key in sorted(differing)], text)
 
 
 _NOT_COMPARED: Final = "rewritten JPEG files are not compared with their originals: {}"
@@ -99,66 +102,48 @@ def _why_unread(error: ValueError | OSError) -> str | None:
     return str(error) if is_storage else None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A unit of the source, and the images that may stand in it."""
-
-    unit: SourceUnit
-    wanted: dict[str, Rewritten]
-
-
-def _parts(units: list[SourceUnit], wanted: dict[str, Rewritten]) -> list[_Part]:
-    """Those units that may hold one of the images."""
+def _parts(
+    units: list[SourceUnit], wanted: dict[str, Rewritten]
+) -> list[tuple[SourceUnit, dict[str, Rewritten]]]:
+    """Those units that may hold one of the images, each with the images that it may hold."""
     held: dict[str, dict[str, Rewritten]] = {key_prefix(unit): {} for unit in units}
     for key, one in wanted.items():
         for prefix in ("", *(key[: at + 1] for at, c in enumerate(key) if c == "/")):
             if prefix in held:
                 held[prefix][key] = one
-    parts = [_Part(unit, held[key_prefix(unit)]) for unit in units]
-    return [part for part in parts if part.wanted]
+    parts = ((unit, held[key_prefix(unit)]) for unit in units)
+    return [(unit, images) for unit, images in parts if images]
 
 
-def _compare_part(part: _Part) -> dict[str, Any]:
+def _compare_part(
+    part: tuple[SourceUnit, dict[str, Rewritten]],
+) -> tuple[set[str], set[str], dict[str, str]]:
     """Keys of equal and of differing images, and why others could not be read."""
-    equal: list[str] = []
-    differing: list[str] = []
+    unit, wanted = part
+    equal: set[str] = set()
+    differing: set[str] = set()
     unread: dict[str, str] = {}
+    found: list[IndexEntry] = []
     with tempfile.TemporaryDirectory() as scratch:
-        entries, why = _indexed(part, Path(scratch))
-        if why is not None:
-            unread = dict.fromkeys(part.wanted, why)
-        for entry in entries:
+
+        def index() -> None:
+            found.clear()
+            entries = index_unit(unit, locate(f"{scratch}/pack.bin"))
+            found.extend(entry for entry in entries if entry.key in wanted)
+
+        try:
+            with_retries(index, f"reading {unit.path}")
+        except (ValueError, OSError) as error:  # of a unit that ends early, what stands before that
+            if (why := _why_unread(error)) is not None:
+                unread = dict.fromkeys(wanted, why)
+        for entry in found:
+            expected = wanted[entry.key]
             try:
-                is_equal = _is_equal(entry, part.wanted[entry.key])
+                original = entry.read()
+                if checksum(original) == expected.original_crc32:  # else it is another file
+                    is_equal = checksum_of_pixels(decode(original)) == expected.pixels_crc32
+                    (equal if is_equal else differing).add(entry.key)
             except (ValueError, OSError) as error:
                 if (why := _why_unread(error)) is not None:
                     unread[entry.key] = why
-                continue
-            if is_equal is not None:
-                (equal if is_equal else differing).append(entry.key)
-    return {"equal": equal, "differing": differing, "unread": unread}
-
-
-def _indexed(part: _Part, scratch: Path) -> tuple[list[IndexEntry], str | None]:
-    """Where some images stand; of a unit that ends early, those before that, and why."""
-    found: list[IndexEntry] = []
-
-    def index() -> None:
-        found.clear()
-        for entry in index_unit(part.unit, locate(str(scratch / "pack.bin"))):
-            if entry.key in part.wanted:
-                found.append(entry)
-
-    try:
-        with_retries(index, f"reading {part.unit.path}")
-    except (ValueError, OSError) as error:
-        return found, _why_unread(error)
-    return found, None
-
-
-def _is_equal(entry: IndexEntry, rewritten: Rewritten) -> bool | None:
-    """Whether it decodes alike; None if it is not the file that was converted."""
-    original = entry.read()
-    if checksum(original) != rewritten.original_crc32:
-        return None
-    return checksum_of_pixels(decode(original)) == rewritten.pixels_crc32
+    return equal, differing, unread

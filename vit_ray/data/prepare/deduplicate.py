@@ -10,20 +10,18 @@ for. The result is a manifest alone and a list of what was left out.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
+from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
 from vit_ray.data.format.schema import CHECKSUMS_FILE, MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.format.sidecars import write_checksums
@@ -101,31 +99,31 @@ def deduplicate(
             a data set or a list of duplicates already.
     """
     if not evaluation_sets:
-        raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set.")
+        raise ValueError("deduplicate: evaluation_sets is empty; name at least one data set")
     refuse_taken(destination)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
-    files = [int(i) for i in np.unique(whole.file_index)]
-    finder = _DuplicateFinder(ray.put(whole), ray.put(known))
-    found = [json.loads(result) for result in run_tasks(finder, files, num_cpus)]
-    rows = [row for result in found for row in result["rows"]]
-    columns = _without(whole, rows)
-    if not len(columns.rows):
+    found = run_tasks(_duplicates_in, _files_of(whole), num_cpus, whole, known)
+    rows = [row for rows, _ in found for row in rows]
+    if len(rows) == whole.num_images:
         raise ValueError(
             f"deduplicate: all of {source!r} is in {evaluation_sets}, so nothing is left; "
-            f"check which set is which."
+            f"check which set is which"
         )
-    duplicates = [Duplicate(**row["duplicate"]) for row in rows]
+    left_out: dict[int, list[int]] = {}
+    for group, row, _ in rows:
+        left_out.setdefault(group, []).append(row)
+    duplicates = [duplicate for *_, duplicate in rows]
     refuse_taken(destination)  # again: hours may have passed
     _write_list(destination, duplicates)
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
-    derive(whole, columns, destination, {**origin, "max_distance": MAX_DISTANCE})
+    derive(whole, left_out, destination, {**origin, "max_distance": MAX_DISTANCE})
     num_exact = sum(duplicate.is_exact for duplicate in duplicates)
     return DeduplicateReport(
         num_images=whole.num_images,
         num_exact=num_exact,
         num_near=len(duplicates) - num_exact,
-        num_undecodable=sum(result["undecodable"] for result in found),
+        num_undecodable=sum(undecodable for _, undecodable in found),
         num_undecodable_evaluation=known.num_undecodable,
         duplicates=duplicates,
     )
@@ -162,11 +160,13 @@ def _index(evaluation_sets: list[str], num_cpus: float) -> _Known:
     described: list[tuple[tuple[str, str], _Described]] = []
     for path in evaluation_sets:
         manifest = open_dataset(path)
-        files = [int(i) for i in np.unique(manifest.file_index)]
-        describer = _EvaluationDescriber(ray.put(manifest))
-        for part in sorted(run_tasks(describer, files, num_cpus), key=lambda part: part["file"]):
-            described += [((path, key), _Described(*fields)) for key, *fields in part["images"]]
+        for _, images in sorted(run_tasks(_described_in, _files_of(manifest), num_cpus, manifest)):
+            described += [((path, key), image) for key, image in images]
     return known_from(described)
+
+
+def _files_of(manifest: Manifest) -> list[int]:
+    return [int(index) for index in np.unique(manifest.file_index)]
 
 
 def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
@@ -209,15 +209,10 @@ class _Described(NamedTuple):
     hashes: bytes = b""
 
 
-@dataclass(frozen=True)
-class _EvaluationDescriber:
-    manifest: Any
-
-    def __call__(self, file_index: int) -> dict[str, Any]:
-        # no limit: the driver has put it there before the task began
-        images = _images(ray.get(self.manifest), file_index)
-        described = [(key, *describe(image)) for _, _, key, image in images]
-        return {"file": file_index, "images": described}
+def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
+    """The file's number, and what is kept of each of its images."""
+    images = _images(manifest, file_index)
+    return file_index, [(key, describe(image)) for _, _, key, image in images]
 
 
 def describe(image: bytes) -> _Described:
@@ -232,26 +227,20 @@ def describe(image: bytes) -> _Described:
     return _Described(digest, _HASHED, coded.tobytes(), hashes_under_crops(small).tobytes())
 
 
-@dataclass(frozen=True)
-class _DuplicateFinder:
-    manifest: Any
-    known: Any
-
-    def __call__(self, file_index: int) -> str:
-        # no limit: the driver has put it there before the task began
-        known: _Known = ray.get(self.known)
-        rows: list[dict[str, Any]] = []
-        undecodable = 0
-        # no limit: the driver has put it there before the task began
-        images = _images(ray.get(self.manifest), file_index)
-        while batch := list(islice(images, _ROWS_AT_A_TIME)):
-            matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE)
-            undecodable += unread
-            for (group, row, key, _), match in zip(batch, matches, strict=True):
-                if match is not None:
-                    duplicate = Duplicate(key, *known.names[match.image], *match[1:])
-                    rows.append({"group": group, "row": row, "duplicate": asdict(duplicate)})
-        return json.dumps({"rows": rows, "undecodable": undecodable})
+def _duplicates_in(
+    file_index: int, manifest: Manifest, known: _Known
+) -> tuple[list[tuple[int, int, Duplicate]], int]:
+    """Row group, stored row and what it shows, of each duplicate; how many cannot be decoded."""
+    rows: list[tuple[int, int, Duplicate]] = []
+    undecodable = 0
+    images = _images(manifest, file_index)
+    while batch := list(islice(images, _ROWS_AT_A_TIME)):
+        matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE)
+        undecodable += unread
+        for (group, row, key, _), match in zip(batch, matches, strict=True):
+            if match is not None:
+                rows.append((group, row, Duplicate(key, *known.names[match.image], *match[1:])))
+    return rows, undecodable
 
 
 class Match(NamedTuple):
@@ -308,7 +297,7 @@ def _thumbnail(image: bytes) -> NDArray[np.uint8] | None:
         return None
 
 
-def _images(manifest: Manifest, file_index: int) -> Any:
+def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str, bytes]]:
     """(row group, stored row, key, bytes) of every row of a file that counts."""
     reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index):
@@ -320,27 +309,11 @@ def _images(manifest: Manifest, file_index: int) -> Any:
                 yield int(group), stored, key, encoded.image(stored)
             except ChangedImageError as error:
                 shard = manifest.shard_location(int(group)).path
-                raise ValueError(f"{key!r} in {shard!r}: {error}; run jobs/verify.py.") from error
+                raise ValueError(f"{key!r} in {shard!r}: {error}; run jobs/verify.py") from error
 
 
 def _digest(image: bytes) -> bytes:
     return hashlib.blake2b(image, digest_size=16).digest()
-
-
-def _without(whole: Manifest, rows: list[dict[str, Any]]) -> RowGroupColumns:
-    """The row groups of a data set, less some stored rows, less row groups left empty."""
-    dropped = {group: {int(r) for r in held} for group, held in whole.dropped.items()}
-    counts = whole.rows.copy()
-    for row in rows:
-        dropped.setdefault(row["group"], set()).add(row["row"])
-        counts[row["group"]] -= 1
-    kept = np.flatnonzero(counts)
-    lists = {
-        place: np.array(sorted(dropped[int(group)]), np.int32)
-        for place, group in enumerate(kept)
-        if int(group) in dropped
-    }
-    return RowGroupColumns.chosen(whole, kept, counts[kept], lists)
 
 
 def _write_list(destination: str, duplicates: list[Duplicate]) -> None:

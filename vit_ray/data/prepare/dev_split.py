@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.format.labels import first_labels
-from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset
+from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.data.order.keyed_random import key_of, keys_of
 from vit_ray.data.prepare.subset import derive
@@ -51,7 +51,7 @@ def dev_split(
         origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
         for path, rows in ((rest, ~is_dev), (dev, is_dev)):
             if not locate(path).child(MANIFEST_FILE).exists():
-                derive(whole, _columns(whole, rows), path, origin | {"is_dev": path == dev})
+                derive(whole, _left_out(whole, rows), path, origin | {"is_dev": path == dev})
     return rest, dev
 
 
@@ -141,18 +141,12 @@ def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
     return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]
 
 
-def _columns(whole: Manifest, kept: NDArray[np.bool_]) -> RowGroupColumns:
-    groups: list[int] = []
-    rows: list[int] = []
-    dropped: dict[int, NDArray[np.int32]] = {}
+def _left_out(whole: Manifest, kept: NDArray[np.bool_]) -> dict[int, Int64Array]:
+    """The stored rows of each row group that are not kept."""
+    found = {}
     for group, its_rows in enumerate(np.split(kept, whole.first_samples[1:-1])):
-        if not its_rows.any():
-            continue
-        before = whole.dropped.get(group, np.empty(0, np.int32))
-        stored = np.delete(np.arange(len(its_rows) + len(before)), before)
-        gone = np.sort(np.concatenate([before, stored[~its_rows]])).astype(np.int32)
-        if len(gone):
-            dropped[len(groups)] = gone
-        groups.append(group)
-        rows.append(int(its_rows.sum()))
-    return RowGroupColumns.chosen(whole, np.array(groups), np.array(rows), dropped)
+        if not its_rows.all():
+            before = whole.dropped.get(group, np.empty(0, np.int32))
+            stored = np.delete(np.arange(len(its_rows) + len(before)), before)
+            found[group] = stored[~its_rows]
+    return found

@@ -1,23 +1,27 @@
 """From entries of an index to rows of a shard: read ahead, checked, and shrunk if asked."""
 
-from collections import deque
+import contextlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.jpeg import size_of_jpeg
 from vit_ray.data.jpeg_index.headers import START
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.jpeg_index.restart_markers import (
+    Libjpeg,
+    RewrittenJpeg,
+    with_restart_markers,
+)
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
+from vit_ray.data.prepare.staged_files import ahead
 
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
@@ -26,29 +30,9 @@ _MOST_JPEG_PIXELS: Final = 65_500
 """Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
 
 
-Damaged = Literal["auto", "reject", "keep"]
-"""What is done with JPEG files that libjpeg warns of: `auto` rejects those that end early."""
-
-
-@dataclass(frozen=True)
-class Shrinking:
-    """Re-encodes images whose shorter side is longer than this many pixels, as JPEG."""
-
-    shorter_side: int
-    quality: int
-
-
 def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
     """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        waiting = deque[tuple[IndexEntry, Future[bytes | ValueError]]]()
-        for entry in entries:
-            waiting.append((entry, pool.submit(_bytes_or_reason, entry)))
-            if len(waiting) > 2 * _READERS:
-                first, future = waiting.popleft()
-                yield first, future.result()  # no limit: retry.py limits each file
-        for entry, future in waiting:
-            yield entry, future.result()  # no limit: as above
+    return zip(entries, ahead(_bytes_or_reason, entries, _READERS), strict=True)
 
 
 def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
@@ -64,11 +48,8 @@ def checked(
     image: bytes | ValueError,
     key: str,
     labels: tuple[int, ...],
-    shrinking: Shrinking | None,
+    config: ConvertConfig,
     libjpeg: Libjpeg | None = None,
-    damaged: Damaged = "auto",
-    *,
-    gets_markers: bool = True,
 ) -> EncodedImage:
     """A row of the data set.
 
@@ -84,20 +65,21 @@ def checked(
     if not image:
         raise ValueError("the file is empty")
     original_crc32 = checksum(image)
-    is_kept = not _is_too_large(size_of_jpeg(image), shrinking)
+    writer = libjpeg if config.index_jpeg else None
     # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
-    writer = libjpeg if gets_markers else None
-    found = _rewritten(image, writer) if is_kept else None
+    found = None
+    if not _is_too_large(size_of_jpeg(image), config.shrink_to):
+        found = _rewritten(image, writer)
     damage = ""
     if found is None:
         damage = _damage_of(image, libjpeg)  # first: a header without data may say any size
         ends_early = "premature end" in damage.lower()
-        if damage and (damaged == "reject" or (damaged == "auto" and ends_early)):
+        if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
             raise ValueError(f"it is damaged: {damage}")
         pixels = decode(image)
         size = pixels.shape[:2]
-        if shrinking is not None and _is_too_large(size, shrinking):
-            image, pixels = _shrunk(pixels, shrinking)
+        if config.shrink_to is not None and _is_too_large(size, config.shrink_to):
+            image, pixels = _shrunk(pixels, config.shrink_to, config.shrink_quality)
             found, size = _rewritten(image, writer), pixels.shape[:2]
     index = None
     if found is not None:
@@ -122,24 +104,23 @@ def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:
     return None if writer is None else with_restart_markers(image, writer)
 
 
-def _is_too_large(size: tuple[int, ...] | None, shrinking: Shrinking | None) -> bool:
-    return shrinking is not None and size is not None and min(size) > shrinking.shorter_side
+def _is_too_large(size: tuple[int, ...] | None, shrink_to: int | None) -> bool:
+    return shrink_to is not None and size is not None and min(size) > shrink_to
 
 
-def written_bytes(entries: list[IndexEntry], shrinking: Shrinking | None) -> int:
+def written_bytes(entries: list[IndexEntry], config: ConvertConfig) -> int:
     """Bytes of these images as a shard would hold them, without those that it would reject."""
     total = 0
     for entry, image in read_ahead(entries):
-        try:
-            total += len(checked(image, entry.key, (), shrinking).image) + entry.extra_bytes
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            total += len(checked(image, entry.key, (), config).image) + entry.extra_bytes
     return total
 
 
-def _shrunk(pixels: NDArray[np.uint8], shrinking: Shrinking) -> tuple[bytes, NDArray[np.uint8]]:
+def _shrunk(
+    pixels: NDArray[np.uint8], shorter_side: int, quality: int
+) -> tuple[bytes, NDArray[np.uint8]]:
     """The image re-encoded as JPEG with its shorter side at a length."""
-    shorter_side = shrinking.shorter_side
     factor = shorter_side / min(pixels.shape[:2])
     height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
     if max(height, width) > _MOST_JPEG_PIXELS:
@@ -149,5 +130,5 @@ def _shrunk(pixels: NDArray[np.uint8], shrinking: Shrinking) -> tuple[bytes, NDA
         )
     small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
     bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
-    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, shrinking.quality])[1]
+    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
     return encoded.tobytes(), small  # type: ignore[return-value]

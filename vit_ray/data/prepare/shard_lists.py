@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vit_ray.data.order.selection import KeyedPermutation
 from vit_ray.data.prepare.source_index import SourceIndex, table_entries
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, IndexEntry
-from vit_ray.data.prepare.staged_files import parquet_output, read_row_groups
+from vit_ray.data.prepare.staged_files import parquet_output, read_row_group
 from vit_ray.storage import Location
 
 _SHUFFLE: Final = 5
@@ -85,8 +85,7 @@ def write_shard_lists(
 def list_of_shard(shards: ShardRows, staging: Location, shard: int) -> list[IndexEntry]:
     """The images of one shard."""
     number, place = divmod(shard, shards.shards_per_list)
-    (table,) = read_row_groups(staging.child(_list_name(number)), only=place)
-    return list(table_entries(table))
+    return list(table_entries(read_row_group(staging.child(_list_name(number)), place)))
 
 
 def _list_name(number: int) -> str:

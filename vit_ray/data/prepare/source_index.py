@@ -5,8 +5,8 @@ Nobody ever reads it at random places: `shard_lists.py` draws it into another or
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from vit_ray.data.prepare.label_map import (
-    LabelsAre,
-    check_class_count,
-    class_names,
-    declared_classes,
-)
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.prepare.label_map import check_class_count, class_names, declared_classes
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.sources.entries import (
     INDEX_SCHEMA,
@@ -31,7 +27,12 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     storable,
 )
-from vit_ray.data.prepare.sources.formats import class_names_in_file, files_beside, index_unit
+from vit_ray.data.prepare.sources.formats import (
+    class_names_in_file,
+    files_beside,
+    index_unit,
+    list_units,
+)
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_many_facts,
@@ -48,6 +49,7 @@ CHARACTERS_AT_A_TIME: Final = 16 << 20
 """After which one ends: captions, or lists of labels, may be long."""
 BY_CONTENT: Final = ("folder", "loose", "csv", "jsonl")
 """Formats whose images are files of their own, so that the index says all that there is."""
+_FOLDERS: Final = ("folder", "loose")
 _HASHES_AT_A_TIME: Final = 1 << 24
 _REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
@@ -115,176 +117,65 @@ class SourceIndex:
         )
 
 
-def build_index(
-    units: list[SourceUnit],
-    staging: Location,
-    scratch: Path,
-    *,
-    classes: list[str] | None = None,
-    labels_are: LabelsAre = "auto",
-    columns: Sequence[str] = (),
-    label_field: str | None = None,
-    keep_damaged: bool = False,
-    num_cpus: float = 1.0,
-) -> SourceIndex:
-    """Index every unit that has not been indexed.
+def units_of(config: ConvertConfig) -> list[SourceUnit]:
+    """The units of the source of a conversion, as it is now."""
+    found = list_units(config.source, config.format, config.split)
+    return [replace(unit, columns=config.columns, label_field=config.label_field) for unit in found]
 
-    Args:
-        columns: fields that are passed through.
-        label_field: as in `SourceUnit`.
-        keep_damaged: takes what stands before the damage of an archive.
+
+def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> SourceIndex:
+    """Index every unit that has not been indexed.
 
     Raises:
         ValueError: if the source has no images, an archive is damaged, a label is no given class,
             or no image has one of the columns.
     """
-    if columns and units[0].format in ("folder", "loose"):
+    units = units_of(config)
+    format = units[0].format
+    if config.columns and format in _FOLDERS:
         raise ValueError(
-            f"convert.columns={list(columns)}: class folders have nothing beside their images; "
-            f"leave it out, or give a list (CSV, JSONL) of the images."
+            f"convert.columns={list(config.columns)}: class folders have nothing beside their "
+            "images; leave it out, or give a list (CSV, JSONL) of the images"
         )
-    if label_field is not None and units[0].format != "tfrecord":
+    if config.label_field is not None and format != "tfrecord":
         raise ValueError(
-            f"convert.label_field={label_field!r} is of TFRecord files, and convert.source is of "
-            f"the format {units[0].format}; leave it out"
+            f"convert.label_field={config.label_field!r} is of TFRecord files, and convert.source "
+            f"is of the format {format}; leave it out"
         )
-    units = [replace(unit, columns=tuple(columns), label_field=label_field) for unit in units]
-    facts = index_units(units, staging, num_cpus)
-    if not keep_damaged:
-        refuse_damage(units, facts, staging)
-    parts = [staging.child(IndexedUnit(unit).part_name) for unit in units]
+    facts = index_units(units, staging, config)
+    parts = [staging.child(f"{unit.staged}.parquet") for unit in units]
     rows = [fact.rows for fact in facts]
     if not sum(rows):
         raise ValueError(
             f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
-            f"that were looked at; check its format."
+            f"that were looked at; check its format"
         )
-    _check_found(columns, facts)
-    declared = [(fact.path, fact.declared) for fact in facts if fact.declared]
-    labels = {label for fact in facts for label in fact.labels}
-    kinds = {kind for fact in facts for kind in fact.kinds}
+    found = {name for fact in facts for name in fact.columns}
+    if missing := [name for name in config.columns if name not in found]:
+        raise ValueError(
+            f"convert.columns={list(config.columns)}: no image of the source has a field "
+            f"{missing[0]!r}; check its name"
+        )
+    declared = [(unit.path, f.declared) for unit, f in zip(units, facts, strict=True) if f.declared]
     names, are_indices = class_names(
-        labels,
-        kinds,
-        classes or declared_classes(declared),
-        labels_are,
-        of_folders=units[0].format in ("folder", "loose"),
+        {label for fact in facts for label in fact.labels},
+        {kind for fact in facts for kind in fact.kinds},
+        list(config.classes or ()) or declared_classes(declared),
+        config.labels_are,
+        of_folders=format in _FOLDERS,
     )
-    digest = hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
-    may_repeat = units[0].format in ("csv", "jsonl", "webdataset")
+    may_repeat = format in ("csv", "jsonl", "webdataset")
     return SourceIndex(
         parts,
         rows,
         names,
         are_indices,
-        digest,
+        digest_of(facts),
         sum(fact.bytes for fact in facts),
         sum(fact.unknown_lengths for fact in facts),
         find_repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
-        {
-            IndexedUnit(unit).name: (unit.path, fact.version)
-            for unit, fact in zip(units, facts, strict=True)
-        },
+        versions_by_id(units, facts),
     )
-
-
-def index_units(units: list[SourceUnit], staging: Location, num_cpus: float) -> list["UnitFacts"]:
-    """The facts of each unit; what is indexed in the staging folder, and has not changed, stays."""
-    done = {info.base_name for info in staging.list_files()}
-    known = [unit for unit in units if IndexedUnit(unit).facts_name in done]
-    facts = read_many_facts(staging.child(IndexedUnit(unit).facts_name) for unit in known)
-    then = {
-        IndexedUnit(unit).name: fact["version"] for unit, fact in zip(known, facts, strict=True)
-    }
-    now = versions_of(known, num_cpus) if known else {}
-    missing = [
-        unit
-        for unit in units
-        if then.get(IndexedUnit(unit).name) != now.get(IndexedUnit(unit).name, "")
-    ]
-    run_tasks(_UnitIndexer(staging.uri), missing, num_cpus)
-    found = read_many_facts(staging.child(IndexedUnit(unit).facts_name) for unit in units)
-    return [UnitFacts(**one) for one in found]
-
-
-def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
-    """What each unit is now, by its name.
-
-    Args:
-        units: with their columns and label field, as they are indexed.
-    """
-    return dict(run_tasks(_named_version, units, num_cpus))
-
-
-def _named_version(unit: SourceUnit) -> tuple[str, str]:
-    what = f"looking at {unit.path}"
-    return IndexedUnit(unit).name, with_retries(lambda: _version_of(unit), what)
-
-
-def _version_of(unit: SourceUnit) -> str:
-    """That of an archive, and of the file beside it that names its classes.
-
-    Of a folder or a list of files it is what it says, so that one that was only touched has not
-    changed.
-    """
-    if unit.format in BY_CONTENT:
-        tally = _Tally(unit, "")
-        for entry in index_unit(unit, locate(unit.path)):
-            tally.add(entry)
-        return tally.content
-    files = [locate(unit.path), *filter(Location.exists, files_beside(unit))]
-    return " ".join(map(file_version, files))
-
-
-def _check_found(columns: Sequence[str], facts: list["UnitFacts"]) -> None:
-    found = {name for fact in facts for name in fact.columns}
-    if missing := [name for name in columns if name not in found]:
-        raise ValueError(
-            f"convert.columns={list(columns)}: no image of the source has a field {missing[0]!r}; "
-            f"check its name."
-        )
-
-
-def refuse_damage(units: list[SourceUnit], facts: list["UnitFacts"], staging: Location) -> None:
-    """Refuse archives that are damaged; one that is mended with equal size and time counts, too.
-
-    Raises:
-        ValueError: some are.
-    """
-    damages = [fact.damage for fact in facts if fact.damage]
-    for unit, fact in zip(units, facts, strict=True):
-        if fact.damage:
-            staging.child(IndexedUnit(unit).facts_name).delete()
-    if damages:
-        shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
-        raise ValueError(
-            f"convert: {len(damages)} files of the source are damaged: {shown}. Replace them, or "
-            "set convert.keep_damaged_archives=true to take what stands before the damage"
-        )
-
-
-@dataclass(frozen=True)
-class IndexedUnit:
-    """A unit, and the names of what the staging folder has of it."""
-
-    unit: SourceUnit
-
-    @property
-    def name(self) -> str:
-        """By its path, so that a restart finds what it needs though units have come or gone."""
-        unit = self.unit
-        name = f"{unit.path}#{unit.start}" if unit.start else unit.path
-        return f"index-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-    @property
-    def facts_name(self) -> str:
-        """Of its facts."""
-        return f"{self.name}.json"
-
-    @property
-    def part_name(self) -> str:
-        """Of its index."""
-        return f"{self.name}.parquet"
 
 
 @dataclass
@@ -299,99 +190,136 @@ class UnitFacts:
         damage: where and why its index ends before the unit.
     """
 
-    path: str
-    version: str
-    labels: list[str]
-    kinds: list[str]
-    declared: list[str] | None
-    digest: str
-    rows: int
-    bytes: int
-    unknown_lengths: int
-    columns: list[str]
-    damage: str | None
+    version: str = ""
+    labels: set[str] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
+    declared: list[str] | None = None
+    digest: str = ""
+    rows: int = 0
+    bytes: int = 0
+    unknown_lengths: int = 0
+    columns: set[str] = field(default_factory=set)
+    damage: str | None = None
 
-
-@dataclass(frozen=True)
-class _UnitIndexer:
-    staging: str
-
-    def __call__(self, unit: SourceUnit) -> str:
-        staging = locate(self.staging)
-        facts = with_retries(lambda: self._index(staging, unit), f"indexing {unit.path}")
-        write_facts(staging.child(IndexedUnit(unit).facts_name), asdict(facts))
-        return unit.path
-
-    def _index(self, staging: Location, unit: SourceUnit) -> UnitFacts:
-        version = "" if unit.format in BY_CONTENT else _version_of(unit)
-        tally = _Tally(unit, version)
-        entries = map(
-            tally.add, _until_damage(unit, staging.child(f"{IndexedUnit(unit).name}.bin"))
-        )
-        with parquet_output(staging.child(IndexedUnit(unit).part_name), INDEX_SCHEMA) as writer:
-            for piece in in_pieces(entries):
-                writer.write_table(entries_table(piece))
-        declared = None if tally.damage else class_names_in_file(unit)
-        return UnitFacts(
-            unit.path,
-            version or tally.content,
-            sorted(tally.labels),
-            sorted(tally.kinds),
-            declared,
-            tally.digest.hexdigest(),
-            tally.rows,
-            tally.bytes,
-            tally.unknown_lengths,
-            sorted(tally.columns),
-            tally.damage,
-        )
-
-
-def _until_damage(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry | DamagedUnitError]:
-    try:
-        yield from index_unit(unit, pack)
-    except DamagedUnitError as error:
-        yield error
-
-
-class _Tally:
-    """Counts the entries of one unit."""
-
-    def __init__(self, unit: SourceUnit, version: str) -> None:
-        self._unit, self._version = unit, version
-        self._content = 0
-        self.damage: str | None = None
-        self.labels: set[str] = set()
-        self.kinds: set[str] = set()
-        self.columns: set[str] = set()
-        self.digest = hashlib.sha256()
-        self.rows = self.bytes = self.unknown_lengths = 0
-
-    def add(self, found: IndexEntry | DamagedUnitError) -> IndexEntry:
-        """The entry as it is kept."""
-        if isinstance(found, DamagedUnitError):
-            self.damage = str(found)
-            found = rejected(self._unit.path, self._unit.name, self.damage)
-        entry = storable(found)
-        if entry.path == self._unit.path and self._version:
-            entry = replace(entry, version=self._version.partition(" ")[0])
-        self._content += content_of(entry)
+    def add(self, unit: SourceUnit, entry: IndexEntry) -> None:
+        """Count one entry."""
         self.rows += 1
-        self.digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
         if entry.problem is None:
             self.labels.update(entry.labels)
             self.kinds.add(entry.label_kind)
-            values = zip(self._unit.columns, entry.extra, strict=True)
+            values = zip(unit.columns, entry.extra, strict=True)
             self.columns.update(name for name, value in values if value is not None)
             self.bytes += max(entry.length, 0) + entry.extra_bytes
             self.unknown_lengths += entry.length < 0
-            check_class_count(len(self.labels), self._unit.path)
-        return entry
+            check_class_count(len(self.labels), unit.path)
 
-    @property
-    def content(self) -> str:
-        """Digest of all entries, in whatever order."""
-        return content_text(self._content)
+
+def digest_of(facts: Iterable[UnitFacts]) -> str:
+    """What tells the images of some units from those of others."""
+    return hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
+
+
+def versions_by_id(units: list[SourceUnit], facts: list[UnitFacts]) -> dict[str, tuple[str, str]]:
+    """Path and version of each unit, by its id."""
+    return {u.id: (u.path, fact.version) for u, fact in zip(units, facts, strict=True)}
+
+
+def index_units(
+    units: list[SourceUnit], staging: Location, config: ConvertConfig
+) -> list[UnitFacts]:
+    """The facts of each unit; what the staging folder has of units that are the same stays.
+
+    Raises:
+        ValueError: one is damaged, and `convert.keep_damaged_archives` is not set. Its facts are
+            removed, so that one that is mended with equal size and time is read again.
+    """
+    files = {unit.id: staging.child(f"{unit.staged}.json") for unit in units}
+    done = {info.base_name for info in staging.list_files()}
+    stems = {unit.staged for unit in units}
+    for name in done:
+        if name.startswith("index-") and name.partition(".")[0] not in stems:
+            staging.child(name).delete()  # of other settings, or of a source that has changed
+    known = [unit for unit in units if f"{unit.staged}.json" in done]
+    then = read_many_facts(files[unit.id] for unit in known)
+    now = versions_of(known, config.cpus_per_task)
+    same = {u.id for u, facts in zip(known, then, strict=True) if facts["version"] == now[u.id]}
+    missing = [unit for unit in units if unit.id not in same]
+    run_tasks(_index, missing, config.cpus_per_task, staging.uri)
+    found = [UnitFacts(**facts) for facts in read_many_facts(files[unit.id] for unit in units)]
+    if config.keep_damaged_archives:
+        return found
+    damages = [fact.damage for fact in found if fact.damage]
+    for unit, fact in zip(units, found, strict=True):
+        if fact.damage:
+            files[unit.id].delete()
+    if damages:
+        shown = "; ".join(damages[:5]) + ("; and others" if len(damages) > 5 else "")
+        raise ValueError(
+            f"convert: {len(damages)} files of the source are damaged: {shown}. Replace them, or "
+            "set convert.keep_damaged_archives=true to take what stands before the damage"
+        )
+    return found
+
+
+def versions_of(units: list[SourceUnit], num_cpus: float) -> dict[str, str]:
+    """What each unit is now, by its id.
+
+    Args:
+        units: with their columns and label field, as they are indexed.
+    """
+    return dict(run_tasks(_id_and_version, units, num_cpus))
+
+
+def _id_and_version(unit: SourceUnit) -> tuple[str, str]:
+    return unit.id, with_retries(lambda: _version_of(unit), f"looking at {unit.path}")
+
+
+def _version_of(unit: SourceUnit) -> str:
+    """That of an archive, and of the file beside it that names its classes.
+
+    Of a folder or a list of files it is what it says, so that one that was only touched has not
+    changed.
+    """
+    location = locate(unit.path)
+    if unit.format in BY_CONTENT:
+        return content_text(sum(map(content_of, map(storable, index_unit(unit, location)))))
+    return " ".join(map(file_version, [location, *filter(Location.exists, files_beside(unit))]))
+
+
+def _index(unit: SourceUnit, staging_uri: str) -> None:
+    """Write the index of a unit, and its facts when the index is whole."""
+    staging = locate(staging_uri)
+    facts = with_retries(lambda: _write_index(unit, staging), f"indexing {unit.path}")
+    lists = {name: sorted(v) if isinstance(v, set) else v for name, v in vars(facts).items()}
+    write_facts(staging.child(f"{unit.staged}.json"), lists)
+
+
+def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
+    facts = UnitFacts("" if unit.format in BY_CONTENT else _version_of(unit))
+    version = facts.version.partition(" ")[0]
+    digest, content = hashlib.sha256(), 0
+
+    def entries() -> Iterator[IndexEntry]:
+        try:
+            for found in index_unit(unit, staging.child(f"{unit.staged}.bin")):
+                entry = storable(found)
+                is_of_unit = version and entry.path == unit.path
+                yield replace(entry, version=version) if is_of_unit else entry
+        except DamagedUnitError as error:
+            facts.damage = str(error)
+            yield storable(rejected(unit.path, unit.name, facts.damage))
+
+    with parquet_output(staging.child(f"{unit.staged}.parquet"), INDEX_SCHEMA) as writer:
+        for piece in in_pieces(entries()):
+            writer.write_table(entries_table(piece))
+            for entry in piece:
+                facts.add(unit, entry)
+                content += content_of(entry)
+                digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
+    facts.version = facts.version or content_text(content)
+    facts.declared = None if facts.damage else class_names_in_file(unit)
+    facts.digest = digest.hexdigest()
+    return facts
 
 
 def content_text(total: int) -> str:
@@ -441,7 +369,7 @@ def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArr
     """Rows whose key stands in an earlier row; the hashes of all keys are sorted on disk."""
     hashes = np.memmap(scratch / "hashes", np.int64, "w+", shape=(rows,))
     for first, keys in _keys(parts):
-        hashes[first : first + len(keys)] = np.fromiter(map(hash, keys), np.int64, len(keys))
+        hashes[first : first + len(keys)] = hashes_of(keys)
     hashes.sort()
     twice: set[int] = set()
     for start in range(0, len(hashes), _HASHES_AT_A_TIME):
@@ -456,6 +384,11 @@ def find_repeated_keys(parts: list[Location], rows: int, scratch: Path) -> NDArr
                     repeated.append(row)
                 seen.add(key)
     return np.array(repeated, np.int64)
+
+
+def hashes_of(keys: list[str]) -> NDArray[np.int64]:
+    """Of texts, the same in this process alone."""
+    return np.fromiter(map(hash, keys), np.int64, len(keys))
 
 
 def _keys(parts: list[Location]) -> Iterator[tuple[int, list[str]]]:

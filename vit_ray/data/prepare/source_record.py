@@ -1,27 +1,29 @@
 """What a data set was converted from, kept beside it, and what has changed in the source since."""
 
-import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REJECTED_FILE, SOURCE_FILE
 from vit_ray.data.prepare.source_index import (
     BY_CONTENT,
-    IndexedUnit,
     SourceIndex,
     content_of,
     content_text,
+    digest_of,
     entries_table,
     find_repeated_keys,
+    hashes_of,
     index_units,
-    refuse_damage,
     table_entries,
+    units_of,
+    versions_by_id,
     versions_of,
 )
 from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, SourceUnit
@@ -72,93 +74,78 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
 
 
-@dataclass(frozen=True)
-class SourceChanges:
-    """Units that are new, that have changed, and that are gone: path by name."""
-
-    new: dict[str, str]
-    changed: dict[str, str]
-    gone: dict[str, str]
-
-    def __bool__(self) -> bool:
-        return bool(self.new or self.changed or self.gone)
-
-    def __str__(self) -> str:
-        kinds = {"new": self.new, "changed": self.changed, "gone": self.gone}
-        return ", ".join(f"{_listed(one.values())} {kind}" for kind, one in kinds.items() if one)
+def changes_since(
+    record: SourceRecord, units: list[SourceUnit], num_cpus: float
+) -> dict[str, dict[str, str]]:
+    """What a source has of units that are `new`, `changed` or `gone`: path by id, by kind."""
+    then, now = record.units, versions_of(units, num_cpus)
+    paths = {unit.id: unit.path for unit in units}
+    kinds = {
+        "new": {i: paths[i] for i in now if i not in then},
+        "changed": {i: paths[i] for i in now if i in then and now[i] != then[i][1]},
+        "gone": {i: path for i, (path, _) in then.items() if i not in now},
+    }
+    return {kind: found for kind, found in kinds.items() if found}
 
 
-def _listed(paths: Any) -> str:
+def text_of_changes(changes: dict[str, dict[str, str]]) -> str:
+    """Some paths of each kind, as they are shown."""
+    return ", ".join(f"{_listed(found.values())} {kind}" for kind, found in changes.items())
+
+
+def _listed(paths: Iterable[str]) -> str:
     shown = sorted(set(paths))
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return f"{', '.join(shown[:_SHOWN])}{more}"
 
 
-def changes_since(record: SourceRecord, units: list[SourceUnit], num_cpus: float) -> SourceChanges:
-    """Compare a source with what it was."""
-    then, now = record.units, versions_of(units, num_cpus)
-    paths = {indexed.name: indexed.unit.path for indexed in map(IndexedUnit, units)}
-    return SourceChanges(
-        {name: paths[name] for name in now if name not in then},
-        {name: paths[name] for name in now if name in then and now[name] != then[name][1]},
-        {name: path for name, (path, _) in then.items() if name not in now},
-    )
-
-
 def index_of_growth(
     record: SourceRecord,
     manifest: Manifest,
-    units: list[SourceUnit],
+    config: ConvertConfig,
     staging: Location,
     scratch: Path,
-    *,
-    keep_damaged: bool,
-    num_cpus: float,
 ) -> SourceIndex | None:
     """The images of a source that a data set does not have; None where there are none.
 
     Raises:
         ValueError: something else than new images has changed, or a new one is of no known class.
     """
-    changes = changes_since(record, units, num_cpus)
-    names = {**changes.new, **changes.changed}
-    of_units = [indexed for indexed in map(IndexedUnit, units) if indexed.name in names]
-    other = changes.gone | {
-        indexed.name: indexed.unit.path
-        for indexed in of_units
-        if indexed.name in changes.changed and indexed.unit.format not in BY_CONTENT
-    }
-    facts = index_units([indexed.unit for indexed in of_units], staging, num_cpus)
-    if not keep_damaged:
-        refuse_damage([indexed.unit for indexed in of_units], facts, staging)
-    known = _hashes_of_set(manifest)
+    every_unit = units_of(config)
+    changes = changes_since(record, every_unit, config.cpus_per_task)
+    changed, other = changes.get("changed", {}), changes.get("gone", {})
+    units = [unit for unit in every_unit if unit.id in changes.get("new", {}) | changed]
+    other |= {u.id: u.path for u in units if u.id in changed and u.format not in BY_CONTENT}
+    facts = index_units(units, staging, config)
+    root = locate(manifest.root)
+    files = [*(root.child(file.path) for file in manifest.files), root.child(REJECTED_FILE)]
+    known = np.concatenate([hashes_of(_keys_of(file)) for file in files])
     labels: set[str] = set()
     rows = num_bytes = unknown = 0
     with parquet_output(staging.child(_GROWTH), INDEX_SCHEMA) as writer:
-        for indexed in of_units:
+        for unit in units:
             old = 0
-            for table in read_row_groups(staging.child(indexed.part_name)):
-                entries = list(table_entries(table))
-                is_old = np.isin(_hashes(table["key"].to_pylist()), known)
-                old += sum(content_of(e) for e, o in zip(entries, is_old, strict=True) if o)
-                new = [e for e, o in zip(entries, is_old, strict=True) if not o]
+            for table in read_row_groups(staging.child(f"{unit.staged}.parquet")):
+                is_old = np.isin(hashes_of(table["key"].to_pylist()), known)
+                entries = list(zip(table_entries(table), is_old, strict=True))
+                old += sum(content_of(entry) for entry, is_known in entries if is_known)
+                new = [entry for entry, is_known in entries if not is_known]
                 writer.write_table(entries_table(new))
                 usable = [entry for entry in new if entry.problem is None]
                 labels.update(label for entry in usable for label in entry.labels)
                 rows += len(new)
                 num_bytes += sum(max(e.length, 0) + e.extra_bytes for e in usable)
                 unknown += sum(e.length < 0 for e in usable)
-            if content_text(old) != record.units.get(indexed.name, ("", content_text(0)))[1]:
-                other[indexed.name] = indexed.unit.path
+            if content_text(old) != record.units.get(unit.id, ("", content_text(0)))[1]:
+                other[unit.id] = unit.path
     if other:
         raise ValueError(
             f"convert.extend: images that the data set {manifest.path!r} has are others in the "
             f"source, or are gone: {_listed(other.values())}; bring these back as they were, or "
             "convert to another folder"
         )
-    allowed = (
-        {str(i) for i in range(manifest.num_classes)} if record.are_indices else {*manifest.classes}
-    )
+    are_numbers = record.are_indices
+    allowed = set(map(str, range(manifest.num_classes)) if are_numbers else manifest.classes)
     if unknown_labels := sorted(labels - allowed):
         raise ValueError(
             f"convert.extend: labels {unknown_labels[:5]} are none of the {manifest.num_classes} "
@@ -166,38 +153,27 @@ def index_of_growth(
         )
     if not rows:
         return None
-    then = {name: unit for name, unit in record.units.items() if name not in changes.changed}
-    now = {i.name: (i.unit.path, f.version) for i, f in zip(of_units, facts, strict=True)}
+    then = {name: unit for name, unit in record.units.items() if name not in changed}
     parts = [staging.child(_GROWTH)]
     return SourceIndex(
         parts,
         [rows],
         manifest.classes,
         record.are_indices,
-        hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16],
+        digest_of(facts),
         num_bytes,
         unknown,
         find_repeated_keys(parts, rows, scratch),
-        then | now,
+        then | versions_by_id(units, facts),
     )
 
 
-def _hashes_of_set(manifest: Manifest) -> NDArray[np.int64]:
-    """Of the keys of all images that a conversion has seen, in the set or rejected."""
-    root = locate(manifest.root)
-    files = [root.child(file.path) for file in manifest.files]
-    found = [_hashes(_keys_of(file)) for file in [*files, root.child(REJECTED_FILE)]]
-    return np.concatenate(found)
-
-
 def _keys_of(file: Location) -> list[str]:
+    """Of the images of a shard, or of those that were rejected."""
+
     def read() -> list[str]:
         with file.filesystem.open_input_file(file.path) as source:
             keys: list[str] = pq.read_table(source, columns=["key"])["key"].to_pylist()
             return keys
 
     return with_retries(read, f"reading {file.path}")
-
-
-def _hashes(keys: list[str]) -> NDArray[np.int64]:
-    return np.fromiter(map(hash, keys), np.int64, len(keys))

@@ -6,7 +6,6 @@ way.
 """
 
 import contextlib
-import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from vit_ray.storage import Location, closed_after
 
 _READERS: Final = 16
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -50,17 +50,24 @@ def _read_facts(file: Location) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"{file.uri!r} is not what was written ({error}); delete it, and run the same command "
-            "again: it makes anew what is missing."
+            "again, which writes what is missing"
         ) from error
 
 
 def read_many_facts(files: Iterable[Location]) -> Iterator[dict[str, Any]]:
     """The contents of small files, in order, a few read ahead: object stores answer slowly."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        waiting: deque[Future[dict[str, Any]]] = deque()
-        for file in files:
-            waiting.append(pool.submit(read_facts, file))
-            if len(waiting) > 2 * _READERS:
+    return ahead(read_facts, files, _READERS)
+
+
+def ahead(
+    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int
+) -> Iterator[_Result]:
+    """The results of `work` on each item, in order, computed by threads a few items ahead."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[_Result]] = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()  # no limit: retry.py limits each file
         for future in waiting:
             yield future.result()  # no limit: as above
@@ -81,42 +88,41 @@ def parquet_output(
         yield writer
 
 
-def read_row_groups(
-    location: Location, only: int | None = None, columns: list[str] | None = None
-) -> Iterator[pa.Table]:
-    """The row groups of a parquet file, or one of them, each read with retries."""
-
-    def read(number: int, file: pq.ParquetFile) -> tuple[pa.Table, int]:
-        count = file.metadata.num_row_groups
-        if number >= count:
-            return file.schema_arrow.empty_table(), count
-        return _row_group(file, number, columns), count
-
-    number, count = only or 0, 1 if only is None else only + 1
-    while number < count:
-        table, total = _read_parquet(location, functools.partial(read, number))
-        count = total if only is None else count
-        yield table
-        number += 1
+def read_row_groups(location: Location, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """The row groups of a parquet file, each read with retries."""
+    for number in range(len(_rows_of_groups(location))):
+        yield read_row_group(location, number, columns)
 
 
 def read_row(location: Location, row: int) -> pa.Table:
-    """One row of a parquet file; reads the row group that it lies in."""
+    """One row of a parquet file; reads the row group that holds it."""
+    ends = np.cumsum(_rows_of_groups(location))
+    group = int(np.searchsorted(ends, row, side="right"))
+    table = read_row_group(location, group)
+    return table.slice(row - int(ends[group]) + table.num_rows, 1)
+
+
+def read_row_group(location: Location, number: int, columns: list[str] | None = None) -> pa.Table:
+    """One row group of a parquet file."""
 
     def read(file: pq.ParquetFile) -> pa.Table:
-        rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        ends = np.cumsum(rows)
-        group = int(np.searchsorted(ends, row, side="right"))
-        return _row_group(file, group).slice(row - int(ends[group]) + rows[group], 1)
+        table = file.read_row_group(number, columns=columns)
+        expected = file.metadata.row_group(number).num_rows
+        if table.num_rows != expected:  # the header of a page lies
+            raise pa.ArrowInvalid(
+                f"row group {number} has {table.num_rows} rows; its footer says {expected}"
+            )
+        return table
 
     return _read_parquet(location, read)
 
 
-def _row_group(file: pq.ParquetFile, number: int, columns: list[str] | None = None) -> pa.Table:
-    table = file.read_row_group(number, columns=columns)
-    if table.num_rows != file.metadata.row_group(number).num_rows:  # the header of a page lies
-        raise pa.ArrowInvalid(f"row group {number} has {table.num_rows} rows; its footer says more")
-    return table
+def _rows_of_groups(location: Location) -> list[int]:
+    def read(file: pq.ParquetFile) -> list[int]:
+        groups = range(file.metadata.num_row_groups)
+        return [file.metadata.row_group(group).num_rows for group in groups]
+
+    return _read_parquet(location, read)
 
 
 def _read_parquet(location: Location, read: Callable[[pq.ParquetFile], _Result]) -> _Result:
@@ -124,7 +130,6 @@ def _read_parquet(location: Location, read: Callable[[pq.ParquetFile], _Result])
         with location.filesystem.open_input_file(location.path) as source:
             return read(pq.ParquetFile(source, page_checksum_verification=True))
 
-    def read_twice() -> _Result:
-        return read_again(read_once, OSError, pa.ArrowException)
-
-    return with_retries(read_twice, f"reading {location.path}")
+    return with_retries(
+        lambda: read_again(read_once, OSError, pa.ArrowException), f"reading {location.path}"
+    )

@@ -4,7 +4,7 @@ Rows were shuffled at conversion, so any row groups are a random sample. They ar
 that the seed fixes, so that a smaller part lies inside every larger one (9M / 30M / 90M / 303M).
 """
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -36,30 +36,57 @@ def subset(
             destination holds a data set already.
     """
     whole = open_dataset(source)
-    wanted = _wanted(whole, count, fraction)
+    if (count is None) == (fraction is None):
+        raise ValueError(f"subset: count={count} and fraction={fraction}; give one of the two")
+    wanted = count if count is not None else round(whole.num_images * float(fraction or 0))
+    if not 0 < wanted <= whole.num_images:
+        raise ValueError(
+            f"subset: {wanted} of {whole.num_images} images; use from 1 to {whole.num_images}"
+        )
     order = np.argsort(keys_of(key_of(_SUBSET, seed), np.arange(whole.num_row_groups)))
     ends = np.cumsum(whole.rows[order], dtype=np.int64)
     last = int(np.searchsorted(ends, wanted))
-    columns = _columns(whole, order[: last + 1], surplus=int(ends[last]) - wanted)
+    partial = int(order[last])
+    rows = int(whole.rows[partial])
+    beyond = range(rows - (int(ends[last]) - wanted), rows)
+    left_out = {partial: [whole.stored_row(partial, row) for row in beyond]}
     origin = {"subset_of": whole.fingerprint, "seed": seed, "count": wanted}
-    return derive(whole, columns, destination, origin)
+    return derive(whole, left_out, destination, origin, groups=order[: last + 1])
 
 
 def derive(
     whole: Manifest,
-    columns: RowGroupColumns,
+    left_out: Mapping[int, Iterable[int]],
     destination: str,
     origin: dict[str, object],
+    groups: NDArray[np.int64] | None = None,
 ) -> Manifest:
     """Write a manifest over the shards of another data set, and open it.
+
+    Args:
+        left_out: for a row group, which of its stored rows the new set lacks, besides those that
+            the other one lacks.
+        groups: row groups to take, in any order; None = all. Those without rows are left out.
 
     Raises:
         ValueError: if the destination holds a data set already.
     """
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
+    chosen = np.arange(whole.num_row_groups) if groups is None else np.sort(groups)
+    gone = {g: sorted({*left_out.get(g, ()), *whole.dropped.get(g, ())})
+            for g in {*left_out, *whole.dropped}}  # fmt: skip
+    rows = whole.rows.copy()
+    for group, stored in gone.items():
+        rows[group] -= len(stored) - len(whole.dropped.get(group, ()))
+    chosen = chosen[rows[chosen] > 0]
+    dropped = {
+        place: np.array(gone[group], np.int32)
+        for place, group in enumerate(chosen.tolist())
+        if gone.get(group)
+    }
     write_manifest(
         locate(destination),
-        columns,
+        RowGroupColumns.chosen(whole, chosen, rows[chosen], dropped),
         files=whole.files,
         classes=whole.classes,
         max_labels=whole.max_labels,
@@ -77,41 +104,5 @@ def refuse_existing(destination: str, *names: str) -> None:
         if locate(destination).child(name).exists():
             raise ValueError(
                 f"destination={destination!r} already holds a data set, or a part of one "
-                f"({name}); choose another folder, or move the file away."
+                f"({name}); choose another folder, or move the file away"
             )
-
-
-def _wanted(whole: Manifest, count: int | None, fraction: float | None) -> int:
-    if (count is None) == (fraction is None):
-        raise ValueError(f"subset: count={count} and fraction={fraction}; give one of the two.")
-    wanted = count if count is not None else round(whole.num_images * float(fraction or 0))
-    if not 0 < wanted <= whole.num_images:
-        raise ValueError(
-            f"subset: {wanted} of {whole.num_images} images; use from 1 to {whole.num_images}."
-        )
-    return wanted
-
-
-def _columns(whole: Manifest, groups: NDArray[np.int64], surplus: int) -> RowGroupColumns:
-    """The chosen row groups in the data set's order, the last chosen without `surplus` rows."""
-    partial = int(groups[-1])
-    chosen = np.sort(groups)
-    rows = whole.rows[chosen].copy()
-    dropped = {
-        place: whole.dropped[int(group)]
-        for place, group in enumerate(chosen)
-        if int(group) in whole.dropped
-    }
-    columns = RowGroupColumns.chosen(whole, chosen, rows, dropped)
-    if surplus == 0:
-        return columns
-    place = int(np.searchsorted(chosen, partial))
-    kept = int(rows[place]) - surplus
-    beyond = [whole.stored_row(partial, row) for row in range(kept, int(rows[place]))]
-    earlier = whole.dropped.get(partial, np.empty(0, np.int32))
-    rows[place] = kept
-    return replace(columns, dropped=dropped | {place: _sorted([*earlier, *beyond])})
-
-
-def _sorted(rows: list[int]) -> NDArray[np.int32]:
-    return np.array(sorted(int(row) for row in rows), np.int32)

@@ -4,11 +4,11 @@ Where the source of the data set is still there, those of the sample that were r
 compared with it.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
-import ray
 
 from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
@@ -58,10 +58,10 @@ class VerifyReport:
         """What to do, in one sentence."""
         damaged = sorted({problem.file for problem in self.problems})
         if not damaged:
-            return "the data set is whole."
+            return "the data set is whole"
         return (
             f"restore {', '.join(damaged[:5])}{' and others' if len(damaged) > 5 else ''} from a "
-            f"copy, or convert again."
+            "copy, or convert again"
         )
 
 
@@ -82,19 +82,17 @@ def verify(
         ValueError: if the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
-    used = np.unique(manifest.file_index)
-    checker = _FileChecker(ray.put(manifest), decode_fraction)
-    results = run_tasks(checker, [int(i) for i in used], num_cpus)
-    problems = [Problem(**p) for result in results for p in result["problems"]]
-    problems += [Problem(*beside) for beside in problems_of_sidecars(locate(path)).items()]
-    rewritten = [Rewritten(**r) for result in results for r in result["rewritten"]]
-    comparison = compare_with_source(manifest, rewritten if compares_source else [], num_cpus)
+    used = [int(index) for index in np.unique(manifest.file_index)]
+    checks = run_tasks(_check_file, used, num_cpus, manifest, decode_fraction)
+    found = _joined(checks)
+    problems = [*found.problems, *(Problem(*p) for p in problems_of_sidecars(locate(path)).items())]
+    comparison = compare_with_source(manifest, found.rewritten if compares_source else [], num_cpus)
     for one in comparison.differing:
         problems.append(Problem(one.file, OTHER_PIXELS, one.key, one.row_group))
     return VerifyReport(
         num_files=len(used),
-        num_images=sum(result["images"] for result in results),
-        num_decoded=sum(result["decoded"] for result in results),
+        num_images=found.images,
+        num_decoded=found.decoded,
         problems=sorted(problems, key=lambda p: (p.file, p.row_group, p.key)),
         num_compared=comparison.num_equal,
         source=comparison.source,
@@ -102,24 +100,22 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _FileChecker:
-    manifest: Any
-    decode_fraction: float
-
-    def __call__(self, file_index: int) -> dict[str, Any]:
-        # no limit: the driver has put it there before the task began
-        check = check_file(ray.get(self.manifest), file_index, self.decode_fraction)
-        return asdict(check)
-
-
-@dataclass(frozen=True)
 class FileCheck:
     """What was found in one file; `rewritten` are the images of the sample that were."""
 
-    images: int
-    decoded: int
-    problems: list[Problem]
+    images: int = 0
+    decoded: int = 0
+    problems: list[Problem] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
+
+
+def _joined(checks: Sequence[FileCheck]) -> FileCheck:
+    return FileCheck(
+        sum(check.images for check in checks),
+        sum(check.decoded for check in checks),
+        [problem for check in checks for problem in check.problems],
+        [one for check in checks for one in check.rewritten],
+    )
 
 
 def check_file(manifest: Manifest, file_index: int, decode_fraction: float) -> FileCheck:
@@ -128,22 +124,20 @@ def check_file(manifest: Manifest, file_index: int, decode_fraction: float) -> F
     groups = np.flatnonzero(manifest.file_index == file_index)
     size = manifest.shard_location(int(groups[0])).info().size
     if size is None:
-        return FileCheck(0, 0, [Problem(entry.path, "the file is missing")])
+        return FileCheck(problems=[Problem(entry.path, "the file is missing")])
     if size != entry.bytes:
         what = f"the file has {size} bytes, expected {entry.bytes}"
-        return FileCheck(0, 0, [Problem(entry.path, what)])
+        return FileCheck(problems=[Problem(entry.path, what)])
     reader = RowGroupReader(manifest)
     try:
         reader.check_footer(int(groups[0]))
     except ValueError as error:
-        return FileCheck(0, 0, [Problem(entry.path, f"the footer cannot be read: {error}")])
-    checks = [_check_group(manifest, reader, int(group), decode_fraction) for group in groups]
-    return FileCheck(
-        sum(check.images for check in checks),
-        sum(check.decoded for check in checks),
-        [problem for check in checks for problem in check.problems],
-        [one for check in checks for one in check.rewritten],
-    )
+        return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {error}")])
+    return _joined([_check_group(manifest, reader, int(g), decode_fraction) for g in groups])
+
+
+def _check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> FileCheck:
+    return check_file(manifest, file_index, decode_fraction)
 
 
 def _check_group(
@@ -155,7 +149,7 @@ def _check_group(
         encoded = reader.read(group)
         originals = reader.original_crc32(group)
     except ValueError as error:
-        return FileCheck(0, 0, [Problem(name, str(error), row_group=number)])
+        return FileCheck(problems=[Problem(name, str(error), row_group=number)])
     found: list[Problem] = []
     rewritten: list[Rewritten] = []
     decoded = 0

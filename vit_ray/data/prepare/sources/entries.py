@@ -7,6 +7,7 @@ images unknowable is an error, `DamagedUnitError`.
 """
 
 import errno
+import hashlib
 import os
 import stat
 from dataclasses import dataclass, replace
@@ -90,6 +91,17 @@ class SourceUnit:
     def name(self) -> str:
         """The path below `folder`."""
         return relative(self.path, self.folder)
+
+    @property
+    def id(self) -> str:
+        """By its path, so that it is found again though other units have come or gone."""
+        path = f"{self.path}#{self.start}" if self.start else self.path
+        return f"index-{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+
+    @property
+    def staged(self) -> str:
+        """Stem of the files that a conversion keeps of it, another for other settings."""
+        return f"index-{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)

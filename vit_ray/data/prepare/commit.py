@@ -1,0 +1,242 @@
+"""The end of a conversion: all shards are looked at, and the manifest makes the set visible."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, open_dataset, write_manifest
+from vit_ray.data.format.row_groups import problem_of_shard
+from vit_ray.data.format.schema import (
+    CHECKSUMS_FILE,
+    DAMAGED_FILE,
+    MANIFEST_FILE,
+    REJECTED_FILE,
+    REJECTED_SCHEMA,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+    VERSIONS_FOLDER,
+)
+from vit_ray.data.format.sidecars import write_checksums
+from vit_ray.data.prepare.make_shards import ShardResult
+from vit_ray.data.prepare.plan import LISTS, RESULT, Plan
+from vit_ray.data.prepare.source_record import read_record
+from vit_ray.data.prepare.staged_files import parquet_output, read_many_facts, read_row_groups
+from vit_ray.lock import check_lock
+from vit_ray.storage import Location
+
+_LOG: Final = logging.getLogger(__name__)
+_THREADS: Final = 16
+_REJECTED_SHOWN: Final = 1000
+HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
+"""What `AtomicOutput` appends to a file's name."""
+_SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
+OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
+"""Names that a conversion gives to files; others are somebody else's."""
+_UNLIKE_WRITERS: Final = (
+    "JPEG files got their restart markers from: %s. Bytes and fingerprint depend on it, and "
+    "without any they are read more slowly: install the same Pillow from PyPI on all machines"
+)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    `label_histogram` counts images per class name; `rejected` maps the key of each of the first
+    1,000 rejected images to its reason, and `rejected.parquet` has all. `num_indexed` images have a
+    restart index, and `num_damaged` are in files that libjpeg warns of (`damaged.parquet` has keys
+    and warnings); `jpeg_writers` names what rewrote their files on some machine, "none" where
+    nothing could. `settings` are those of the conversion, with the whole address of its source.
+    `was_done` says that the set was there, and that nothing had changed.
+    """
+
+    num_images: int
+    num_classes: int
+    num_shards: int
+    num_rejected: int
+    bytes: int
+    fingerprint: str
+    label_histogram: dict[str, int] = field(repr=False)
+    rejected: dict[str, str] = field(repr=False)
+    num_indexed: int = 0
+    num_damaged: int = 0
+    jpeg_writers: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    was_done: bool = False
+
+    def added_to(self, before: "ConvertReport") -> "ConvertReport":
+        """The report of a data set with what was added to it."""
+        sums = ("num_images", "num_shards", "num_rejected", "num_damaged", "num_indexed", "bytes")
+        histogram = {k: n + before.label_histogram[k] for k, n in self.label_histogram.items()}
+        return replace(
+            self,
+            **{name: getattr(before, name) + getattr(self, name) for name in sums},
+            label_histogram=histogram,
+            rejected=dict(list({**before.rejected, **self.rejected}.items())[:_REJECTED_SHOWN]),
+            jpeg_writers=sorted({*before.jpeg_writers, *self.jpeg_writers}),
+        )
+
+
+def report_of(folder: Location) -> ConvertReport:
+    """The report of a data set that is there."""
+    fields = json.loads(folder.child(REPORT_FILE).read())
+    return ConvertReport(**fields | {"was_done": True})
+
+
+def commit(
+    plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int
+) -> ConvertReport:
+    """Write what is left to write: the manifest last but for the report and the tidying up.
+
+    Raises:
+        ValueError: too much is rejected, a shard is not as it was written, or another conversion
+            has taken the folder over. The same call can be repeated.
+    """
+    staging = folder.child(STAGING_FOLDER)
+    base = folder.child(VERSIONS_FOLDER).child(plan.extends) if plan.extends else None
+    shown: dict[str, str] = {}
+    written: list[ShardResult] = []
+    counts = np.zeros(len(plan.classes), np.int64)
+    num_rejected = num_damaged = 0
+    # A set that is extended keeps its own lists until nothing can refuse the extension.
+    place = folder if base is None else staging
+    with (
+        parquet_output(place.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as rejected,
+        parquet_output(place.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
+    ):
+        if base is not None:
+            for name, target in ((REJECTED_FILE, rejected), (DAMAGED_FILE, damaged)):
+                for table in read_row_groups(base.child(name)):
+                    target.write_table(table)
+        for result in _results(plan, staging):
+            for rows, target in ((result.rejected, rejected), (result.damaged, damaged)):
+                if rows:
+                    columns = [pa.array(column) for column in zip(*rows, strict=True)]
+                    target.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
+            num_rejected += len(result.rejected)
+            num_damaged += len(result.damaged)
+            shown.update(result.rejected[: max(0, _REJECTED_SHOWN - len(shown))])
+            for label, count in result.label_counts.items():
+                counts[int(label)] += count
+            if result.rows:
+                written.append(replace(result, rejected=[], damaged=[], label_counts={}))
+    if num_rejected == plan.num_images or num_rejected > max_rejected_fraction * plan.num_images:
+        key, reason = next(iter(shown.items()))
+        raise ValueError(
+            f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
+            f"convert.max_rejected_fraction={max_rejected_fraction}; the first is {key!r}: "
+            f"{reason}. {place.child(REJECTED_FILE).uri} lists all. Raise the limit and run the "
+            "command again, which makes no shard again; or mend the source and run it again"
+        )
+    _check_shards(plan, folder, written)
+    check_lock(staging, lock_number)
+    if base is not None:
+        for name in LISTS:
+            folder.child(name).write(staging.child(name).read())
+    report = ConvertReport(
+        num_images=plan.num_images - num_rejected,
+        num_classes=len(plan.classes),
+        num_shards=len(written),
+        num_rejected=num_rejected,
+        bytes=sum(result.bytes for result in written),
+        fingerprint=_write_manifest(plan, folder, written),
+        label_histogram=dict(zip(plan.classes, counts.tolist(), strict=True)),
+        rejected=shown,
+        num_indexed=sum(result.num_indexed for result in written),
+        num_damaged=num_damaged,
+        jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
+        settings=plan.settings,
+    )
+    if base is not None:
+        report = report.added_to(report_of(base))
+    if len(report.jpeg_writers) > 1 or "none" in report.jpeg_writers:
+        _LOG.warning(_UNLIKE_WRITERS, ", ".join(report.jpeg_writers))
+    content = json.dumps(asdict(report), indent=1).encode()
+    write_checksums(folder, {n: folder.child(n).read() for n in LISTS} | {REPORT_FILE: content})
+    folder.child(REPORT_FILE).write(content)
+    record = read_record(staging)
+    assert record is not None
+    replace(record, fingerprint=report.fingerprint).write(folder)
+    _delete_abandoned(folder)
+    return report
+
+
+def _results(plan: Plan, staging: Location) -> Iterator[ShardResult]:
+    """The results of all shards, in order."""
+    files = (staging.child(RESULT.format(shard)) for shard in range(plan.num_shards))
+    return (ShardResult(**facts) for facts in read_many_facts(files))
+
+
+def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> None:
+    """Look at the size and the footer of every shard before the data set becomes visible.
+
+    Raises:
+        ValueError: some are not as they were written; a restart makes them again.
+    """
+
+    def problem_of(result: ShardResult) -> str | None:
+        file = _shard_file(plan, result)
+        return problem_of_shard(folder.child(file.path), file)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = zip(written, pool.map(problem_of, written), strict=True)
+        problems = {result.shard: problem for result, problem in found if problem}
+    for shard in problems:
+        folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
+    for shard, problem in problems.items():
+        raise ValueError(
+            f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
+            f"written; the first is {plan.name_of(shard)}: {problem}. Check the storage, and run "
+            "the same command again, which makes these shards again"
+        )
+
+
+def _shard_file(plan: Plan, result: ShardResult) -> ShardFile:
+    name = plan.name_of(result.shard)
+    return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32)
+
+
+def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) -> str:
+    columns = RowGroupColumns(
+        file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
+        row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),
+        rows=np.concatenate([r.rows for r in written]),
+        bytes=np.concatenate([r.row_group_bytes for r in written]),
+        dropped={},
+        crc32=np.concatenate([r.row_group_crc32 for r in written]),
+    )
+    files = [_shard_file(plan, result) for result in written]
+    max_labels = max(r.max_labels for r in written)
+    origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
+    if plan.extends:
+        before = open_dataset(folder.child(VERSIONS_FOLDER).child(plan.extends).uri)
+        columns = columns.after(before)
+        files = [*before.files, *files]
+        max_labels = max(before.max_labels, max_labels)
+        origin["extends"] = plan.extends
+    return write_manifest(
+        folder,
+        columns,
+        files=files,
+        classes=plan.classes,
+        max_labels=max_labels,
+        text_columns=plan.settings["columns"],
+        origin=origin,
+    )
+
+
+def _delete_abandoned(folder: Location) -> None:
+    """Half-written files of killed conversions; on S3 such a file never comes to be."""
+    if folder.is_local:
+        for info in folder.list_files(recursive=False):
+            if re.fullmatch(f"({OUTPUT}){HALF_WRITTEN}", info.base_name):
+                os.remove(info.path)

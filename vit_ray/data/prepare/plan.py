@@ -1,0 +1,193 @@
+"""What a conversion makes: decided once, when its source is indexed, and kept by restarts.
+
+The plan names the settings that decide the bytes of a data set. It is written when the list of each
+shard is, and only then are shards made: so where there is a plan, files of a conversion may be
+there, and without one there are none.
+"""
+
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.format.manifest import Manifest, keep_manifest, open_dataset
+from vit_ray.data.format.schema import (
+    DAMAGED_FILE,
+    MANIFEST_FILE,
+    REJECTED_FILE,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+    VERSIONS_FOLDER,
+    shard_name,
+)
+from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.prepare.shard_images import written_bytes
+from vit_ray.data.prepare.shard_lists import ShardRows, shuffled_rows, write_shard_lists
+from vit_ray.data.prepare.source_index import SourceIndex, build_index, units_of
+from vit_ray.data.prepare.source_record import (
+    SourceRecord,
+    changed_settings,
+    changes_since,
+    index_of_growth,
+    read_record,
+    text_of_changes,
+)
+from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location
+
+_LOG: Final = logging.getLogger(__name__)
+_MIB: Final = 1 << 20
+_SAMPLED: Final = 256
+"""Images that are read, and shrunk, to learn the mean size: it is right within 5 to 10 %."""
+_SAMPLED_PER_TASK: Final = 32
+PLAN: Final = "plan.json"
+RESULT: Final = "shard-{:06d}.json"
+"""File of the result of a shard in the staging folder."""
+LISTS: Final = (REJECTED_FILE, DAMAGED_FILE)
+STAGING_VERSION: Final = 6
+"""Of what the staging folder holds; raised when a restart could not read it."""
+_DO_NOT_DECIDE: Final = {
+    "destination", "extend", "keep_damaged_archives", "max_rejected_fraction", "cpus_per_task",
+}  # fmt: skip
+"""Keys of `convert` that may change between a conversion and its restart."""
+
+
+def settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
+    """What a restart must have in common with the first start, as JSON keeps it."""
+    settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
+    source = config.source if "://" in config.source else os.path.abspath(config.source)
+    classes = settings["classes"] or []
+    return {"seed": seed, **settings, "source": source, "classes": classes}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is made.
+
+    Attributes:
+        settings: as `settings_of` gives them.
+        extends: fingerprint of the data set that the shards are added to; empty for none.
+        first_shard: number of the first file, after those of that set.
+    """
+
+    settings: dict[str, Any]
+    source_digest: str
+    classes: list[str]
+    are_indices: bool
+    num_images: int
+    num_shards: int
+    extends: str = ""
+    first_shard: int = 0
+    version: int = STAGING_VERSION
+
+    def name_of(self, shard: int) -> str:
+        """The file of a shard."""
+        return shard_name(self.first_shard + shard, self.first_shard + self.num_shards)
+
+    @property
+    def shards(self) -> ShardRows:
+        """Which rows each shard holds."""
+        return ShardRows(self.num_images, self.num_shards, self.settings["rows_per_row_group"])
+
+    def label_of(self) -> dict[str, int]:
+        """The label that each of the source's stands for."""
+        names = map(str, range(len(self.classes))) if self.are_indices else self.classes
+        return {name: label for label, name in enumerate(names)}
+
+
+def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan | None:
+    """The plan of an interrupted conversion, or a new one.
+
+    Returns:
+        None where a source that has changed has no new image.
+
+    Raises:
+        ValueError: the interrupted one has other settings, as when a conversion that had lost the
+            folder wrote it; or the source cannot be indexed.
+    """
+    staging, settings = folder.child(STAGING_FOLDER), settings_of(config, seed)
+    before = open_dataset(folder.uri) if folder.child(MANIFEST_FILE).exists() else None
+    if staging.child(PLAN).exists():
+        fields = read_facts(staging.child(PLAN))
+        now = {**settings, "version": STAGING_VERSION}
+        then = {**fields["settings"], "version": fields.get("version")}
+        if other := changed_settings(then, now):
+            raise ValueError(
+                f"{folder.uri!r} holds an interrupted conversion with another source or settings, "
+                f"or of another version of vit_ray: {other}; repeat its command there to continue "
+                "it, or delete the folder"
+            )
+        plan = Plan(**fields)
+        if before is not None and before.fingerprint != plan.extends:
+            return plan  # committed, but for the files beside the manifest
+        planned = read_record(staging)
+        changes = planned and changes_since(planned, units_of(config), config.cpus_per_task)
+        if not changes:
+            return plan
+        _LOG.warning(
+            "the source of %s has changed, so it is planned again: %s",
+            folder.uri, text_of_changes(changes),
+        )  # fmt: skip
+        for shard in range(plan.num_shards):
+            staging.child(RESULT.format(shard)).delete()
+            folder.child(plan.name_of(shard)).delete()
+        staging.child(PLAN).delete()
+    with tempfile.TemporaryDirectory() as scratch:
+        if before is None:
+            index = build_index(config, staging, Path(scratch))
+        elif (found := _index_growth(config, before, folder, Path(scratch))) is not None:
+            index = found
+        else:
+            return None
+        plan = Plan(
+            settings,
+            index.digest,
+            index.classes,
+            index.are_indices,
+            index.num_images,
+            _num_shards(config, seed, index),
+            "" if before is None else before.fingerprint,
+            0 if before is None else 1 + max(int(f.path.split("-")[1]) for f in before.files),
+        )
+        with_retries(
+            lambda: write_shard_lists(index, plan.shards, seed, staging, Path(scratch)),
+            "writing the shard lists",
+        )
+    SourceRecord("", settings, index.are_indices, index.units).write(staging)
+    write_facts(staging.child(PLAN), asdict(plan))
+    return plan
+
+
+def _index_growth(
+    config: ConvertConfig, before: Manifest, folder: Location, scratch: Path
+) -> SourceIndex | None:
+    """The images that a data set lacks, which is kept as it is in a folder of its own."""
+    record = read_record(folder)
+    assert record is not None
+    kept = folder.child(VERSIONS_FOLDER).child(before.fingerprint)
+    if not kept.child(MANIFEST_FILE).exists():
+        for name in (*LISTS, REPORT_FILE, SOURCE_FILE):
+            kept.child(name).write(folder.child(name).read())
+        keep_manifest(folder, kept)
+    return index_of_growth(record, before, config, folder.child(STAGING_FOLDER), scratch)
+
+
+def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
+    """By the bytes of all images as shards hold them; of a sample where nobody knows them."""
+    written = float(index.bytes)
+    if config.shrink_to is not None or index.unknown_lengths:
+        count = min(_SAMPLED, index.num_images)
+        places = np.arange(count, dtype=np.int64)
+        sample = list(index.entries(shuffled_rows(index.num_images, seed, places)))
+        parts = [sample[at : at + _SAMPLED_PER_TASK] for at in range(0, count, _SAMPLED_PER_TASK)]
+        sizes = run_tasks(written_bytes, parts, config.cpus_per_task, config)
+        written = float(sum(sizes)) / count * index.num_images
+    groups = -(-index.num_images // config.rows_per_row_group)
+    return min(groups, max(1, round(written / (config.shard_mib * _MIB))))

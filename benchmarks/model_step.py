@@ -50,7 +50,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
-from vit_ray.models.catalog import PlainVit, find_spec
+from vit_ray.models.catalog import find_spec
 from vit_ray.models.flops import forward_macs
 from vit_ray.train.largest_batch import unless_out_of_memory
 
@@ -119,13 +119,14 @@ def transformers_model(name: str) -> nn.Module:
     with without_broken("torchvision"):  # which it needs for nothing here
         from transformers import ViTConfig, ViTForImageClassification
 
-    spec, _ = find_spec(name, {})
-    assert isinstance(spec, PlainVit)
+    spec = find_spec(name, {})
+    size = spec.encoder
+    assert size is not None
     config = ViTConfig(
-        hidden_size=spec.size.width,
-        intermediate_size=spec.size.mlp_dim,
-        num_attention_heads=spec.size.num_heads,
-        num_hidden_layers=spec.size.depth,
+        hidden_size=size.width,
+        intermediate_size=size.mlp_dim,
+        num_attention_heads=size.num_heads,
+        num_hidden_layers=size.depth,
         patch_size=spec.patch_size,
         image_size=IMAGE_SIZE,
         num_labels=NUM_CLASSES,

@@ -182,6 +182,17 @@ def test_masked_patches_are_counted_with_their_predictions(target: Target) -> No
     assert (macs.forward, macs.backward) == counted_training("ViT", 32, masked=target)
 
 
+def test_a_hybrids_patches_are_projected_before_they_are_predicted() -> None:
+    # Convolutions, which torch counts on their padding too, are the same in both.
+    sizes, gap = FAMILIES["R+ViT"], {"pool": "gap"}
+    masked = training_macs("R+ViT", 10, 32, masked_target="full_patch", **sizes, **gap)
+    plain = training_macs("R+ViT", 10, 32, **sizes, **gap)
+    counted = counted_training("R+ViT", 32, masked="full_patch", **gap)
+    forward, backward = counted_training("R+ViT", 32, **gap)
+    assert masked.forward - plain.forward == counted[0] - forward
+    assert masked.backward - plain.backward == counted[1] - backward
+
+
 @pytest.mark.parametrize("family", ["ResNet", "AxialResNet", "R+ViT"])
 def test_convolutions_have_two_gradients_but_the_first(family: str) -> None:
     macs = training_macs(family, 10, 64, recompute_every=1, **FAMILIES[family])

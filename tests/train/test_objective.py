@@ -89,11 +89,11 @@ def test_what_is_predicted_of_masked_patches_is_not_rounded(
     """A mean of 223 is of colour 6 of 8, and bf16's 0.75, to which it rounds, of the last one."""
     given: list[torch.Tensor] = []
 
-    def keep(predictions: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    def keep(_: str, predictions: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
         given.append(pixels)
         return predictions.float().mean()
 
-    monkeypatch.setitem(masked._LOSSES, target, keep)
+    monkeypatch.setattr(masked, "_loss", keep)
     recipe = recipe_with(
         "x",
         model={"name": "ViT-Ti/16", "image_size": 32},

@@ -64,7 +64,8 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
     if not len(model.positions):
         return None
     weight = model.norm.weight
-    zeros = weight.new_zeros(1, model.num_positions, model.size.width)
+    num_positions = model.num_tokens - model.options.registers
+    zeros = weight.new_zeros(1, num_positions, model.size.width)
     with torch.no_grad():
         added: Tensor = model.positions[0](zeros)
     num_patches = model.grid[0] * model.grid[1]

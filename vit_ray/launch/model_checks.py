@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from vit_ray.config import Recipe
-from vit_ray.models.catalog import (
-    PlainAxialResNet,
-    PlainResNet,
-    as_grid,
-    checked_options,
-    find_spec,
-)
+from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.models.parameter_groups import chosen_parts, parts_of
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate", "extract"]
@@ -29,16 +23,9 @@ def check_model(recipe: Recipe) -> None:
         ValueError: as `build_model`; or all parts are frozen, or a part that it does not have.
     """
     model, optim = recipe.model, recipe.optim
-    spec, options = find_spec(model.name, model.options())
-    try:
-        checked_options(model.name, spec, options)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Options inherited for another model.name must be reset, such as by "
-            "model.depth=null"
-        ) from None
+    spec = find_spec(model.name, model.options())
     as_grid(model.image_size)
-    if optim.layer_decay < 1.0 and isinstance(spec, PlainResNet | PlainAxialResNet):
+    if optim.layer_decay < 1.0 and spec.encoder is None:
         raise ValueError(
             f"optim.layer_decay={optim.layer_decay} goes by the blocks of a Transformer, "
             f"and model.name={model.name} has none; set it to 1"

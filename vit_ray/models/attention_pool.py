@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.encoder import Mlp, layer_norm
-from vit_ray.models.layers import XavierLinear
+from vit_ray.models.layers import Linear
 
 
 class AttentionPool(nn.Module):
@@ -28,10 +28,7 @@ class AttentionPool(nn.Module):
         # Xavier as flax has it for (1, 1, D): one in, D out.
         limit = math.sqrt(6.0 / (1 + width))
         nn.init.uniform_(self.probe, -limit, limit)
-        self.query = XavierLinear(width, width)
-        self.key = XavierLinear(width, width)
-        self.value = XavierLinear(width, width)
-        self.out = XavierLinear(width, width)
+        self.query, self.key, self.value, self.out = (Linear(width, width) for _ in range(4))
         self.norm = layer_norm(width)
         self.mlp = Mlp(width, mlp_dim, dropout=0.0)
 
@@ -43,6 +40,5 @@ class AttentionPool(nn.Module):
             for part in (self.query(probe), self.key(x_BND), self.value(x_BND))
         )
         mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK)
-        answer_B1D: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        made: Tensor = self.mlp(self.norm(answer_B1D))
-        return (answer_B1D + made)[:, 0]
+        answer_B1D = self.out(mixed.transpose(1, 2).flatten(2))
+        return (answer_B1D + self.mlp(self.norm(answer_B1D)))[:, 0]

@@ -10,8 +10,7 @@ root of the key width instead of batch-normalised, a stride by averaging after t
 
 # B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,25 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import line_keys, numbered_keys
 from vit_ray.models.encoder import Block, WeightsSink
-from vit_ray.models.hybrid import (
-    PostActivationUnit,
-    ScaledGroupNorm,
-    rectify_and_pool,
-    standardized,
-)
-from vit_ray.models.layers import Head, XavierLinear
+from vit_ray.models.hybrid import ResNetTrunk
+from vit_ray.models.layers import Head, Linear
 from vit_ray.models.positions import POSITION_STD
-from vit_ray.models.recompute import Chain
 from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.vit import VisionTransformer
 
 NUM_AXIAL_HEADS = 8
+
+LineLayer = Callable[[Tensor], Tensor]
+"""Of lines (B, L, D)."""
+
+
+def along_both(x_BhwD: Tensor, along_rows: LineLayer, along_columns: LineLayer) -> Tensor:
+    """(B, h, w, D) through a layer of rows (B * h, w, D), then one of columns (B * w, h, D)."""
+    batch, height, width = x_BhwD.shape[:3]
+    rows = along_rows(x_BhwD.reshape(batch * height, width, -1))
+    x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
+    columns = along_columns(x_BwhD.flatten(0, 1))
+    return columns.reshape(batch, width, height, -1).transpose(1, 2)
 
 
 class AxialBlock(nn.Module):
@@ -52,14 +57,13 @@ class AxialBlock(nn.Module):
     ) -> Tensor:
         """(B, h * w, D) to (B, h * w, D); arguments as of `Block.forward`, all tokens asked for."""
         assert num_queries is None
-        batch, (height, width) = x_BND.shape[0], self.grid
-        row_keys = None if keys is None else line_keys(numbered_keys(keys, 0), height)
-        column_keys = None if keys is None else line_keys(numbered_keys(keys, 1), width)
-        x_LND = x_BND.reshape(batch * height, width, -1)
-        rows: Tensor = self.row(x_LND, weights_to, None, row_keys)
-        x_BwhD = rows.reshape(batch, height, width, -1).transpose(1, 2)
-        columns: Tensor = self.column(x_BwhD.flatten(0, 1), weights_to, None, column_keys)
-        return columns.reshape(batch, width, height, -1).transpose(1, 2).flatten(1, 2)
+        row_keys = line_keys(numbered_keys(keys, 0), self.grid[0])
+        column_keys = line_keys(numbered_keys(keys, 1), self.grid[1])
+        return along_both(
+            x_BND.view(len(x_BND), *self.grid, -1),
+            lambda x_LND: self.row(x_LND, weights_to, None, row_keys),
+            lambda x_LND: self.column(x_LND, weights_to, None, column_keys),
+        ).flatten(1, 2)
 
 
 class AxialViT(VisionTransformer):
@@ -68,15 +72,14 @@ class AxialViT(VisionTransformer):
     `attention_weights` gives two tensors a block: (B * h, H, w, w) and (B * w, H, h, h).
     """
 
+    # Tokens are cut into the lines of one grid, with or without positions.
+    is_bound_to_grid = True
+
     def _block(self, index: int) -> nn.Module:
         size, dropout = self.size, self.options.dropout
         row = Block(size.width, size.mlp_dim, size.num_heads, dropout)
         column = Block(size.width, size.mlp_dim, size.num_heads, dropout)
         return AxialBlock(self.grid, row, column)
-
-    def _is_bound_to_grid(self) -> bool:
-        """Tokens are cut into the lines of one grid, with or without positions."""
-        return True
 
 
 class LineAttention(nn.Module):
@@ -92,8 +95,8 @@ class LineAttention(nn.Module):
         self.length = length
         self.key_width = width // (2 * NUM_AXIAL_HEADS)
         self.value_width = width // NUM_AXIAL_HEADS
-        self.qk = XavierLinear(width, width)
-        self.v = XavierLinear(width, width)
+        self.qk = Linear(width, width)
+        self.v = Linear(width, width)
         self.query_table = _relative_table(length, self.key_width)
         self.key_table = _relative_table(length, self.key_width)
         self.value_table = _relative_table(length, self.value_width)
@@ -101,11 +104,13 @@ class LineAttention(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
         lines = x_BLD.shape[:2]
-        qk: Tensor = self.qk(x_BLD).reshape(*lines, 2 * NUM_AXIAL_HEADS, self.key_width)
+        qk = self.qk(x_BLD).reshape(*lines, 2 * NUM_AXIAL_HEADS, self.key_width)
         q_BHLK, k_BHLK = qk.transpose(1, 2).chunk(2, dim=1)
-        v: Tensor = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
+        v = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
         v_BHLV = v.transpose(1, 2)
-        offsets = self._offsets(x_BLD.device)
+        place = torch.arange(self.length, device=x_BLD.device)
+        # Row of a table for each (query, key): q - k + L - 1.
+        offsets = place[:, None] - place[None, :] + self.length - 1
         logits = q_BHLK @ k_BHLK.transpose(-2, -1)
         logits = logits + torch.einsum("bhqk,qlk->bhql", q_BHLK, self.query_table[offsets])
         logits = logits + torch.einsum("bhlk,qlk->bhql", k_BHLK, self.key_table[offsets])
@@ -113,11 +118,6 @@ class LineAttention(nn.Module):
         mixed = weights @ v_BHLV
         mixed = mixed + torch.einsum("bhql,qlv->bhqv", weights, self.value_table[offsets])
         return mixed.transpose(1, 2).flatten(2)
-
-    def _offsets(self, device: torch.device) -> Tensor:
-        """Row of a table for each (query, key): q - k + L - 1."""
-        place = torch.arange(self.length, device=device)
-        return place[:, None] - place[None, :] + self.length - 1
 
 
 def _relative_table(length: int, width: int) -> nn.Parameter:
@@ -131,24 +131,20 @@ class AxialAttention2d(nn.Module):
 
     def __init__(self, width: int, grid: Grid, stride: int) -> None:
         super().__init__()
-        self.grid = grid
         self.stride = stride
         self.along_rows = LineAttention(width, grid[1])
         self.along_columns = LineAttention(width, grid[0])
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """(B, C, h, w) to (B, C, ceil(h / stride), ceil(w / stride))."""
-        batch, (height, width) = x_BCHW.shape[0], self.grid
-        rows: Tensor = self.along_rows(x_BCHW.permute(0, 2, 3, 1).flatten(0, 1))
-        x_BwhC = rows.reshape(batch, height, width, -1).transpose(1, 2)
-        columns: Tensor = self.along_columns(x_BwhC.flatten(0, 1))
-        x_BCHW = columns.reshape(batch, width, height, -1).permute(0, 3, 2, 1)
+        x_BhwC = along_both(x_BCHW.permute(0, 2, 3, 1), self.along_rows, self.along_columns)
+        x_BCHW = x_BhwC.permute(0, 3, 1, 2)
         if self.stride == 1:
             return x_BCHW
         return F.avg_pool2d(x_BCHW, self.stride, ceil_mode=True, count_include_pad=False)
 
 
-class AxialResNet(nn.Module):
+class AxialResNet(ResNetTrunk):
     """Convolutional root, axial units, mean over space, linear head.
 
     The relative tables have the length of the lines, so a model is built for one image size.
@@ -157,20 +153,14 @@ class AxialResNet(nn.Module):
     def __init__(
         self, size: ResNetSize, num_classes: int, image_size: Grid, options: ResNetOptions
     ) -> None:
-        super().__init__()
-        size.grid(image_size)  # refuses what is too small
-        self.size = size
+        super().__init__(size, image_size, AxialAttention2d)
         self.image_size = image_size
         self.options = options
-        self.root = standardized(3, size.widths[0], 7, stride=2)
-        self.root_norm = ScaledGroupNorm(size.widths[0])
-        self.units = Chain(_axial_units(size, image_size))
         self.head = Head(size.channels_out, num_classes, options.head_bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K)."""
-        logits: Tensor = self.head(self.features(images))
-        return logits
+        return self.head(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
         """(B, D) as the head sees them: the last feature map averaged over space.
@@ -182,21 +172,6 @@ class AxialResNet(nn.Module):
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} given to an axial ResNet built "
                 f"for {self.image_size[0]}x{self.image_size[1]}; build it with image_size="
-                f"({images.shape[-2]}, {images.shape[-1]})."
+                f"({images.shape[-2]}, {images.shape[-1]})"
             )
-        x_BCHW = self.root_norm(self.root(images.to(self.head.weight.dtype)))
-        x_BCHW = self.units(rectify_and_pool(x_BCHW))
-        return x_BCHW.mean(dim=(2, 3))
-
-    def set_activation_checkpointing(self, every: int) -> None:
-        """Recompute every n-th unit in the backward pass; 0 recomputes none."""
-        self.units.set_activation_checkpointing(every)
-
-
-def _axial_units(size: ResNetSize, image_size: Grid) -> Iterator[nn.Module]:
-    """Units of the hybrids' backbone, each with attention over the lines of its feature map."""
-    grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
-    for channels, width, stride in size.units():
-        attention = partial(AxialAttention2d, width, grid, stride)
-        yield PostActivationUnit(channels, width, stride, attention)
-        grid = (-(-grid[0] // stride), -(-grid[1] // stride))
+        return self.feature_map(images).mean(dim=(2, 3))

@@ -1,33 +1,14 @@
 """Models from their names in the catalog."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
 
 from vit_ray.models.axial import AxialResNet, AxialViT
-from vit_ray.models.catalog import (
-    HybridVit,
-    ImageSize,
-    ModelSpec,
-    PlainAxialResNet,
-    PlainAxialVit,
-    PlainResNet,
-    PlainVit,
-    as_grid,
-    checked_options,
-    find_spec,
-)
+from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.hybrid import ResNetEmbedding
 from vit_ray.models.resnet import BitResNet
-from vit_ray.models.sizes import (
-    AxialResNetOptions,
-    AxialVitOptions,
-    Grid,
-    ResNetOptions,
-    VitOptions,
-)
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 
@@ -42,8 +23,8 @@ def build_model(
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
             `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `registers`), of
-            `AxialVitOptions`, of `ResNetOptions` or of `AxialResNetOptions`; and, for a family, its
-            size in full: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor.
+            `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in full: depth,
+            width, mlp_dim, num_heads, patch_size; stages, width_factor.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,
@@ -53,53 +34,23 @@ def build_model(
         ValueError: for an unknown name or option, or sizes that do not fit.
     """
     if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes.")
-    spec, rest = find_spec(name, options)
-    chosen = checked_options(name, spec, rest)
-    return _BUILDERS[type(spec)](spec, num_classes, as_grid(image_size), chosen)
+        raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
+    spec, sides = find_spec(name, options), as_grid(image_size)
+    encoder, resnet = spec.encoder, spec.resnet
+    if encoder is None:
+        assert resnet is not None
+        resnet.grid(sides)  # refuses what is too small
+        if spec.is_axial:
+            return AxialResNet(resnet, num_classes, sides, spec.options)
+        return BitResNet(resnet, num_classes, spec.options)
+    embedding = (
+        ResNetEmbedding(resnet, encoder.width, sides)
+        if resnet
+        else PatchEmbedding(spec.patch_size, encoder.width, sides)
+    )
+    kind = AxialViT if spec.is_axial else VisionTransformer
+    return kind(embedding, encoder, num_classes, spec.options)
 
-
-def _build_vit(
-    spec: PlainVit, num_classes: int, image_size: Grid, options: VitOptions
-) -> nn.Module:
-    embedding = PatchEmbedding(spec.patch_size, spec.size.width, image_size)
-    return VisionTransformer(embedding, spec.size, num_classes, options)
-
-
-def _build_hybrid(
-    spec: HybridVit, num_classes: int, image_size: Grid, options: VitOptions
-) -> nn.Module:
-    embedding = ResNetEmbedding(spec.backbone, spec.size.width, image_size)
-    return VisionTransformer(embedding, spec.size, num_classes, options)
-
-
-def _build_resnet(
-    spec: PlainResNet, num_classes: int, image_size: Grid, options: ResNetOptions
-) -> nn.Module:
-    spec.size.grid(image_size)  # refuses what is too small
-    return BitResNet(spec.size, num_classes, options)
-
-
-def _build_axial_vit(
-    spec: PlainAxialVit, num_classes: int, image_size: Grid, options: AxialVitOptions
-) -> nn.Module:
-    embedding = PatchEmbedding(spec.patch_size, spec.size.width, image_size)
-    return AxialViT(embedding, spec.size, num_classes, options)
-
-
-def _build_axial_resnet(
-    spec: PlainAxialResNet, num_classes: int, image_size: Grid, options: AxialResNetOptions
-) -> nn.Module:
-    return AxialResNet(spec.size, num_classes, image_size, options)
-
-
-_BUILDERS: dict[type[ModelSpec], Callable[..., nn.Module]] = {
-    PlainVit: _build_vit,
-    HybridVit: _build_hybrid,
-    PlainResNet: _build_resnet,
-    PlainAxialVit: _build_axial_vit,
-    PlainAxialResNet: _build_axial_resnet,
-}
 
 NamedParameters = list[tuple[str, Parameter]]
 
@@ -116,5 +67,4 @@ def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParamete
     }
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [(name, p) for name, p in trainable if id(p) in kernels]
-    kept = [(name, p) for name, p in trainable if id(p) not in kernels]
-    return decayed, kept
+    return decayed, [(name, p) for name, p in trainable if id(p) not in kernels]

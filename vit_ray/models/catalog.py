@@ -10,7 +10,6 @@ import difflib
 from typing import Any
 
 from vit_ray.models.sizes import (
-    AxialResNetOptions,
     AxialVitOptions,
     EncoderSize,
     Grid,
@@ -42,74 +41,43 @@ RESNETS: dict[str, ResNetSize] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainVit:
-    """A ViT over square patches of the image."""
+class ModelSpec:
+    """What a name stands for: a ViT, a ResNet, or a hybrid, which has both an encoder and a ResNet.
 
-    size: EncoderSize
-    patch_size: int
+    Attributes:
+        encoder: of a ViT or hybrid.
+        patch_size: of a ViT over square patches of the image.
+        resnet: a BiT ResNet, or the backbone of a hybrid.
+        is_axial: attention along rows, then along columns, in the blocks of a ViT, and in place of
+            the 3 x 3 convolutions of a ResNet.
+        options: `VitOptions` and so on, of this family.
+    """
 
+    encoder: EncoderSize | None = None
+    patch_size: int = 0
+    resnet: ResNetSize | None = None
+    is_axial: bool = False
+    options: Any = None
 
-@dataclasses.dataclass(frozen=True)
-class HybridVit:
-    """A ViT over the feature map of a ResNet."""
-
-    size: EncoderSize
-    backbone: ResNetSize
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainResNet:
-    """A BiT ResNet."""
-
-    size: ResNetSize
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainAxialVit:
-    """A ViT whose blocks attend along rows, then along columns."""
-
-    size: EncoderSize
-    patch_size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainAxialResNet:
-    """A ResNet whose 3 x 3 convolutions are axial attention."""
-
-    size: ResNetSize
-
-
-ModelSpec = PlainVit | HybridVit | PlainResNet | PlainAxialVit | PlainAxialResNet
 
 # Stage 4 of the /16 hybrids is moved into stage 3, which leaves a map twice as fine (paper 4.1).
-_STAGES_16 = ResNetSize((3, 4, 9))
-_STAGES_32 = ResNetSize((3, 4, 6, 3))
+_STAGES_16, _STAGES_32 = ResNetSize((3, 4, 9)), ResNetSize((3, 4, 6, 3))
+_PATCHES = {"Ti": (16,), "S": (16, 32), "b": (16, 32), "B": (8, 16, 32), "L": (16, 32), "H": (14,)}
 
 _SPECS: dict[str, ModelSpec] = {
     **{
-        f"ViT-{name}/{patch}": PlainVit(ENCODERS[name], patch)
-        for name, patch in [
-            ("Ti", 16),
-            ("S", 16),
-            ("S", 32),
-            ("b", 16),
-            ("b", 32),
-            ("B", 8),
-            ("B", 16),
-            ("B", 32),
-            ("L", 16),
-            ("L", 32),
-            ("H", 14),
-        ]
+        f"ViT-{name}/{patch}": ModelSpec(ENCODERS[name], patch)
+        for name, patches in _PATCHES.items()
+        for patch in patches
     },
-    **{name: PlainResNet(size) for name, size in RESNETS.items()},
-    "R50x1+ViT-B/32": HybridVit(ENCODERS["B"], _STAGES_32),
-    "R50x1+ViT-B/16": HybridVit(ENCODERS["B"], _STAGES_16),
-    "R50x1+ViT-L/32": HybridVit(ENCODERS["L"], _STAGES_32),
-    "R50x1+ViT-L/16": HybridVit(ENCODERS["L"], _STAGES_16),
-    "Axial-ViT-B/32": PlainAxialVit(ENCODERS["B"], 32),
-    "Axial-ViT-B/16": PlainAxialVit(ENCODERS["B"], 16),
-    "AxialResNet50": PlainAxialResNet(ResNetSize((3, 4, 6, 3))),
+    **{name: ModelSpec(resnet=size) for name, size in RESNETS.items()},
+    "R50x1+ViT-B/32": ModelSpec(ENCODERS["B"], resnet=_STAGES_32),
+    "R50x1+ViT-B/16": ModelSpec(ENCODERS["B"], resnet=_STAGES_16),
+    "R50x1+ViT-L/32": ModelSpec(ENCODERS["L"], resnet=_STAGES_32),
+    "R50x1+ViT-L/16": ModelSpec(ENCODERS["L"], resnet=_STAGES_16),
+    "Axial-ViT-B/32": ModelSpec(ENCODERS["B"], 32, is_axial=True),
+    "Axial-ViT-B/16": ModelSpec(ENCODERS["B"], 16, is_axial=True),
+    "AxialResNet50": ModelSpec(resnet=_STAGES_32, is_axial=True),
 }
 
 # Families whose size is given in full, and the sizes that each asks for.
@@ -121,77 +89,56 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "AxialResNet": ("stages", "width_factor"),
 }
 
-_OPTIONS: dict[type[ModelSpec], type[Any]] = {
-    PlainVit: VitOptions,
-    HybridVit: VitOptions,
-    PlainResNet: ResNetOptions,
-    PlainAxialVit: AxialVitOptions,
-    PlainAxialResNet: AxialResNetOptions,
-}
-
 
 def model_names() -> list[str]:
     """Every name that `build_model` knows, and the families whose size is given in full."""
     return [*_SPECS, *_FAMILIES]
 
 
-def find_spec(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
-    """The sizes behind a name, and the options that are not sizes.
+def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
+    """The sizes and options behind a name, with the arguments of `build_model`.
 
     Raises:
-        ValueError: for an unknown name, or a family without its sizes.
+        ValueError: for an unknown name, a family without its sizes, or an option that the family
+            does not have.
     """
-    if name in _SPECS:
-        return _SPECS[name], options
-    if name in _FAMILIES:
-        return _spec_in_full(name, options)
-    near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
-    raise ValueError(
-        f"model name {name!r} is unknown; near names: {', '.join(near)}. "
-        f"{', '.join(_FAMILIES)} take any size in full."
-    )
-
-
-def _spec_in_full(name: str, options: dict[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
-    needed = _FAMILIES[name]
-    missing = [key for key in needed if key not in options]
-    if missing:
+    needed = _FAMILIES.get(name, ())
+    if name not in _SPECS and not needed:
+        near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
+        raise ValueError(
+            f"model name {name!r} is unknown; near names: {', '.join(near)}. "
+            f"{', '.join(_FAMILIES)} take any size in full."
+        )
+    if missing := [key for key in needed if key not in options]:
         raise ValueError(
             f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}."
         )
-    rest = {key: value for key, value in options.items() if key not in needed}
-    resnet = (
-        ResNetSize(tuple(options["stages"]), options["width_factor"])
-        if ("stages" in needed)
-        else None
-    )
-    if resnet is not None and name != "R+ViT":
-        return (PlainResNet if name == "ResNet" else PlainAxialResNet)(resnet), rest
-    size = EncoderSize(*(options[key] for key in ("depth", "width", "mlp_dim", "num_heads")))
-    if resnet is not None:
-        return HybridVit(size, resnet), rest
-    return (PlainVit if name == "ViT" else PlainAxialVit)(size, options["patch_size"]), rest
-
-
-def checked_options(name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
-    """The options of the spec's family, from those that are not sizes.
-
-    Raises:
-        ValueError: for an option that the family does not have.
-    """
-    kind = _OPTIONS[type(spec)]
+    if needed:
+        encoder, resnet = None, None
+        if "depth" in needed:
+            encoder = EncoderSize(*(options[key] for key in needed[:4]))
+        if "stages" in needed:
+            resnet = ResNetSize(tuple(options["stages"]), options["width_factor"])
+        patch_size = options["patch_size"] if "patch_size" in needed else 0
+        spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
+    else:
+        spec = _SPECS[name]
+    given = {key: value for key, value in options.items() if key not in needed}
+    of_vit = AxialVitOptions if spec.is_axial else VitOptions
+    kind: type[Any] = of_vit if spec.encoder else ResNetOptions
     allowed = [field.name for field in dataclasses.fields(kind)]
-    unknown = [key for key in options if key not in allowed]
-    if unknown:
-        near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):
-            hint = f" Sizes are given in full to {', '.join(_FAMILIES)}; a name has its own."
-        raise ValueError(
-            f"model {name!r} has no option {', '.join(unknown)}; "
-            f"it takes {', '.join(allowed)}.{hint}"
-        )
-    return kind(**options)
+    unknown = [key for key in given if key not in allowed]
+    if not unknown:
+        return dataclasses.replace(spec, options=kind(**given))
+    near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
+    hint = f"Did you mean {', '.join(near)}? " if near else ""
+    if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):
+        hint = f"Sizes are given in full to {', '.join(_FAMILIES)}; a name has its own. "
+    raise ValueError(
+        f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(allowed)}. {hint}"
+        "Leave it out; options inherited for another model.name must be reset, "
+        f"such as by model.{unknown[0]}=null"
+    )
 
 
 def as_grid(image_size: ImageSize) -> Grid:

@@ -5,6 +5,8 @@ worker or device it meets: SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit k
 operations that torch runs on any device and that its compiler fuses into their user.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,18 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
     """
     key = 0
     for word in words:
-        key = _mixed(key + word + _GOLDEN)
+        key = _mix(key + word + _GOLDEN)
     return _mix(samples.long() * _GOLDEN + _signed(key))
 
 
-def numbered_keys(keys: Tensor, number: int) -> Tensor:
+def numbered_keys(keys: Tensor | None, number: int) -> Tensor | None:
     """Keys for the `number`-th use of the same samples: one layer of many, one place in a layer."""
-    return _mix(keys ^ _signed(_mixed((number + 1) * _GOLDEN)))
+    return None if keys is None else _mix(keys ^ _signed(_mix((number + 1) * _GOLDEN)))
 
 
-def line_keys(keys: Tensor, count: int) -> Tensor:
+def line_keys(keys: Tensor | None, count: int) -> Tensor | None:
     """A key for each of `count` lines of each sample: (B,) to (B * count,), lines together."""
-    return random_words(keys, count).flatten()
+    return None if keys is None else random_words(keys, count).flatten()
 
 
 def random_words(keys: Tensor, count: int) -> Tensor:
@@ -46,8 +48,8 @@ def random_uint16(keys: Tensor, count: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """A 64-bit constant as torch's int64 writes it."""
-    return word - 2**64 if word >= 2**63 else word
+    """The lower 64 bits of a number as torch's int64 writes them."""
+    return (word + 2**63) % 2**64 - 2**63
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
@@ -74,26 +76,17 @@ def _(keys: Tensor, count: int) -> Tensor:
     return keys.new_empty(count)
 
 
-def _mix(words: Tensor) -> Tensor:
-    """A bijection of 64-bit words in which every bit depends on all bits."""
+def _mix(words: Any) -> Any:
+    """A bijection of 64-bit words in which every bit depends on all bits.
+
+    Of a tensor, or of a number that the host knows, whose lower 64 bits count: a tensor of it would
+    have to be copied to the device, for which the host waits.
+    """
     words = (words ^ _shift_right(words, 30)) * _MIX_1
     words = (words ^ _shift_right(words, 27)) * _MIX_2
-    mixed: Tensor = words ^ _shift_right(words, 31)
-    return mixed
+    return words ^ _shift_right(words, 31)
 
 
-def _shift_right(words: Tensor, bits: int) -> Tensor:
+def _shift_right(words: Any, bits: int) -> Any:
     """Shift in zeros; int64's own shift copies the sign."""
-    shifted: Tensor = (words >> bits) & (2 ** (64 - bits) - 1)
-    return shifted
-
-
-def _mixed(word: int) -> int:
-    """As `_mix`, of a number that the host knows, as 64 bits without a sign.
-
-    In Python: a tensor would have to be copied to the device, for which the host waits.
-    """
-    word %= 2**64
-    word = (word ^ word >> 30) * _MIX_1 % 2**64
-    word = (word ^ word >> 27) * _MIX_2 % 2**64
-    return word ^ word >> 31
+    return (words >> bits) & (2 ** (64 - bits) - 1)

@@ -57,8 +57,7 @@ class StochasticDepth(nn.Module):
         else:
             numbers = random_uint16(keys, 1)[:, 0]
         scale = torch.where(numbers >= self.levels - 2**15, 2**16 / (2**16 - self.levels), 0.0)
-        scaled: Tensor = branch * scale.view(-1, *[1] * (branch.dim() - 1))
-        return scaled.to(branch.dtype)
+        return (branch * scale.view(-1, *[1] * (branch.dim() - 1))).to(branch.dtype)
 
 
 def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:

@@ -3,6 +3,7 @@
 # B images, N tokens, D width, H heads, K head width
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout, StochasticDepth
-from vit_ray.models.layers import MlpLinear, QkvLinear, XavierLinear
+from vit_ray.models.layers import Linear, QkvLinear
 from vit_ray.models.positions import RelativePositions
 
 # Takes the attention weights (B, H, N, N) of one block; they live as long as it keeps them.
@@ -18,11 +19,7 @@ WeightsSink = Callable[[Tensor], None]
 
 # The reference code's; PyTorch's default is 1e-5.
 LAYER_NORM_EPS = 1e-6
-
-
-def layer_norm(width: int) -> nn.LayerNorm:
-    """LayerNorm over the width with the reference's epsilon."""
-    return nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+layer_norm = partial(nn.LayerNorm, eps=LAYER_NORM_EPS)
 
 
 class Attention(nn.Module):
@@ -41,7 +38,7 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = QkvLinear(width)
         self.relative = relative
-        self.out = XavierLinear(width, width)
+        self.out = Linear(width, width)
 
     def forward(
         self,
@@ -61,21 +58,13 @@ class Attention(nn.Module):
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
             for part in self.qkv(x_BND, num_queries)
         )
-        bias: Tensor | None = None if self.relative is None else self.relative(q_BHNK)
+        bias = None if self.relative is None else self.relative(q_BHNK)
         if weights_to is not None:
-            weights_to(attention_weights(q_BHNK, k_BHNK, bias))
+            scale = q_BHNK.shape[-1] ** -0.5
+            logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
+            weights_to(torch.softmax(logits if bias is None else logits + bias.float(), dim=-1))
         mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-def attention_weights(q_BHNK: Tensor, k_BHNK: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(q k / sqrt(K) + bias) in float32, (B, H, N, N)."""
-    scale: float = q_BHNK.shape[-1] ** -0.5
-    logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
-    if bias is not None:
-        logits = logits + bias.float()
-    return torch.softmax(logits, dim=-1)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -83,22 +72,15 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, mlp_dim: int, dropout: float) -> None:
         super().__init__()
-        self.expand = MlpLinear(width, mlp_dim)
-        self.contract = MlpLinear(mlp_dim, width)
+        self.expand = Linear(width, mlp_dim, bias_std=1e-6)
+        self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, N, D) to (B, N, D); `keys` as of `Block.forward`."""
-        inner, outer = _keys_of(keys, 1), _keys_of(keys, 2)
-        hidden = self.dropout(F.gelu(self.expand(x_BND), approximate="tanh"), inner)
-        out: Tensor = self.dropout(self.contract(hidden), outer)
-        return out
-
-
-def _keys_of(keys: Tensor | None, place: int) -> Tensor | None:
-    """Keys of one of a block's places that drop: 0 after attention, 1 and 2 in the MLP, 3 and 4 of
-    whole branches."""
-    return None if keys is None else numbered_keys(keys, place)
+        hidden = F.gelu(self.expand(x_BND), approximate="tanh")
+        hidden = self.dropout(hidden, numbered_keys(keys, 1))
+        return self.dropout(self.contract(hidden), numbered_keys(keys, 2))
 
 
 class Block(nn.Module):
@@ -136,8 +118,10 @@ class Block(nn.Module):
             num_queries: as of `Attention.forward`.
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
         """
-        mixed: Tensor = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
-        mixed = self.stochastic_depth(self.dropout(mixed, _keys_of(keys, 0)), _keys_of(keys, 3))
-        x_BND = x_BND[:, :num_queries] + mixed
-        made: Tensor = self.mlp(self.mlp_norm(x_BND), keys)
-        return x_BND + self.stochastic_depth(made, _keys_of(keys, 4))
+        # Each place that drops has keys of its own: 0 after attention, 1 and 2 in the MLP, 3 and 4
+        # for whole branches.
+        mixed = self.attention(self.attention_norm(x_BND), weights_to, num_queries)
+        mixed = self.dropout(mixed, numbered_keys(keys, 0))
+        x_BND = x_BND[:, :num_queries] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
+        made = self.mlp(self.mlp_norm(x_BND), keys)
+        return x_BND + self.stochastic_depth(made, numbered_keys(keys, 4))

@@ -6,6 +6,7 @@ the meta device. Source of the values: google-research/vision_transformer, `mode
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +23,42 @@ def lecun_normal_(kernel: Tensor) -> None:
     nn.init.trunc_normal_(kernel, std=std, a=-2 * std, b=2 * std)
 
 
-class XavierLinear(nn.Linear):
-    """Xavier-uniform kernel and zero bias: the output projection of attention."""
+class Linear(nn.Linear):
+    """A linear layer with an initial kernel by `draw`, and a zero bias or one around zero.
 
-    def reset_parameters(self) -> None:
-        """Draw the kernel, clear the bias."""
-        nn.init.xavier_uniform_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class QkvLinear(nn.Linear):
-    """Query, key and value projections in one matrix multiplication.
-
-    Each of the three D x D kernels is drawn by itself: one draw for the (3D, D) matrix would have
-    a limit smaller by sqrt(2).
+    Xavier-uniform kernels are those of the encoder; biases have a deviation of 1e-6 in its MLPs.
     """
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 3 * width)
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        draw: Callable[[Tensor], object] = nn.init.xavier_uniform_,
+        bias_std: float = 0.0,
+    ) -> None:
+        self._draw, self._bias_std = draw, bias_std
+        super().__init__(width_in, width_out)
 
     def reset_parameters(self) -> None:
-        """Draw three kernels, clear the bias."""
-        for kernel in self.weight.chunk(3):
-            nn.init.xavier_uniform_(kernel)
-        nn.init.zeros_(self.bias)
+        """Draw kernel and bias."""
+        self._draw(self.weight)
+        if self._bias_std:
+            nn.init.normal_(self.bias, std=self._bias_std)
+        else:
+            nn.init.zeros_(self.bias)
+
+
+def _xavier_of_three_(kernels: Tensor) -> None:
+    """One draw for the (3D, D) matrix would have a limit smaller by sqrt(2)."""
+    for kernel in kernels.chunk(3):
+        nn.init.xavier_uniform_(kernel)
+
+
+class QkvLinear(Linear):
+    """Query, key and value projections in one matrix multiplication, each D x D."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 3 * width, _xavier_of_three_)
 
     def forward(  # type: ignore[override]  # three tensors, and fewer queries than keys
         self, x: Tensor, num_queries: int | None = None
@@ -63,24 +76,6 @@ class QkvLinear(nn.Linear):
         q = F.linear(x[:, :num_queries], self.weight[:width], self.bias[:width])
         k, v = F.linear(x, self.weight[width:], self.bias[width:]).chunk(2, dim=-1)
         return q, k, v
-
-
-class MlpLinear(nn.Linear):
-    """Xavier-uniform kernel and a bias of standard deviation 1e-6: both layers of an MLP."""
-
-    def reset_parameters(self) -> None:
-        """Draw kernel and bias."""
-        nn.init.xavier_uniform_(self.weight)
-        nn.init.normal_(self.bias, std=1e-6)
-
-
-class LecunLinear(nn.Linear):
-    """Lecun-normal kernel and zero bias: the tanh representation layer."""
-
-    def reset_parameters(self) -> None:
-        """Draw the kernel, clear the bias."""
-        lecun_normal_(self.weight)
-        nn.init.zeros_(self.bias)
 
 
 class Head(nn.Linear):
@@ -151,11 +146,12 @@ def cut_patches(images: Tensor, size: int) -> Tensor:
 class StandardizedConv2d(nn.Conv2d):
     """Convolution whose kernel has mean 0 and deviation 1 per output channel; no bias.
 
+    BiT's pads by half the kernel on each side and adds 1e-10 to the variance (big_transfer's
+    `bit_pytorch/models.py`).
+
     Args:
-        padding: pixels on each side, or "same" as XLA pads: output ceil(size / stride), the odd
-            pixel of padding at the bottom and right.
-        eps: added to the deviation where `eps_on_deviation`, else to the variance.
-        eps_on_deviation: True as the hybrids' backbone, False as BiT.
+        is_flax: as the hybrids' backbone instead: pads as XLA's SAME, output ceil(size / stride),
+            and adds 1e-5 to the deviation.
     """
 
     def __init__(
@@ -164,18 +160,12 @@ class StandardizedConv2d(nn.Conv2d):
         channels_out: int,
         kernel_size: int,
         stride: int = 1,
-        *,
-        padding: int | str,
-        eps: float,
-        eps_on_deviation: bool,
+        is_flax: bool = False,
     ) -> None:
-        self._pads_same = padding == "same"
-        pixels = 0 if isinstance(padding, str) else padding
-        super().__init__(
-            channels_in, channels_out, kernel_size, stride=stride, padding=pixels, bias=False
-        )
-        self.eps = eps
-        self.eps_on_deviation = eps_on_deviation
+        self._pads_same = self.eps_on_deviation = is_flax
+        self.eps = 1e-5 if is_flax else 1e-10
+        padding = 0 if is_flax else kernel_size // 2
+        super().__init__(channels_in, channels_out, kernel_size, stride, padding, bias=False)
 
     def reset_parameters(self) -> None:
         """Draw the kernel; its scale only sets the size of the first gradients."""
@@ -185,16 +175,14 @@ class StandardizedConv2d(nn.Conv2d):
         """(B, C, H, W) to (B, C', H', W')."""
         if self._pads_same:
             images = pad_same(images, self.kernel_size[0], self.stride[0])
-        return F.conv2d(images, self._kernel(), None, self.stride, self.padding)
-
-    def _kernel(self) -> Tensor:
         kernel = self.weight.float()
         variance, mean = torch.var_mean(kernel, dim=(1, 2, 3), keepdim=True, correction=0)
         if self.eps_on_deviation:
             scale = 1.0 / (variance.sqrt() + self.eps)
         else:
             scale = torch.rsqrt(variance + self.eps)
-        return ((kernel - mean) * scale).to(self.weight.dtype)
+        standardized = ((kernel - mean) * scale).to(self.weight.dtype)
+        return F.conv2d(images, standardized, None, self.stride, self.padding)
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
@@ -203,10 +191,8 @@ def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
     return total // 2, total - total // 2
 
 
-def pad_same(images: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad (B, C, H, W) so that a window of `kernel` gives ceil(size / stride) outputs."""
-    top, bottom = same_padding(images.shape[-2], kernel, stride)
-    left, right = same_padding(images.shape[-1], kernel, stride)
-    if top == bottom == left == right == 0:
-        return images
-    return F.pad(images, (left, right, top, bottom), value=value)
+def pad_same(images: Tensor, kernel: int, stride: int) -> Tensor:
+    """Zeros around (B, C, H, W), so that a window of `kernel` gives ceil(size / stride) outputs."""
+    rows, columns = (same_padding(side, kernel, stride) for side in images.shape[-2:])
+    padding = (*columns, *rows)
+    return F.pad(images, padding) if any(padding) else images  # padding by 0 would copy

@@ -14,8 +14,7 @@ embedding starts as BERT's, at standard deviation 0.02.
 
 # B images, N patches, D width, M corrupted patches of an image, C channels
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.layers import Head, cut_patches
 from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.recompute import Recomputable
 from vit_ray.models.vit import VisionTransformer
 
 Target = Literal["mean_color", "downsized", "full_patch"]
@@ -63,7 +63,7 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
         samples: int64 (B,), global numbers of the images.
         num_patches: N, at least 2.
         seed: of the run.
-        step: 0-based, of training: an image is corrupted anew whenever it is seen.
+        step: 0-based, of training: an image is corrupted differently each time.
 
     Raises:
         ValueError: if an image has fewer than two patches.
@@ -71,7 +71,7 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
     if num_patches < 2:
         raise ValueError(
             f"an image of {num_patches} patch has none to corrupt and none to keep; "
-            "use a larger image_size or a smaller patch_size."
+            "use a larger image_size or a smaller patch_size"
         )
     order, kind, other = (
         # 63 bits, which are no negative numbers.
@@ -102,7 +102,7 @@ class MaskToken(nn.Module):
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
 
 
-class MaskedPatchObjective(nn.Module):
+class MaskedPatchObjective(Recomputable):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
     The model's own head, with the representation layer and pooling by attention before it, does not
@@ -121,8 +121,10 @@ class MaskedPatchObjective(nn.Module):
 
     def __init__(self, model: nn.Module, target: Target = "mean_color", seed: int = 0) -> None:
         super().__init__()
-        if target not in _LOSSES:
-            raise ValueError(f"target={target!r} is unknown; use one of {', '.join(_LOSSES)}.")
+        if target not in get_args(Target):
+            raise ValueError(
+                f"target={target!r} is unknown; use one of {', '.join(get_args(Target))}"
+            )
         if not isinstance(model, VisionTransformer):
             raise ValueError(
                 f"masked patch prediction needs patches, and a {type(model).__name__} has none; "
@@ -146,8 +148,7 @@ class MaskedPatchObjective(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """The model's own head, whose inputs are the features that few-shot accuracy measures."""
-        head: nn.Linear = self.model.head
-        return head
+        return self.model.head
 
     def forward(self, images: Tensor, samples: Tensor | None = None, step: int = 0) -> Tensor:
         """Mean loss over the corrupted patches, a float32 scalar.
@@ -160,8 +161,7 @@ class MaskedPatchObjective(nn.Module):
             step: 0-based, of training.
         """
         if samples is None:
-            logits: Tensor = self.model(images)
-            return logits
+            return self.model(images)
         patches_BND = self.model.embed(images)
         corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, step)
         encoded_BND = self.model.encode(
@@ -169,22 +169,15 @@ class MaskedPatchObjective(nn.Module):
             keys=sample_keys(samples, self.seed, step, DROPOUT_STREAM),
         )
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
-        predictions: Tensor = self.prediction(
-            _pick(encoded_BND[:, num_prefix:], corruption.corrupted)
-        )
+        predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
         pixels = _pick(self._pixels(images), corruption.corrupted)
-        return _LOSSES[self.target](predictions, pixels)
+        return _loss(self.target, predictions, pixels)
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
         """Patch embeddings as the encoder gets them."""
         others = _pick(patches_BND, corruption.source)
         swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
-        masked: Tensor = self.mask(swapped, corruption.is_masked)
-        return masked
-
-    def set_activation_checkpointing(self, every: int) -> None:
-        """As the model's."""
-        self.model.set_activation_checkpointing(every)
+        return self.mask(swapped, corruption.is_masked)
 
     def _pixels(self, images: Tensor) -> Tensor:
         """(B, N, 3, P, P) in float32."""
@@ -193,7 +186,7 @@ class MaskedPatchObjective(nn.Module):
         if patches.shape[1] != self.model.grid[0] * self.model.grid[1]:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} are not whole patches of "
-                f"{side}x{side}, which this model rounds up; use an image_size that {side} divides."
+                f"{side}x{side}, which this model rounds up; use an image_size that {side} divides"
             )
         return patches.reshape(*patches.shape[:2], 3, side, side)
 
@@ -206,44 +199,30 @@ def _pick(items: Tensor, places: Tensor) -> Tensor:
 
 def num_predictions(target: Target, side: int) -> int:
     """Outputs for a patch of `side` x `side` pixels."""
-    sizes: dict[str, int] = {
+    return {
         "mean_color": NUM_COLORS,
         "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
         "full_patch": 3 * side**2,
-    }
-    return sizes[target]
+    }[target]
 
 
 def color_class(colors: Tensor) -> Tensor:
     """RGB in [-1, 1] along the last axis to one of 512: 3 bits of red, then green, then blue."""
     levels = 2**BITS_PER_CHANNEL
-    bins: Tensor = ((colors + 1) * (levels / 2)).floor().clamp(0, levels - 1).long()
-    classes: Tensor = (bins[..., 0] * levels + bins[..., 1]) * levels + bins[..., 2]
-    return classes
+    bins = ((colors + 1) * (levels / 2)).floor().clamp(0, levels - 1).long()
+    return (bins[..., 0] * levels + bins[..., 1]) * levels + bins[..., 2]
 
 
-def _mean_color_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
-    """(B, M, 512) against (B, M, 3, P, P)."""
-    classes = color_class(pixels.mean(dim=(-2, -1)))
-    return F.cross_entropy(predictions.flatten(0, 1), classes.flatten())
+def _loss(target: Target, predictions: Tensor, pixels: Tensor) -> Tensor:
+    """Of predictions (B, M, K) against pixels (B, M, 3, P, P).
 
-
-def _downsized_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
-    """(B, M, 16 * 512), cell by cell in raster order, against (B, M, 3, P, P).
-
-    Cells share the pixels on their border where 4 does not divide P, as with the 14 of H/14.
+    K is 512; 16 * 512, cell by cell in raster order; or 3 * P * P, channel by channel. Cells share
+    the pixels on their border where 4 does not divide P, as with the 14 of H/14.
     """
-    cells = F.adaptive_avg_pool2d(pixels.flatten(0, 1), DOWNSIZED_SIDE).permute(0, 2, 3, 1)
-    return F.cross_entropy(predictions.reshape(-1, NUM_COLORS), color_class(cells).flatten())
-
-
-def _full_patch_loss(predictions: Tensor, pixels: Tensor) -> Tensor:
-    """(B, M, 3 * P * P), channel by channel, against (B, M, 3, P, P)."""
-    return F.mse_loss(predictions, pixels.flatten(2))
-
-
-_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean_color": _mean_color_loss,
-    "downsized": _downsized_loss,
-    "full_patch": _full_patch_loss,
-}
+    if target == "full_patch":
+        return F.mse_loss(predictions, pixels.flatten(2))
+    if target == "mean_color":
+        colors = pixels.mean(dim=(-2, -1))
+    else:
+        colors = F.adaptive_avg_pool2d(pixels.flatten(0, 1), DOWNSIZED_SIDE).permute(0, 2, 3, 1)
+    return F.cross_entropy(predictions.reshape(-1, NUM_COLORS), color_class(colors).flatten())

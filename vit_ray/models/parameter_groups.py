@@ -7,15 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vit_ray.models.catalog import (
-    HybridVit,
-    PlainAxialResNet,
-    PlainAxialVit,
-    PlainResNet,
-    PlainVit,
-    checked_options,
-    find_spec,
-)
+from vit_ray.models.catalog import find_spec
 
 _CHAINS = ("blocks", "units")
 # Layer 0 of a Transformer, with the patch embedding.
@@ -28,21 +20,23 @@ def parts_of(name: str, options: dict[str, Any]) -> tuple[str, ...]:
     Raises:
         ValueError: as `build_model`.
     """
-    spec, rest = find_spec(name, options)
-    chosen = checked_options(name, spec, rest)
-    if isinstance(spec, PlainResNet | PlainAxialResNet):
-        units = tuple(f"units.{i}" for i in range(sum(spec.size.stages)))
-        norm = ("root", *units, "norm") if isinstance(spec, PlainResNet) else None
-        return (*(norm or ("root", "root_norm", *units)), "head")
-    assert isinstance(spec, PlainVit | HybridVit | PlainAxialVit)
+    spec = find_spec(name, options)
+    if spec.encoder is None:
+        assert spec.resnet is not None
+        units = (f"units.{i}" for i in range(sum(spec.resnet.stages)))
+        return (
+            ("root", "root_norm", *units, "head")
+            if spec.is_axial
+            else ("root", *units, "norm", "head")
+        )
     has = {
-        "class_token": chosen.pool == "cls",
-        "positions": chosen.positions.startswith("learned"),
-        "registers": chosen.registers > 0,
-        "attention_pool": chosen.pool == "map",
-        "representation": chosen.representation,
+        "class_token": spec.options.pool == "cls",
+        "positions": spec.options.positions.startswith("learned"),
+        "registers": spec.options.registers > 0,
+        "attention_pool": spec.options.pool == "map",
+        "representation": spec.options.representation,
     }
-    blocks = (f"blocks.{i}" for i in range(spec.size.depth))
+    blocks = (f"blocks.{i}" for i in range(spec.encoder.depth))
     stem = ("embedding", "class_token", "positions", "registers")
     parts = (*stem, *blocks, "norm", "attention_pool", "representation", "head")
     return tuple(part for part in parts if has.get(part, True))
@@ -63,37 +57,15 @@ def chosen_parts(wanted: Iterable[str], parts: Sequence[str]) -> frozenset[str]:
     chosen: set[str] = set()
     for name in wanted:
         found = {part for part in parts if name in (part, part.partition(".")[0])}
-        found |= _in_range(name, parts)
+        match = re.fullmatch(r"(\w+)\.(\d{1,9})-(\d{1,9})", name)
+        if match and f"{match[1]}.{int(match[3])}" in parts:
+            found = {f"{match[1]}.{i}" for i in range(int(match[2]), int(match[3]) + 1)}
         if not found:
-            raise ValueError(
-                f"{name!r} is no part of this model; it has {', '.join(_summary(parts))}"
-            )
+            last_of_each = {part.partition(".")[0]: part for part in parts}.values()
+            names = (re.sub(r"\.([1-9]\d*)$", r".0-\1", part) for part in last_of_each)
+            raise ValueError(f"{name!r} is no part of this model; it has {', '.join(names)}")
         chosen |= found
     return frozenset(chosen)
-
-
-def _in_range(name: str, parts: Sequence[str]) -> set[str]:
-    """Parts of a range such as `blocks.0-5`; empty where it is none, or not all of it is there."""
-    match = re.fullmatch(r"(\w+)\.(\d{1,9})-(\d{1,9})", name)
-    if match is None:
-        return set()
-    first, last = int(match[2]), int(match[3])
-    indices = (part.removeprefix(f"{match[1]}.") for part in parts)
-    inside = {i for i in indices if i.isdecimal() and first <= int(i) <= last}
-    return {f"{match[1]}.{i}" for i in inside} if len(inside) == last - first + 1 else set()
-
-
-def _summary(parts: Sequence[str]) -> list[str]:
-    """The parts, the blocks as one range."""
-    short: list[str] = []
-    for part in parts:
-        chain, dot, index = part.partition(".")
-        entry = f"{chain}.0-{index}" if dot else part
-        if dot and short and short[-1].startswith(f"{chain}."):
-            short[-1] = entry
-        else:
-            short.append(entry if index != "0" else part)
-    return short
 
 
 def layer_of(parameter: str, depth: int) -> int:
@@ -102,11 +74,10 @@ def layer_of(parameter: str, depth: int) -> int:
     As BEiT (arXiv:2106.08254) and MAE (arXiv:2111.06377) number them for layer-wise decay.
     Positions that are added before another block than the first are of that block's layer.
     """
-    part = part_of(parameter)
-    own_table = re.search(r"^positions\.([1-9]\d*)\.", parameter.removeprefix("model."))
+    own_table = re.match(r"(?:model\.)?positions\.([1-9]\d*)\.", parameter)
     if own_table:
         return int(own_table[1]) + 1
-    if part in _FIRST_LAYER:
+    chain, _, index = part_of(parameter).partition(".")
+    if chain in _FIRST_LAYER:
         return 0
-    chain, _, index = part.partition(".")
     return int(index) + 1 if chain == "blocks" else depth + 1

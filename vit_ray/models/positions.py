@@ -66,7 +66,7 @@ class SincosPositions2d(nn.Module):
         if width % 4 or width < 8:
             raise ValueError(
                 f"positions='sincos_2d' takes a quarter of the width each for two sines and two "
-                f"cosines, and width={width}; change width to a multiple of 4 from 8 on."
+                f"cosines, and width={width}; change width to a multiple of 4 from 8 on"
             )
         table = sincos_table(grid, width)
         if has_class_token:
@@ -112,7 +112,7 @@ class LearnedPositions2d(nn.Module):
         if width % 2:
             raise ValueError(
                 f"positions='learned_2d' splits the width in halves, and width={width} is odd; "
-                "change width to an even number."
+                "change width to an even number"
             )
         self.columns = nn.Parameter(torch.empty(grid[1], width // 2))
         self.rows = nn.Parameter(torch.empty(grid[0], width // 2))
@@ -149,27 +149,20 @@ class RelativePositions(nn.Module):
 
         With the queries of the first M tokens only, (B, H, M, N).
         """
-        head_width = q_BHNK.shape[-1]
-        num_tokens = (len(self.table) + 1) // 2
+        num_queries, head_width = q_BHNK.shape[-2:]
+        row = len(self.table)  # 2N - 1
+        start = row // 2  # N - 1
         # Offset q - k runs down the table; the flip makes column d stand for k - q + N - 1.
         scores = (q_BHNK * head_width**-0.5) @ self.table.flip(0).T
-        return _align_offsets(scores, num_tokens)
-
-
-def _align_offsets(scores: Tensor, num_tokens: int) -> Tensor:
-    """(..., M, 2N - 1) by offset to (..., M, N) by key, with views instead of a gather.
-
-    Entry (q, k) is at column k - q + N - 1; in rows padded to 2N its flat place is
-    q (2N - 1) + k + N - 1, which is a row length of 2N - 1 after N - 1 skipped entries.
-    """
-    flat = F.pad(scores, (0, 1)).flatten(-2)
-    start = num_tokens - 1
-    row, num_queries = 2 * num_tokens - 1, scores.shape[-2]
-    missing = start + num_queries * row - flat.shape[-1]
-    if missing > 0:  # fewer queries than keys
-        flat = F.pad(flat, (0, missing))
-    rows = flat[..., start : start + num_queries * row]
-    return rows.reshape(*rows.shape[:-1], num_queries, row)[..., :num_tokens]
+        # From offsets to keys with views instead of a gather: entry (q, k) is at column
+        # k - q + N - 1; in rows padded to 2N its flat place is q (2N - 1) + k + N - 1, which is a
+        # row length of 2N - 1 after N - 1 skipped entries.
+        flat = F.pad(scores, (0, 1)).flatten(-2)
+        missing = start + num_queries * row - flat.shape[-1]
+        if missing > 0:  # fewer queries than keys
+            flat = F.pad(flat, (0, missing))
+        rows = flat[..., start : start + num_queries * row]
+        return rows.reshape(*rows.shape[:-1], num_queries, row)[..., : start + 1]
 
 
 def resize_table(
@@ -191,7 +184,7 @@ def resize_table(
     if num_prefix not in (0, 1):
         raise ValueError(
             f"a position table of {table.shape[1]} rows does not hold a grid of {old_grid[0]} x "
-            f"{old_grid[1]}, with or without a class token; give the grid it was trained at."
+            f"{old_grid[1]}, with or without a class token; give the grid it was trained at"
         )
     if old_grid == new_grid:
         return table

@@ -27,11 +27,11 @@ class EncoderSize:
     def __post_init__(self) -> None:
         for name in ("depth", "width", "mlp_dim", "num_heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}.")
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}")
         if self.width % self.num_heads:
             raise ValueError(
                 f"width={self.width} is not divisible by num_heads={self.num_heads}; "
-                f"change num_heads to a divisor of {self.width}, or change width."
+                f"change num_heads to a divisor of {self.width}, or change width"
             )
 
 
@@ -56,72 +56,69 @@ class VitOptions:
     registers: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("positions", self.positions, get_args(Positions))
-        _check_choice(
-            "positions_at", self.positions_at, ("stem", "every_layer", "every_layer_shared")
-        )
-        _check_choice("pool", self.pool, get_args(Pool))
+        choices = {"positions": Positions, "positions_at": PositionsAt, "pool": Pool}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; "
+                    f"use one of {', '.join(get_args(choice))}"
+                )
         if self.registers < 0:
-            raise ValueError(f"registers={self.registers} must be 0 or more.")
+            raise ValueError(f"registers={self.registers} must be 0 or more")
         if self.registers and (self.positions == "relative" or self.positions_at != "stem"):
             raise ValueError(
                 f"registers={self.registers} have no place, and positions={self.positions!r} with "
                 f"positions_at={self.positions_at!r} gives every token one in the layers; use "
-                "positions that are added at the stem."
+                "positions that are added at the stem"
             )
         if self.positions in ("none", "relative", "sincos_2d") and self.positions_at != "stem":
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no meaning with positions="
-                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position."
+                f"{self.positions!r}; leave positions_at at 'stem', or use a learned position"
             )
         for name in ("dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
+            raise ValueError(f"head_bias={self.head_bias} must be a finite number")
 
     @property
     def num_class_tokens(self) -> int:
         """1 where the head sees a class token, else 0."""
         return int(self.pool == "cls")
 
+    def num_tokens(self, grid: Grid) -> int:
+        """Tokens of a block: class token, registers, patches."""
+        return grid[0] * grid[1] + self.num_class_tokens + self.registers
+
     def depth_rate(self, index: int, depth: int) -> float:
         """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
         return self.stochastic_depth * index / max(1, depth - 1)
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}.")
-
-
 @dataclass(frozen=True)
 class AxialVitOptions(VitOptions):
-    """Options of a ViT, but for the class token and relative positions, which lines do not have."""
+    """Options of a ViT whose attention runs along lines: no class token, no relative positions."""
 
     pool: Pool = "gap"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pool != "gap":
-            raise ValueError(
-                f"pool={self.pool!r}: an axial ViT has no class token; use pool='gap'."
-            )
-        if self.registers:
-            raise ValueError(
-                f"registers={self.registers}: a register belongs to no row and no column, and an "
-                "axial ViT attends along these; leave it at 0."
-            )
-        if self.stochastic_depth:
-            raise ValueError(
-                f"stochastic_depth={self.stochastic_depth}: an axial ViT's blocks take lines and "
-                "not images; leave it at 0."
-            )
-        if self.positions == "relative":
-            raise ValueError(
-                "positions='relative' runs over the whole sequence, which an axial ViT never "
-                "attends to; use positions='learned_1d', 'learned_2d' or 'none'."
-            )
+        refused = {
+            "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
+            "registers": (self.registers, "has no row or column for them; leave it at 0"),
+            "stochastic_depth": (
+                self.stochastic_depth,
+                "has blocks that take lines and not images; leave it at 0",
+            ),
+            "positions": (
+                self.positions == "relative",
+                "never attends to the whole sequence; use 'learned_1d', 'learned_2d' or 'none'",
+            ),
+        }
+        for name, (is_given, reason) in refused.items():
+            if is_given:
+                raise ValueError(f"{name}={getattr(self, name)!r}: an axial ViT {reason}")
 
 
 @dataclass(frozen=True)
@@ -133,9 +130,9 @@ class ResNetSize:
 
     def __post_init__(self) -> None:
         if not self.stages or min(self.stages) < 1:
-            raise ValueError(f"stages={self.stages} must name at least one unit in each stage.")
+            raise ValueError(f"stages={self.stages} must name at least one unit in each stage")
         if self.width_factor < 1:
-            raise ValueError(f"width_factor={self.width_factor} must be at least 1.")
+            raise ValueError(f"width_factor={self.width_factor} must be at least 1")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -165,7 +162,7 @@ class ResNetSize:
             raise ValueError(
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than the {self.reduction} "
                 f"pixels that {len(self.stages)} stages reduce to one; raise image_size to at "
-                f"least {self.reduction}."
+                f"least {self.reduction}"
             )
         return -(-image_size[0] // self.reduction), -(-image_size[1] // self.reduction)
 
@@ -183,9 +180,4 @@ class ResNetOptions:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias={self.head_bias} must be a finite number.")
-
-
-@dataclass(frozen=True)
-class AxialResNetOptions(ResNetOptions):
-    """As of a ResNet."""
+            raise ValueError(f"head_bias={self.head_bias} must be a finite number")

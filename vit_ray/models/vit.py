@@ -9,7 +9,8 @@ from vit_ray.models.attention_pool import AttentionPool
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
 from vit_ray.models.encoder import Block, WeightsSink, layer_norm
-from vit_ray.models.layers import Head, LecunLinear, PatchProjection
+from vit_ray.models.hybrid import ResNetEmbedding
+from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
     LearnedPositions1d,
@@ -18,35 +19,28 @@ from vit_ray.models.positions import (
     RelativePositions,
     SincosPositions2d,
 )
-from vit_ray.models.recompute import checked_interval, is_recomputed, run_block
+from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
 from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
 
-
-class GridEmbedding(nn.Module):
-    """What a `VisionTransformer` asks of its embedding: images to (B, h, w, D).
-
-    `grid` is (h, w), and `patch_size` the pixels along a side that one token stands for.
-    """
-
-    grid: Grid
-    patch_size: int
-
-    def set_activation_checkpointing(self, every: int) -> None:
-        """Recompute every n-th unit in the backward pass; nothing where there are no units."""
+_POSITIONS: dict[str, type[nn.Module]] = {
+    "learned_1d": LearnedPositions1d,
+    "learned_2d": LearnedPositions2d,
+    "sincos_2d": SincosPositions2d,
+}
 
 
-class PatchEmbedding(GridEmbedding):
+class PatchEmbedding(nn.Module):
     """Cuts P x P patches and projects each to width D."""
 
     def __init__(self, patch_size: int, width: int, image_size: Grid) -> None:
         super().__init__()
         if patch_size < 1:
-            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size.")
+            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size")
         if min(image_size) < patch_size:
             raise ValueError(
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than a patch of "
                 f"{patch_size}x{patch_size}; raise image_size to at least {patch_size}, or choose "
-                "a model with smaller patches."
+                "a model with smaller patches"
             )
         self.patch_size = patch_size
         self.grid = (image_size[0] // patch_size, image_size[1] // patch_size)
@@ -54,23 +48,25 @@ class PatchEmbedding(GridEmbedding):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) to (B, h, w, D)."""
-        patches: Tensor = self.projection(images)
-        return patches
+        return self.projection(images)
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(Recomputable):
     """Embedding, class token, positions, encoder, pooled feature, linear head.
 
     Args:
-        embedding: module with a `grid` that turns images into (B, h, w, D).
+        embedding: turns images into (B, h, w, D).
         size: of the encoder.
         num_classes: K.
         options: positions, pooling, head and dropout.
     """
 
+    is_bound_to_grid = False
+    """Without positions the encoder is a function of a set of any size."""
+
     def __init__(
         self,
-        embedding: GridEmbedding,
+        embedding: PatchEmbedding | ResNetEmbedding,
         size: EncoderSize,
         num_classes: int,
         options: VitOptions,
@@ -81,9 +77,13 @@ class VisionTransformer(nn.Module):
         self.size = size
         self.options = options
         self.class_token = ClassToken(size.width) if options.pool == "cls" else None
-        self.positions = self._position_tables()
+        tables = size.depth if options.positions_at == "every_layer" else 1
+        self.positions = nn.ModuleList(
+            _POSITIONS[options.positions](self.grid, size.width, options.pool == "cls")
+            for _ in range(tables if options.positions in _POSITIONS else 0)
+        )
         self.dropout = Dropout(options.dropout)
-        self.blocks = nn.ModuleList(self._block(index) for index in range(size.depth))
+        self.blocks = Chain(self._block(index) for index in range(size.depth))
         self.registers = (
             Registers(options.registers, size.width, options.num_class_tokens)
             if options.registers
@@ -96,42 +96,20 @@ class VisionTransformer(nn.Module):
             else None
         )
         self.representation = (
-            LecunLinear(size.width, size.width) if options.representation else None
+            Linear(size.width, size.width, lecun_normal_) if options.representation else None
         )
         self.head = Head(size.width, num_classes, options.head_bias)
-        self._recompute_every = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a block."""
-        return self.num_positions + self.options.registers
-
-    @property
-    def num_positions(self) -> int:
-        """Tokens that have a place: patches, and the class token where there is one."""
-        return self.grid[0] * self.grid[1] + self.options.num_class_tokens
-
-    def _position_tables(self) -> nn.ModuleList:
-        """One table, or one for each layer, or none."""
-        kinds: dict[str, type[nn.Module]] = {
-            "learned_1d": LearnedPositions1d,
-            "learned_2d": LearnedPositions2d,
-            "sincos_2d": SincosPositions2d,
-        }
-        if self.options.positions not in kinds:
-            return nn.ModuleList()
-        kind = kinds[self.options.positions]
-        count = self.size.depth if self.options.positions_at == "every_layer" else 1
-        has_class_token = self.options.pool == "cls"
-        return nn.ModuleList(
-            kind(self.grid, self.size.width, has_class_token) for _ in range(count)
-        )
+        """Tokens of a block: class token, registers, patches."""
+        return self.options.num_tokens(self.grid)
 
     def _block(self, index: int) -> nn.Module:
         size = self.size
         relative = None
         if self.options.positions == "relative":
-            relative = RelativePositions(self.num_positions, size.width // size.num_heads)
+            relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
         dropout, depth_rate = self.options.dropout, self.options.depth_rate(index, size.depth)
         return Block(size.width, size.mlp_dim, size.num_heads, dropout, relative, depth_rate)
 
@@ -143,8 +121,7 @@ class VisionTransformer(nn.Module):
             keys: int64 (B,) from `counter_random.sample_keys`: what is dropped in training is a
                 function of them alone. None = torch's generator decides.
         """
-        logits: Tensor = self.head(self.features(images, keys))
-        return logits
+        return self.head(self.features(images, keys))
 
     def features(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, D) as the head sees them: pooled, and after the tanh layer where there is one.
@@ -161,19 +138,16 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: if the images have another size than the model was built for.
         """
-        grid_BhwD: Tensor = self.embedding(images)
-        if grid_BhwD.shape[1:3] != self.grid and self._is_bound_to_grid():
+        grid_BhwD = self.embedding(images)
+        is_bound = self.is_bound_to_grid or self.options.positions != "none"
+        if grid_BhwD.shape[1:3] != self.grid and is_bound:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, and the model was built for "
                 f"{self.grid[0]}x{self.grid[1]}; build it with image_size="
-                f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that."
+                f"({images.shape[-2]}, {images.shape[-1]}) and load the weights into that"
             )
         return grid_BhwD.flatten(1, 2)
-
-    def _is_bound_to_grid(self) -> bool:
-        """Without positions the encoder is a function of a set of any size."""
-        return self.options.positions != "none"
 
     def encode(
         self,
@@ -186,43 +160,35 @@ class VisionTransformer(nn.Module):
 
         Args:
             patches_BND: from `embed`.
-            weights_to: where given, is called with each block's attention weights in turn.
+            weights_to: where given, is called with each block's attention weights in turn, and
+                again where a block is recomputed.
             num_outputs: how many tokens, from the first on, are wanted; None for all.
             keys: as of `forward`.
         """
         x_BND = patches_BND if self.class_token is None else self.class_token(patches_BND)
-        last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
-            x_BND = self._add_positions(x_BND, index)
+            if len(self.positions) and (index == 0 or self.options.positions_at != "stem"):
+                x_BND = self.positions[index % len(self.positions)](x_BND)
             if index == 0:
-                x_BND = self.dropout(x_BND, _keys_of(keys, len(self.blocks)))
+                x_BND = self.dropout(x_BND, numbered_keys(keys, self.size.depth))
                 x_BND = x_BND if self.registers is None else self.registers(x_BND)
-            recomputes = is_recomputed(index, self._recompute_every) and weights_to is None
-            wanted = num_outputs if index == last else None
-            x_BND = run_block(block, x_BND, recomputes, weights_to, wanted, _keys_of(keys, index))
-        encoded: Tensor = self.norm(x_BND)
-        return encoded
-
-    def _add_positions(self, x_BND: Tensor, index: int) -> Tensor:
-        """Positions are added at the first layer, or at each with its own or the one table."""
-        is_added = index == 0 or self.options.positions_at != "stem"
-        if not (len(self.positions) and is_added):
-            return x_BND
-        added: Tensor = self.positions[index % len(self.positions)](x_BND)
-        return added
+            recomputes = is_recomputed(index, self.blocks.recompute_every)
+            wanted = num_outputs if index == self.size.depth - 1 else None
+            block_keys = numbered_keys(keys, index)
+            x_BND = run_block(block, x_BND, recomputes, weights_to, wanted, block_keys)
+        return self.norm(x_BND)
 
     def pool(self, encoded_BND: Tensor) -> Tensor:
         """(B, N, D) to the (B, D) that the head sees."""
         if self.attention_pool is not None:
-            pooled: Tensor = self.attention_pool(encoded_BND)
+            pooled = self.attention_pool(encoded_BND)
         elif self.class_token is not None:
             pooled = encoded_BND[:, 0]
         else:
             pooled = encoded_BND[:, self.options.registers :].mean(dim=1)
-        if self.representation is not None:
-            pooled = torch.tanh(self.representation(pooled))
-        return pooled
+        return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
+    @torch.no_grad()
     def attention_weights(self, images: Tensor) -> list[Tensor]:
         """Attention weights (B, H, N, N) in float32, one tensor for each block.
 
@@ -231,13 +197,3 @@ class VisionTransformer(nn.Module):
         weights: list[Tensor] = []
         self.encode(self.embed(images), weights.append)
         return weights
-
-    def set_activation_checkpointing(self, every: int) -> None:
-        """Recompute every n-th block (and unit of a backbone) in the backward pass; 0: none."""
-        self._recompute_every = checked_interval(every)
-        self.embedding.set_activation_checkpointing(every)
-
-
-def _keys_of(keys: Tensor | None, layer: int) -> Tensor | None:
-    """Keys of one layer: the blocks by their index, then what stands before them."""
-    return None if keys is None else numbered_keys(keys, layer)

@@ -1,4 +1,5 @@
 import pickle
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -7,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit_ray.data.format.joined_datasets import join
-from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.manifest import Manifest, RowGroupColumns
 from vit_ray.data.order.keyed_random import keys_of
 from vit_ray.data.order.selection import KeyedPermutation, RowSelection, select, split_rows
 
+HEADER: dict[str, Any] = {"path": "set", "root": "set", "classes": ["a"], "files": []}
 GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 
@@ -148,21 +150,8 @@ def manifest_of(total: int, group: int = 8) -> Manifest:
     rows = np.full(-(-total // group), group, np.int32)
     rows[-1] = total - group * (len(rows) - 1)
     index = np.arange(len(rows), dtype=np.int32)
-    return Manifest(
-        "set",
-        "set",
-        total,
-        ["a"],
-        1,
-        "0",
-        [],
-        index * 0,
-        index,
-        rows,
-        index * 0,
-        {},
-        np.zeros(len(rows), np.uint32),
-    )
+    columns = RowGroupColumns(index * 0, index, rows, index * 0, {}, np.zeros(len(rows), np.uint32))
+    return Manifest(**vars(columns), **HEADER, num_images=total, max_labels=1, fingerprint="0")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])

@@ -64,7 +64,6 @@ class MixedOrder:
         self._window = window
         self._stretch = _STRETCH if window is None else window.batch_size
         self._turns_of = lru_cache(maxsize=256)(self._draw_turns)
-        self._rows_of_window = lru_cache(maxsize=64)(self._draw_window)
 
     @property
     def num_images(self) -> int:
@@ -73,9 +72,15 @@ class MixedOrder:
 
     def places(self, positions: Int64Array) -> Places:
         """What stands at some positions; row groups are numbered through all sets."""
-        sets, turns = self._turns(positions)
+        # Which set each position has a sample of, and how many that set has given before.
+        sets, turns = np.empty_like(positions), np.empty_like(positions)
+        stretches, slots = np.divmod(positions, self._stretch)
+        for stretch in np.unique(stretches).tolist():
+            here = stretches == stretch
+            its_sets, its_turns = self._turns_of(stretch)
+            sets[here], turns[here] = its_sets[slots[here]], its_turns[slots[here]]
         if self._window is not None:
-            turns = self._windowed(sets, turns, positions // self._window.num_rows)
+            turns = self._windowed(self._window, sets, turns, positions // self._window.num_rows)
         places = Places(*(np.empty_like(positions) for _ in range(3)))
         for index, order in enumerate(self._orders):
             mine = sets == index
@@ -84,16 +89,6 @@ class MixedOrder:
             places.groups[mine] = of_set.groups + self._first_groups[index]
             places.rows[mine] = of_set.rows
         return places
-
-    def _turns(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Which set each position has a sample of, and how many that set has given before."""
-        sets, turns = np.empty_like(positions), np.empty_like(positions)
-        stretches, slots = np.divmod(positions, self._stretch)
-        for stretch in np.unique(stretches):
-            here = stretches == stretch
-            its_sets, its_turns = self._turns_of(int(stretch))
-            sets[here], turns[here] = its_sets[slots[here]], its_turns[slots[here]]
-        return sets, turns
 
     def _draw_turns(self, stretch: int) -> tuple[Int64Array, Int64Array]:
         start = stretch * self._stretch
@@ -105,24 +100,22 @@ class MixedOrder:
         slots = _permutation(self._stretch, self._seed, _SLOTS, stretch)
         return sets[slots], turns[slots]
 
-    def _windowed(self, sets: Int64Array, turns: Int64Array, windows: Int64Array) -> Int64Array:
+    def _windowed(
+        self, window: ShuffleWindow, sets: Int64Array, turns: Int64Array, windows: Int64Array
+    ) -> Int64Array:
         """Turns with each set's rows of a window shared out to all of its batches."""
         mixed = np.empty_like(turns)
-        for window in np.unique(windows):
-            for index in range(len(self._orders)):
-                mine = (windows == window) & (sets == index)
-                first, permuted = self._rows_of_window(int(window), index)
+        for number in np.unique(windows).tolist():
+            before = counts_of(self._weights, number * window.num_rows)
+            after = counts_of(self._weights, (number + 1) * window.num_rows)
+            for index, (first, last) in enumerate(zip(before, after, strict=True)):
+                mine = (windows == number) & (sets == index)
+                permuted = _permutation(last - first, self._seed, _WINDOW, number, index)
                 mixed[mine] = first + permuted[turns[mine] - first]
         return mixed
 
-    def _draw_window(self, window: int, index: int) -> tuple[int, Int64Array]:
-        assert self._window is not None
-        start = window * self._window.num_rows
-        first = counts_of(self._weights, start)[index]
-        size = counts_of(self._weights, start + self._window.num_rows)[index] - first
-        return first, _permutation(size, self._seed, _WINDOW, window, index)
 
-
+@lru_cache(maxsize=64)
 def _permutation(size: int, *key: int) -> Int64Array:
     keys = keys_of(key_of(*key), np.arange(size, dtype=np.int64))
     return np.argsort(keys, kind="stable").astype(np.int64)

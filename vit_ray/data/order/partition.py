@@ -38,26 +38,24 @@ class Partition:
 class BlockTask:
     """Some blocks that one task makes, one after the other.
 
-    Block `k` of rank `r` holds rows `first + k * block_rows` and following of that rank.
+    Block `k` of each rank holds rows `first + k * block_rows` and following of that rank.
     """
 
     first: int
     block_rows: int
     rounds: int
-    rank_start: int
-    rank_stop: int
+    of_ranks: range
 
     @property
     def ranks(self) -> list[int]:
         """The rank of each block, in the order of delivery."""
-        return list(range(self.rank_start, self.rank_stop)) * self.rounds
+        return [*self.of_ranks] * self.rounds
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first row, row after the last) of each block, in the order of delivery."""
         for turn in range(self.rounds):
             first = self.first + turn * self.block_rows
-            for rank in range(self.rank_start, self.rank_stop):
-                yield rank, first, first + self.block_rows
+            yield from ((rank, first, first + self.block_rows) for rank in self.of_ranks)
 
 
 @dataclass(frozen=True)
@@ -94,46 +92,30 @@ def read_tasks(
 
     Blocks start at one micro-batch and double up to a full one, so that the first batch does not
     wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
-    blocks make more than one block.
+    blocks make more than one block. A task of those has whole windows of its ranks, whose rows of a
+    window lie side by side in the order: so it reads whole row groups, but for those at its ends.
     """
     micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
     even = min(full, shape.window_passes)
+    window_rounds = max(1, shape.window_passes // full)
+    ranks_per_task = max(1, shape.task_rows // (full * micro * window_rounds))
+    task_rounds = max(1, ranks_per_task // len(ranks)) * window_rounds
     done, passes, doubled = first // micro, last // micro, 1
     while done < passes:
         past = (shape.start_pass + done) % even
         if doubled >= full and not past and passes - done >= full:
-            rounds = (passes - done) // full
-            yield from _full_tasks(partition, done, full, rounds, shape, ranks)
-            done += rounds * full
-            continue
-        size = min(doubled, full, passes - done)
-        if past:
-            size = min(size, even - past)
-        elif size > even:
-            size -= size % even
-        for rank in ranks:
-            yield BlockTask(done * micro, size * micro, 1, rank, rank + 1)
-        done, doubled = done + size, doubled * 2
-
-
-def _full_tasks(
-    partition: Partition, done: int, full: int, rounds: int, shape: BlockShape, ranks: range
-) -> Iterator[BlockTask]:
-    """Tasks of full blocks from an even pass on.
-
-    A task has whole windows of its ranks, whose rows of a window lie side by side in the order:
-    so it reads whole row groups, but for those at its two ends.
-    """
-    micro = partition.batch_size_per_rank
-    block_rows = full * micro
-    window_rounds = max(1, shape.window_passes // full)
-    ranks_per_task = max(1, shape.task_rows // (block_rows * window_rounds))
-    windows = max(1, ranks_per_task // len(ranks))
-    past = (shape.start_pass + done) % shape.window_passes // full
-    turn = 0
-    while turn < rounds:
-        count = min(windows * window_rounds - (turn + past) % window_rounds, rounds - turn)
-        for rank in ranks[::ranks_per_task]:
-            stop = min(rank + ranks_per_task, ranks.stop)
-            yield BlockTask(done * micro + turn * block_rows, block_rows, count, rank, stop)
-        turn += count
+            into_window = (shape.start_pass + done) % shape.window_passes // full
+            size = full
+            rounds = min(task_rounds - into_window % window_rounds, (passes - done) // full)
+            shared = ranks_per_task
+        else:
+            size, rounds, shared = min(doubled, full, passes - done), 1, 1
+            if past:
+                size = min(size, even - past)
+            elif size > even:
+                size -= size % even
+            doubled *= 2
+        for start in range(ranks.start, ranks.stop, shared):
+            of_ranks = range(start, min(start + shared, ranks.stop))
+            yield BlockTask(done * micro, size * micro, rounds, of_ranks)
+        done += size * rounds

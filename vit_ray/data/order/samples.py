@@ -1,7 +1,7 @@
 """The rows at given positions of a run: an order applied to a selection of a data set."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,8 @@ class Plan:
             self._order = MixedOrder(per_set, manifest.weights, seed, window)
         else:
             self._order = Order(counts, seed, is_shuffled, window)
-        self._selected_rows = lru_cache(maxsize=4096)(self._find_selected_rows)
+        if rows is not None:
+            self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
 
     @property
     def num_images(self) -> int:
@@ -83,7 +84,3 @@ class Plan:
         if self._selection is None:
             return np.arange(self._manifest.rows[group], dtype=np.int64)
         return self._selected_rows(group)
-
-    def _find_selected_rows(self, group: int) -> Int64Array:
-        assert self._selection is not None
-        return self._selection.rows_of_group(self._manifest, group)

@@ -5,10 +5,8 @@ lies in a range. Rows were shuffled at conversion, so ranks go through whole row
 that is keyed, and a small share reads a small part of the bytes.
 """
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,37 +37,25 @@ class KeyedPermutation:
 
     def ranks(self, values: Int64Array) -> Int64Array:
         """Where the permutation sends each value: int64, same shape."""
-        ranks = self._network(values.astype(np.uint64))
-        outside = ranks >= self._size
-        while outside.any():
-            ranks[outside] = self._network(ranks[outside])
-            outside = ranks >= self._size
-        return ranks.astype(np.int64)
+        return self._walked(values, is_back=False)
 
     def values(self, ranks: Int64Array) -> Int64Array:
         """The value that has each rank: the inverse of `ranks`."""
-        values = self._network_back(ranks.astype(np.uint64))
-        outside = values >= self._size
+        return self._walked(ranks, is_back=True)
+
+    def _walked(self, values: Int64Array, *, is_back: bool) -> Int64Array:
+        """Backwards is the same network with its halves and its keys in turned order."""
+        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
+        turn = -1 if is_back else 1
+        found, outside = values.astype(np.uint64), np.ones(values.shape, bool)
         while outside.any():
-            values[outside] = self._network_back(values[outside])
-            outside = values >= self._size
-        return values.astype(np.int64)
-
-    def _network_back(self, ranks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        bits = np.uint64(self._half_bits)
-        mask = np.uint64((1 << self._half_bits) - 1)
-        left, right = ranks >> bits, ranks & mask
-        for key in reversed(self._keys):
-            left, right = right ^ (keys_of(key, left) & mask), left
-        return (left << bits) | right
-
-    def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        bits = np.uint64(self._half_bits)
-        mask = np.uint64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in self._keys:
-            left, right = right, left ^ (keys_of(key, right) & mask)
-        return (left << bits) | right
+            left, right = (found[outside] >> bits, found[outside] & mask)[::turn]
+            for key in self._keys[::turn]:
+                left, right = right, left ^ (keys_of(key, right) & mask)
+            left, right = (left, right)[::turn]
+            found[outside] = (left << bits) | right
+            outside = found >= self._size
+        return found.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,7 @@ class RowSelection:
         if not 0 < count <= self.count:
             raise ValueError(
                 f"fraction={fraction} of {self.count} images is {count}; "
-                f"use a fraction from {1 / self.count:.3g} to 1."
+                f"use a fraction from {1 / self.count:.3g} to 1"
             )
         return replace(self, last=self.first + count)
 
@@ -126,7 +112,7 @@ class RowSelection:
         if self.num_images != manifest.num_images:
             raise ValueError(
                 f"rows: the selection was made for {self.num_images} images and the data set "
-                f"{manifest.path!r} has {manifest.num_images}; make it again with split_rows."
+                f"{manifest.path!r} has {manifest.num_images}; make it again with split_rows"
             )
         if self.is_all:
             return manifest.rows.astype(np.int64)
@@ -188,32 +174,21 @@ def select(
     return (rows.take(fraction) if fraction < 1 else rows), rest
 
 
-def _kept_with_manifest(
-    compute: Callable[[Any, Manifest], Int64Array],
-) -> Callable[[Hashable, Manifest], Int64Array]:
-    """Keeps results as long as their data set, of which a run may read any number."""
-    kept: WeakKeyDictionary[Manifest, dict[Hashable, Int64Array]] = WeakKeyDictionary()
-
-    @wraps(compute)
-    def find(key: Hashable, manifest: Manifest) -> Int64Array:
-        results = kept.setdefault(manifest, {})
-        if key not in results:
-            results[key] = compute(key, manifest)
-        return results[key]
-
-    return find
+_FIRST_RANKS: Final[WeakKeyDictionary[Manifest, dict[int, Int64Array]]] = WeakKeyDictionary()
+"""By seed, as long as there is the data set, of which a run may read any number."""
 
 
-@_kept_with_manifest
 def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:
     """Rank of the first row of each row group, the row groups in an order of their own."""
-    order = np.argsort(
-        keys_of(key_of(_SPLIT_GROUPS, seed), np.arange(manifest.num_row_groups)), kind="stable"
-    )
-    ends = np.cumsum(manifest.rows[order], dtype=np.int64)
-    firsts = np.empty_like(ends)
-    firsts[order] = ends - manifest.rows[order]
-    return firsts
+    of_manifest = _FIRST_RANKS.setdefault(manifest, {})
+    if seed not in of_manifest:
+        keys = keys_of(key_of(_SPLIT_GROUPS, seed), np.arange(manifest.num_row_groups))
+        order = np.argsort(keys, kind="stable")
+        ends = np.cumsum(manifest.rows[order], dtype=np.int64)
+        firsts = np.empty_like(ends)
+        firsts[order] = ends - manifest.rows[order]
+        of_manifest[seed] = firsts
+    return of_manifest[seed]
 
 
 def split_rows(
@@ -236,7 +211,7 @@ def split_rows(
     if not 0 < held_out < total:
         raise ValueError(
             f"fraction={fraction} of {total} images holds out {held_out}; "
-            f"use a fraction from {1 / total:.3g} to {1 - 1 / total:.3g}."
+            f"use a fraction from {1 / total:.3g} to {1 - 1 / total:.3g}"
         )
     whole = RowSelection.all(manifest, seed)
     return replace(whole, first=held_out), replace(whole, last=held_out)

@@ -71,12 +71,6 @@ class Places:
     rows: Int64Array
 
 
-@dataclass(frozen=True)
-class _EpochGroups:
-    groups: Int64Array
-    ends: Int64Array
-
-
 class Order:
     """The order in which a run with `seed` reads a data set.
 
@@ -104,12 +98,9 @@ class Order:
         self.is_shuffled = is_shuffled
         self.window = window
         if self.num_images == 0:
-            raise ValueError("order: the selection holds 0 rows; choose a data set with images.")
-        self._plan = lru_cache(maxsize=2)(self._draw_epoch)
+            raise ValueError("order: the selection holds 0 rows; choose a data set with images")
+        self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (Order, (self.rows, self.seed, self.is_shuffled, self.window))
 
     def samples_at(self, start: int, stop: int) -> Int64Array:
         """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
@@ -122,14 +113,16 @@ class Order:
             positions = self.window.undealt(positions, self.num_images)
         epochs, offsets = np.divmod(positions, self.num_images)
         groups, rows = np.empty_like(offsets), np.empty_like(offsets)
-        for epoch in np.unique(epochs):
+        for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            plan = self._plan(int(epoch))
-            turns = np.searchsorted(plan.ends, offsets[of_epoch], side="right")
-            groups[of_epoch] = plan.groups[turns]
-            rows[of_epoch] = offsets[of_epoch] - plan.ends[turns] + self.rows[plan.groups[turns]]
-        if self.is_shuffled:
-            for alike in _runs_alike(epochs, groups):
+            order, ends = self._groups_of(epoch)
+            turns = np.searchsorted(ends, offsets[of_epoch], side="right")
+            groups[of_epoch] = order[turns]
+            rows[of_epoch] = offsets[of_epoch] - ends[turns] + self.rows[order[turns]]
+        if self.is_shuffled and len(groups):
+            by_group = np.lexsort((groups, epochs))
+            is_new = (np.diff(groups[by_group]) != 0) | (np.diff(epochs[by_group]) != 0)
+            for alike in np.split(by_group, np.flatnonzero(is_new) + 1):
                 permuted = self._rows_of(int(epochs[alike[0]]), int(groups[alike[0]]))
                 rows[alike] = permuted[rows[alike]]
         return Places(epochs, groups, rows)
@@ -139,18 +132,10 @@ class Order:
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
         return np.argsort(keys, kind="stable").astype(np.int64)
 
-    def _draw_epoch(self, epoch: int) -> _EpochGroups:
+    def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
+        """Row groups of an epoch in their order, and where each ends."""
         groups = np.arange(len(self.rows), dtype=np.int64)
         if self.is_shuffled:
             keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
             groups = np.argsort(keys, kind="stable").astype(np.int64)
-        return _EpochGroups(groups, np.cumsum(self.rows[groups]))
-
-
-def _runs_alike(epochs: Int64Array, groups: Int64Array) -> list[NDArray[np.intp]]:
-    """The indices of the positions of each row group of each epoch."""
-    if not len(groups):
-        return []
-    order = np.lexsort((groups, epochs))
-    is_new = (np.diff(groups[order]) != 0) | (np.diff(epochs[order]) != 0)
-    return np.split(order, np.flatnonzero(is_new) + 1)
+        return groups, np.cumsum(self.rows[groups])

@@ -271,11 +271,8 @@ def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "mosaic"}, "augmentation.kind='mosaic'; allowed are"),
-        ({"size": 0}, "at least 1 pixel"),
-        ({"kind": "resize_crop", "size": 300}, "augmentation.resize=256 is below"),
+        ({"kind": "resize_crop", "size": 300}, r"augmentation\.resize=256 is below"),
         ({"min_area": 0.6, "max_area": 0.5}, "keep 0 < min_area"),
-        ({"min_aspect": 2.0}, "keep 0 < min_aspect"),
     ],
 )
 def test_an_impossible_augmentation_is_refused(options: dict[str, Any], message: str) -> None:

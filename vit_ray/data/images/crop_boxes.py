@@ -53,24 +53,15 @@ class Augmentation:
     randaugment: RandAugment | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in _BOXES:
-            raise ValueError(f"augmentation.kind={self.kind!r}; allowed are {sorted(_BOXES)}.")
-        if min(self.height, self.width) < 1:
-            raise ValueError(f"augmentation.size={self.size}; give at least 1 pixel a side.")
         if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):
             raise ValueError(
                 f"augmentation.resize={self.resize} is below augmentation.size={self.size}, so the "
-                f"crop would not fit; use at least {max(self.shape[:2])}."
+                f"crop would not fit; use at least {max(self.shape[:2])}"
             )
         if not 0 < self.min_area <= self.max_area <= 1:
             raise ValueError(
                 f"augmentation.min_area={self.min_area}, max_area={self.max_area}; "
-                f"keep 0 < min_area <= max_area <= 1."
-            )
-        if not 0 < self.min_aspect <= self.max_aspect:
-            raise ValueError(
-                f"augmentation.min_aspect={self.min_aspect}, max_aspect={self.max_aspect}; "
-                f"keep 0 < min_aspect <= max_aspect."
+                "keep 0 < min_area <= max_area <= 1"
             )
 
     @property
@@ -114,21 +105,6 @@ class CropBox:
         return first_row, first, last_row, min(width, max(first + 1, math.ceil(right)))
 
 
-@dataclass(frozen=True)
-class _Boxes:
-    """A `CropBox` for each of many images; each an array with an entry per image."""
-
-    top: NDArray[Any]
-    left: NDArray[Any]
-    height: NDArray[Any]
-    width: NDArray[Any]
-    is_flipped: NDArray[np.bool_]
-
-    def one_by_one(self) -> list[CropBox]:
-        columns = [column.tolist() for column in vars(self).values()]
-        return [CropBox(*row) for row in zip(*columns, strict=True)]
-
-
 def draw_boxes(
     sizes: NDArray[np.integer],
     augmentation: Augmentation,
@@ -145,7 +121,8 @@ def draw_boxes(
     # An image that is nothing but border is refused when it is cut.
     height, width = np.maximum(np.asarray(sizes, np.int64) - 2 * augmentation.border, 1).T
     random = KeyedUniforms(seed, epochs, samples, _CROP)
-    return _BOXES[augmentation.kind](height, width, augmentation, random).one_by_one()
+    boxes = _BOXES[augmentation.kind](height, width, augmentation, random)
+    return [CropBox(*row) for row in zip(*(column.tolist() for column in boxes), strict=True)]
 
 
 def draw_box(
@@ -157,57 +134,42 @@ def draw_box(
     return box
 
 
+_Boxes = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[np.bool_]]
+"""Top, left, height, width and whether it is flipped, an entry per image."""
+
+
 def _inception_crop(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
-    boxes = _largest_central(height, width, augmentation, random)
+    # The largest central box, for images that no attempt fits.
+    low, high = augmentation.min_aspect, augmentation.max_aspect
+    aspect = np.minimum(np.maximum(width / height, low), high)
+    box_width = np.minimum(width, np.maximum(1, _rounded(height * aspect)))
+    box_height = np.minimum(height, np.maximum(1, _rounded(width / aspect)))
+    top, left = (height - box_height) // 2, (width - box_width) // 2
+    is_flipped = _flips(augmentation, random, 2 * _ATTEMPTS + 1)
+    areas = augmentation.max_area - augmentation.min_area
+    log_low, log_high = math.log(low), math.log(high)
     left_over = np.arange(len(height))
     for attempt in range(_ATTEMPTS):
         first = 2 * attempt + 1  # an attempt draws two numbers, and three more if it fits
         h, w = height[left_over], width[left_over]
-        crop_height, crop_width = _drawn_sides(h, w, augmentation, random, first, left_over)
+        area = h * w * (augmentation.min_area + areas * random.draw(first, left_over))
+        drawn = log_low + (log_high - log_low) * random.draw(first + 1, left_over)
+        # Not numpy's exp, whose last bit depends on the processor.
+        aspect = np.array([math.exp(value) for value in drawn.tolist()])
+        crop_height, crop_width = _rounded(np.sqrt(area / aspect)), _rounded(np.sqrt(area * aspect))
         fits = (crop_width > 0) & (crop_width <= w) & (crop_height > 0) & (crop_height <= h)
         fitting = left_over[fits]
-        boxes.height[fitting], boxes.width[fitting] = crop_height[fits], crop_width[fits]
+        box_height[fitting], box_width[fitting] = crop_height[fits], crop_width[fits]
         room = (h - crop_height + 1)[fits], (w - crop_width + 1)[fits]
-        boxes.top[fitting] = _below(room[0], random.draw(first + 2, fitting))
-        boxes.left[fitting] = _below(room[1], random.draw(first + 3, fitting))
-        boxes.is_flipped[fitting] = _flips(augmentation, random, first + 4, fitting)
+        top[fitting] = _below(room[0], random.draw(first + 2, fitting))
+        left[fitting] = _below(room[1], random.draw(first + 3, fitting))
+        is_flipped[fitting] = _flips(augmentation, random, first + 4, fitting)
         left_over = left_over[~fits]
         if not len(left_over):
             break
-    return boxes
-
-
-def _drawn_sides(
-    height: IntArray,
-    width: IntArray,
-    augmentation: Augmentation,
-    random: KeyedUniforms,
-    first: int,
-    which: NDArray[np.intp],
-) -> tuple[IntArray, IntArray]:
-    """Height and width of a random area and aspect."""
-    areas = augmentation.max_area - augmentation.min_area
-    area = height * width * (augmentation.min_area + areas * random.draw(first, which))
-    low, high = math.log(augmentation.min_aspect), math.log(augmentation.max_aspect)
-    drawn = low + (high - low) * random.draw(first + 1, which)
-    # Not numpy's exp, whose last bit depends on the processor.
-    aspect = np.array([math.exp(value) for value in drawn.tolist()])
-    return _rounded(np.sqrt(area / aspect)), _rounded(np.sqrt(area * aspect))
-
-
-def _largest_central(
-    height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
-) -> _Boxes:
-    aspect = np.minimum(
-        np.maximum(width / height, augmentation.min_aspect), augmentation.max_aspect
-    )
-    crop_width = np.minimum(width, np.maximum(1, _rounded(height * aspect)))
-    crop_height = np.minimum(height, np.maximum(1, _rounded(width / aspect)))
-    top, left = (height - crop_height) // 2, (width - crop_width) // 2
-    flips = _flips(augmentation, random, 2 * _ATTEMPTS + 1)
-    return _Boxes(top, left, crop_height, crop_width, flips)
+    return top, left, box_height, box_width, is_flipped
 
 
 def _resize_crop(
@@ -217,7 +179,7 @@ def _resize_crop(
     top = _below(augmentation.resize - augmentation.height + 1, random.draw(1)) * per_row
     left = _below(augmentation.resize - augmentation.width + 1, random.draw(2)) * per_column
     flips = _flips(augmentation, random, 3)
-    return _Boxes(top, left, augmentation.height * per_row, augmentation.width * per_column, flips)
+    return top, left, augmentation.height * per_row, augmentation.width * per_column, flips
 
 
 def _center_crop(
@@ -226,14 +188,14 @@ def _center_crop(
     per_pixel = np.minimum(height, width) / augmentation.resize
     crop_height, crop_width = augmentation.height * per_pixel, augmentation.width * per_pixel
     top, left = (height - crop_height) / 2, (width - crop_width) / 2
-    return _Boxes(top, left, crop_height, crop_width, _flips(augmentation, random, 1))
+    return top, left, crop_height, crop_width, _flips(augmentation, random, 1)
 
 
 def _resize(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
     corner = np.zeros_like(height)
-    return _Boxes(corner, corner, height, width, _flips(augmentation, random, 1))
+    return corner, corner, height, width, _flips(augmentation, random, 1)
 
 
 def _flips(
@@ -255,8 +217,7 @@ def _rounded(values: NDArray[Any]) -> IntArray:
     return np.rint(values).astype(np.int64)
 
 
-_BoxChooser = Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]
-_BOXES: Final[dict[str, _BoxChooser]] = {
+_BOXES: Final[dict[str, Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]]] = {
     "inception_crop": _inception_crop,
     "resize_crop": _resize_crop,
     "center_crop": _center_crop,

@@ -10,7 +10,6 @@ pipeline of the ViT paper.
 import io
 import math
 import re
-from dataclasses import dataclass
 from typing import Final
 
 import cv2
@@ -49,14 +48,6 @@ class BadImageError(ValueError):
     """The bytes are not an image that can be decoded; the message says why."""
 
 
-@dataclass(frozen=True, eq=False)
-class JpegRegion:
-    """A JPEG file, or a part of one that is a file itself, and the pixels of it that are wanted."""
-
-    content: bytes | memoryview | UInt8Array
-    box: Box
-
-
 def decode(image: bytes | memoryview) -> UInt8Array:
     """All pixels of an encoded image as RGB: uint8 (height, width, 3).
 
@@ -92,9 +83,7 @@ def training_crop(
         out = np.empty(augmentation.shape, np.uint8)
     size = size_of_jpeg(image)
     if size is None:
-        pixels = _decode_other(image)
-        box = draw_box(pixels.shape[:2], augmentation, rng_key)
-        _resized_box(_within_border(pixels, augmentation.border), box, out)
+        _crop_pixels(_decode_other(image), augmentation, rng_key, out)
     else:
         box = draw_box(size, augmentation, rng_key)
         cut_crop(StoredImage(image, size), box, augmentation, out)
@@ -111,17 +100,17 @@ def cut_crop(
     """
     if augmentation.border:
         pixels = decode(image.content)
-        _check_size(image, pixels.shape[:2])
-        return _resized_box(_within_border(pixels, augmentation.border), box, out)
-    scale = _coarsest_scale(box, augmentation)
-    region = jpeg_region(image, box, scale)
-    part = None if region is None else decode_jpeg(region.content, scale)
-    if region is None or part is None:
+    else:
+        # The coarsest scale at which the crop still has all the pixels of the output.
+        shrink = min(box.height / augmentation.height, box.width / augmentation.width)
+        scale = next(scale for scale in (8, 4, 2, 1) if scale <= max(shrink, 1))
+        if (region := jpeg_region(image, box, scale)) is not None:
+            content, (top, left, bottom, right) = region
+            if (part := decode_jpeg(content, scale)) is not None:
+                return _resized(part[top:bottom, left:right], box.is_flipped, out)
         pixels = _decode_other(image.content)
-        _check_size(image, pixels.shape[:2])
-        return _resized_box(pixels, box, out)
-    top, left, bottom, right = region.box
-    return _resized_crop(part[top:bottom, left:right], box.is_flipped, out)
+    _check_size(image, pixels.shape[:2])
+    return _resized_box(_within_border(pixels, augmentation.border), box, out)
 
 
 def augmented(
@@ -133,8 +122,12 @@ def augmented(
     return crop
 
 
-def jpeg_region(image: StoredImage, box: CropBox, scale: int = 1) -> JpegRegion | None:
-    """What is to be decoded at 1/`scale` for a crop; None for what is no plain JPEG.
+def jpeg_region(
+    image: StoredImage, box: CropBox, scale: int = 1
+) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
+    """The JPEG file to decode at 1/`scale` for a crop, and the pixels of it that are wanted.
+
+    None for what is no plain JPEG; a part of the file where it has a restart index.
 
     Raises:
         BadImageError: if it is an image of another size.
@@ -145,7 +138,7 @@ def jpeg_region(image: StoredImage, box: CropBox, scale: int = 1) -> JpegRegion 
         if size is None:
             return None
         _check_size(image, size)
-        return JpegRegion(image.content, bounds)
+        return image.content, bounds
     height, width = image.size
     top, left, bottom, right = (side * scale for side in bounds)
     part = crop_file(
@@ -156,7 +149,7 @@ def jpeg_region(image: StoredImage, box: CropBox, scale: int = 1) -> JpegRegion 
     )
     above, beside = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
-    return JpegRegion(part.image, (top - above, left - beside, bottom - above, right - beside))
+    return part.image, (top - above, left - beside, bottom - above, right - beside)
 
 
 def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
@@ -164,9 +157,14 @@ def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array
 
     Where the augmentation is random, it takes the same numbers for every image.
     """
-    box = draw_box(pixels.shape[:2], augmentation, (0, 0, 0))
-    pixels = _within_border(pixels, augmentation.border)
-    return _resized_box(pixels, box, np.empty(augmentation.shape, np.uint8))
+    return _crop_pixels(pixels, augmentation, (0, 0, 0), np.empty(augmentation.shape, np.uint8))
+
+
+def _crop_pixels(
+    pixels: UInt8Array, augmentation: Augmentation, rng_key: tuple[int, int, int], out: UInt8Array
+) -> UInt8Array:
+    box = draw_box(pixels.shape[:2], augmentation, rng_key)
+    return _resized_box(_within_border(pixels, augmentation.border), box, out)
 
 
 def _within_border(pixels: UInt8Array, border: int) -> UInt8Array:
@@ -194,7 +192,10 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
     try:
         with open_image(image) as opened:
             if opened.mode.startswith("I;16") or opened.mode == "I":
-                return _from_16_bits(np.asarray(opened))
+                grey = np.asarray(opened)
+                # Values that all fit into 8 bits are taken to mean them, as Pillow does.
+                eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
+                return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
             if opened.mode == "F":
                 raise BadImageError("its pixels are floats, whose range nobody tells")
             return np.asarray(opened.convert("RGB"))
@@ -207,45 +208,23 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
 
 
-def _from_16_bits(grey: NDArray[np.integer]) -> UInt8Array:
-    """Files whose values all fit into 8 bits are taken to mean them, as Pillow does."""
-    bits = 8 if grey.max() > 255 else 0
-    eight = (grey.astype(np.int64) >> bits).clip(0, 255).astype(np.uint8)
-    return np.repeat(eight[:, :, None], 3, axis=2)
-
-
-def _coarsest_scale(box: CropBox, augmentation: Augmentation) -> int:
-    """The largest of 8, 4, 2, 1 at which the crop still has all the pixels of the output."""
-    shrink = min(box.height / augmentation.height, box.width / augmentation.width)
-    return next(scale for scale in (8, 4, 2, 1) if scale <= max(shrink, 1))
-
-
 def _resized_box(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
     top, left, bottom, right = box.bounds(pixels.shape[:2])
-    return _resized_crop(pixels[top:bottom, left:right], box.is_flipped, out)
+    return _resized(pixels[top:bottom, left:right], box.is_flipped, out)
 
 
-def _resized_crop(crop: UInt8Array, is_flipped: bool, out: UInt8Array) -> UInt8Array:
-    if is_flipped:
-        cv2.flip(_resized(crop, np.empty_like(out)), 1, dst=out)
-    else:
-        _resized(crop, out)
-    return out
-
-
-def _resized(crop: UInt8Array, out: UInt8Array) -> UInt8Array:
+def _resized(crop: UInt8Array, is_flipped: bool, out: UInt8Array) -> UInt8Array:
     height, width = out.shape[:2]
-    down, across = crop.shape[0] / height, crop.shape[1] / width
+    shrinks = crop.shape[0] / height, crop.shape[1] / width
     method = cv2.INTER_LINEAR
-    if max(down, across) >= _AVERAGED_FROM:
+    if max(shrinks) >= _AVERAGED_FROM:
         method = cv2.INTER_AREA
-    elif max(down, across) >= _BLURRED_FROM:
-        blurred = cv2.GaussianBlur(crop, (3, 3), _blur_for(across), sigmaY=_blur_for(down))
-        crop = blurred  # type: ignore[assignment]
-    cv2.resize(crop, (width, height), dst=out, interpolation=method)
+    elif max(shrinks) >= _BLURRED_FROM:
+        # Standard deviations in source pixels: best PSNR against Pillow over factors of 1 to 4.
+        down, across = (max(0.1, 0.45 * math.sqrt(max(0.0, s * s - 1))) for s in shrinks)
+        crop = cv2.GaussianBlur(crop, (3, 3), across, sigmaY=down)  # type: ignore[assignment]
+    target = np.empty_like(out) if is_flipped else out
+    cv2.resize(crop, (width, height), dst=target, interpolation=method)
+    if is_flipped:
+        cv2.flip(target, 1, dst=out)
     return out
-
-
-def _blur_for(shrink: float) -> float:
-    """Standard deviation in source pixels; chosen by PSNR against Pillow over factors of 1 to 4."""
-    return max(0.1, 0.45 * math.sqrt(max(0.0, shrink * shrink - 1)))

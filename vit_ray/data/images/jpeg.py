@@ -26,12 +26,20 @@ def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
     A file that does not end with the end-of-image marker may be cut short, which OpenCV would fill
     with grey without a word; it is not taken for plain.
     """
-    if image[:2] != START or image[-2:] != END:
-        return None
-    try:
-        return _find_size(image)
-    except (struct.error, IndexError):  # the file ends inside a segment
-        return None
+    size = None
+    if image[:2] == START and image[-2:] == END:
+        try:
+            for marker, at, _ in header_segments(image):
+                if marker in FRAMES:
+                    height, width, components = struct.unpack_from(">HHB", image, at + 3)
+                    if components not in (1, 3) or not 0 < height * width <= _MOST_PIXELS:
+                        return None
+                    size = height, width
+                elif marker == SCAN:
+                    return size
+        except (struct.error, IndexError):  # the file ends inside a segment
+            return None
+    return None
 
 
 def decode_jpeg(
@@ -40,16 +48,3 @@ def decode_jpeg(
     """Pixels at 1/`scale`: uint8 (height, width, 3), RGB; None if OpenCV cannot."""
     flags = _READ_FLAGS[scale] | cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(image, np.uint8), flags)  # type: ignore[return-value]
-
-
-def _find_size(image: bytes | memoryview) -> tuple[int, int] | None:
-    size = None
-    for marker, at, _ in header_segments(image):
-        if marker in FRAMES:
-            height, width, components = struct.unpack_from(">HHB", image, at + 3)
-            if components not in (1, 3) or not 0 < height * width <= _MOST_PIXELS:
-                return None
-            size = height, width
-        elif marker == SCAN:
-            return size
-    return None

@@ -99,26 +99,21 @@ class HashIndex:
 
     def near(self, queries: NDArray[np.uint8], max_distance: int) -> NearHashes:
         """Pairs of the queries (M, 16) and hashes that differ in at most `max_distance` bits."""
-        parts = [
-            self._near(queries[at : at + _QUERIES_AT_A_TIME], at, max_distance)
-            for at in range(0, len(queries), _QUERIES_AT_A_TIME)
-        ]
-        if not parts:
-            return NearHashes(*(np.empty(0, np.int64) for _ in range(3)))
-        return NearHashes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    def _near(self, queries: NDArray[np.uint8], first: int, max_distance: int) -> NearHashes:
-        pairs = set[int]()
-        for band, values in enumerate(_bands(queries).T):
-            for probe in _PROBES:
-                query, found = self._candidates(values ^ probe, band)
-                bits = np.bitwise_count(self._hashes[found] ^ queries[query]).sum(axis=1)
-                near = bits <= max_distance
-                pairs.update((query[near] * len(self._hashes) + found[near]).tolist())
-        query, found = np.divmod(np.array(sorted(pairs), np.int64), max(1, len(self._hashes)))
+        pairs = set[tuple[int, int]]()
+        for first in range(0, len(queries), _QUERIES_AT_A_TIME):
+            some = queries[first : first + _QUERIES_AT_A_TIME]
+            for band, values in enumerate(_bands(some).T):
+                for probe in _PROBES:
+                    query, found = self._candidates(values ^ probe, band)
+                    bits = np.bitwise_count(self._hashes[found] ^ some[query]).sum(axis=1)
+                    near = bits <= max_distance
+                    pairs.update(
+                        zip((query[near] + first).tolist(), found[near].tolist(), strict=True)
+                    )
+        query, found = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
         distance = np.bitwise_count(self._hashes[found] ^ queries[query]).sum(axis=1)
         order = np.lexsort((found, distance, query))
-        return NearHashes(query[order] + first, found[order], distance[order].astype(np.int64))
+        return NearHashes(query[order], found[order], distance[order].astype(np.int64))
 
     def _candidates(
         self, values: NDArray[np.uint16], band: int

@@ -78,48 +78,10 @@ def _signed(value: float, random: KeyedUniform) -> float:
     return value if random.draw() < 0.5 else -value
 
 
-def _autocontrast(image: Image.Image, *_: Any) -> Image.Image:
-    return ImageOps.autocontrast(image)
-
-
-def _equalize(image: Image.Image, *_: Any) -> Image.Image:
-    return ImageOps.equalize(image)
-
-
-def _invert(image: Image.Image, *_: Any) -> Image.Image:
-    return ImageOps.invert(image)
-
-
-def _posterize(image: Image.Image, level: float, _: Any) -> Image.Image:
-    return ImageOps.posterize(image, min(8, int(level * 4)))
-
-
-def _posterize_more(image: Image.Image, level: float, _: Any) -> Image.Image:
-    return ImageOps.posterize(image, 4 - int(level * 4))
-
-
-def _solarize(image: Image.Image, level: float, _: Any) -> Image.Image:
-    return ImageOps.solarize(image, int(level * 256))
-
-
-def _solarize_more(image: Image.Image, level: float, _: Any) -> Image.Image:
-    return ImageOps.solarize(image, 256 - int(level * 256))
-
-
 def _solarize_add(image: Image.Image, level: float, _: Any) -> Image.Image:
     addition = int(level * 110)
     table = [min(255, value + addition) if value < 128 else value for value in range(256)]
     return image.point(table * 3)
-
-
-def _enhance(kind: Any) -> Operation:
-    """Blend with a duller image; 1 changes nothing, and full level is 1.9."""
-    return lambda image, level, _: kind(image).enhance(level * 1.8 + 0.1)
-
-
-def _enhance_either_way(kind: Any) -> Operation:
-    """As much duller as sharper: 0.1 or 1.9 at full level."""
-    return lambda image, level, random: kind(image).enhance(1.0 + _signed(0.9 * level, random))
 
 
 def _cutout(image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
@@ -131,68 +93,77 @@ def _cutout(image: Image.Image, level: float, random: KeyedUniform) -> Image.Ima
     return cut
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """How pixels are found in another place, and what stands where there are none."""
+def _enhance(factor: Callable[[float, KeyedUniform], float]) -> tuple[Operation, ...]:
+    """Each kind of blending with a duller image; a factor of 1 changes nothing."""
+    kinds = (
+        ImageEnhance.Color,
+        ImageEnhance.Contrast,
+        ImageEnhance.Brightness,
+        ImageEnhance.Sharpness,
+    )
 
-    resample: Image.Resampling
-    fill: tuple[int, int, int]
-    translates_by_side: bool
+    def of_kind(kind: Any) -> Operation:
+        return lambda image, level, random: kind(image).enhance(factor(level, random))
 
-    def rotate(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
-        return image.rotate(_signed(level * 30, random), self.resample, fillcolor=self.fill)
+    return tuple(map(of_kind, kinds))
 
-    def shear_x(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
-        return self._affine(image, (1, _signed(level * 0.3, random), 0, 0, 1, 0))
 
-    def shear_y(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
-        return self._affine(image, (1, 0, 0, _signed(level * 0.3, random), 1, 0))
+def _moves(
+    resample: Image.Resampling, fill: tuple[int, int, int], most_shift: Callable[[int], float]
+) -> tuple[Operation, ...]:
+    """Rotation, shears and translations.
 
-    def translate_x(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
-        return self._affine(image, (1, 0, self._shift(image.width, level, random), 0, 1, 0))
+    Args:
+        fill: where no pixel comes from.
+        most_shift: pixels of a side that a translation takes at full level.
+    """
 
-    def translate_y(self, image: Image.Image, level: float, random: KeyedUniform) -> Image.Image:
-        return self._affine(image, (1, 0, 0, 0, 1, self._shift(image.height, level, random)))
-
-    def _shift(self, side: int, level: float, random: KeyedUniform) -> float:
-        most = _TRANSLATE_FRACTION * side if self.translates_by_side else _TRANSLATE_PIXELS
-        return _signed(level * most, random)
-
-    def _affine(self, image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
-        return image.transform(
-            image.size, Image.Transform.AFFINE, matrix, self.resample, fillcolor=self.fill
+    def affine(
+        matrix: Callable[[Image.Image, float, KeyedUniform], tuple[float, ...]],
+    ) -> Operation:
+        return lambda image, level, random: image.transform(
+            image.size,
+            Image.Transform.AFFINE,
+            matrix(image, level, random),
+            resample,
+            fillcolor=fill,
         )
 
-    def operations(self) -> tuple[Operation, ...]:
-        return self.rotate, self.shear_x, self.shear_y, self.translate_x, self.translate_y
+    def shift(side: int, level: float, random: KeyedUniform) -> float:
+        return _signed(level * most_shift(side), random)
+
+    return (
+        lambda image, level, random: image.rotate(
+            _signed(level * 30, random), resample, fillcolor=fill
+        ),
+        affine(lambda _, level, random: (1, _signed(level * 0.3, random), 0, 0, 1, 0)),
+        affine(lambda _, level, random: (1, 0, 0, _signed(level * 0.3, random), 1, 0)),
+        affine(lambda image, level, random: (1, 0, shift(image.width, level, random), 0, 1, 0)),
+        affine(lambda image, level, random: (1, 0, 0, 0, 1, shift(image.height, level, random))),
+    )
 
 
-_ENHANCED = (
-    ImageEnhance.Color,
-    ImageEnhance.Contrast,
-    ImageEnhance.Brightness,
-    ImageEnhance.Sharpness,
-)
 _SPACES: Final[dict[str, tuple[Operation, ...]]] = {
     "tensorflow": (
-        _autocontrast,
-        _equalize,
-        _invert,
-        _posterize,
-        _solarize,
+        lambda image, *_: ImageOps.autocontrast(image),
+        lambda image, *_: ImageOps.equalize(image),
+        lambda image, *_: ImageOps.invert(image),
+        lambda image, level, _: ImageOps.posterize(image, min(8, int(level * 4))),
+        lambda image, level, _: ImageOps.solarize(image, int(level * 256)),
         _solarize_add,
         _cutout,
-        *map(_enhance, _ENHANCED),
-        *_Geometry(Image.Resampling.NEAREST, _GREY, translates_by_side=False).operations(),
+        *_enhance(lambda level, _: level * 1.8 + 0.1),
+        *_moves(Image.Resampling.NEAREST, _GREY, lambda _: _TRANSLATE_PIXELS),
     ),
     "timm": (
-        _autocontrast,
-        _equalize,
-        _invert,
-        _posterize_more,
-        _solarize_more,
+        lambda image, *_: ImageOps.autocontrast(image),
+        lambda image, *_: ImageOps.equalize(image),
+        lambda image, *_: ImageOps.invert(image),
+        lambda image, level, _: ImageOps.posterize(image, 4 - int(level * 4)),
+        lambda image, level, _: ImageOps.solarize(image, 256 - int(level * 256)),
         _solarize_add,
-        *map(_enhance_either_way, _ENHANCED),
-        *_Geometry(Image.Resampling.BICUBIC, _IMAGENET_MEAN, translates_by_side=True).operations(),
+        *_enhance(lambda level, random: 1.0 + _signed(0.9 * level, random)),
+        *_moves(Image.Resampling.BICUBIC, _IMAGENET_MEAN, lambda side: _TRANSLATE_FRACTION * side),
     ),
 }
+"""The operations of each space, in the order in which they are drawn."""

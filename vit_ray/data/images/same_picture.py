@@ -6,6 +6,7 @@ was laid over. What remains must agree both relative to the picture's contrast, 
 pictures are not the same, and in grey levels, so that two digits or two logos are not.
 """
 
+import contextlib
 from typing import Final
 
 import cv2
@@ -42,11 +43,21 @@ def shows_the_same(
         picture, other: uint8 (64, 64, 3), RGB.
         crop: top, left and side of the part of `other`, as shares of it.
     """
-    aligned = _aligned(picture, other, crop)
-    seen, expected = _comparable(picture, aligned)
+    aligned, inside = _aligned(picture, other, crop), slice(_BORDER, SIDE - _BORDER)
+    seen, expected = (
+        cv2.GaussianBlur(image, (0, 0), _BLUR)[inside, inside].astype(np.float32)
+        for image in (picture, aligned)
+    )
+    if min(float(np.ptp(image, axis=2).mean()) for image in (seen, expected)) < _GREY_BELOW:
+        to_grey = np.array([[0.299], [0.587], [0.114]], np.float32)
+        seen, expected = seen @ to_grey, expected @ to_grey
     kept = np.ones(seen.shape[:2], bool)
     for _ in range(4):
-        residual = _residual(seen, expected, kept)
+        # What the best gain and offset for the pixels that are kept leave unexplained.
+        x, y = expected[kept].ravel(), seen[kept].ravel()
+        centred = x - x.mean()
+        gain = max(0.0, float(centred @ (y - y.mean()))) / max(float(centred @ centred), 1e-6)
+        residual = (seen - y.mean()) - np.float32(gain) * (expected - x.mean())
         errors = np.square(residual).mean(axis=2)
         kept = errors <= np.quantile(errors, 1 - _LEFT_OUT)
     unexplained = float(np.square(_blurred(residual, kept)[kept]).mean())
@@ -70,46 +81,14 @@ def _aligned(
     top, left, side = crop
     centre = (side - 1) / 2
     start = np.array([[side, 0, left * SIDE + centre], [0, side, top * SIDE + centre]], np.float32)
-    warp = _refined(picture, other, start)
+    warp = start
+    one, two = (cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY) for pixels in (picture, other))
+    with contextlib.suppress(cv2.error):  # the two do not correlate
+        _, found = cv2.findTransformECC(one, two, start.copy(), cv2.MOTION_AFFINE, _STOP)
+        (across, shear_x, _), (shear_y, down, _) = found
+        is_scaled = all(_SCALES[0] < scale < _SCALES[1] for scale in (across, down))
+        if is_scaled and max(abs(shear_x), abs(shear_y)) < _MOST_SHEAR:  # as by a crop
+            warp = found.astype(np.float32)
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     moved = cv2.warpAffine(other, warp, (SIDE, SIDE), flags=flags, borderMode=cv2.BORDER_REPLICATE)
     return moved  # type: ignore[return-value]
-
-
-def _refined(
-    picture: NDArray[np.uint8], other: NDArray[np.uint8], start: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    """A better warp than `start`, or `start` where there is none that a crop could have made."""
-    one, two = (cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY) for pixels in (picture, other))
-    try:
-        _, warp = cv2.findTransformECC(one, two, start.copy(), cv2.MOTION_AFFINE, _STOP)
-    except cv2.error:  # the two do not correlate
-        return start
-    (across, shear_x, _), (shear_y, down, _) = warp
-    is_scaled = all(_SCALES[0] < scale < _SCALES[1] for scale in (across, down))
-    is_straight = max(abs(shear_x), abs(shear_y)) < _MOST_SHEAR
-    return warp.astype(np.float32) if is_scaled and is_straight else start
-
-
-def _comparable(
-    one: NDArray[np.uint8], two: NDArray[np.uint8]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Pixels as (height, width, channels), without the border; of grey where either is grey."""
-    inside = slice(_BORDER, SIDE - _BORDER)
-    pixels = [
-        cv2.GaussianBlur(image, (0, 0), _BLUR)[inside, inside].astype(np.float32)
-        for image in (one, two)
-    ]
-    if min(float(np.ptp(image, axis=2).mean()) for image in pixels) < _GREY_BELOW:
-        pixels = [image @ np.array([[0.299], [0.587], [0.114]], np.float32) for image in pixels]
-    return pixels[0], pixels[1]
-
-
-def _residual(
-    seen: NDArray[np.float32], expected: NDArray[np.float32], kept: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    """What the best gain and offset for the pixels that are kept leave unexplained."""
-    x, y = expected[kept].ravel(), seen[kept].ravel()
-    centred = x - x.mean()
-    gain = max(0.0, float(centred @ (y - y.mean()))) / max(float(centred @ centred), 1e-6)
-    return (seen - y.mean()) - np.float32(gain) * (expected - x.mean())

@@ -54,11 +54,6 @@ class JpegFrame:
     scan_at: int
 
     @property
-    def has_front(self) -> bool:
-        """Whether the first marker tells the colour space."""
-        return self.front > len(START)
-
-    @property
     def units_across(self) -> int:
         """MCUs in a row."""
         return -(-self.width // self.unit_width)
@@ -73,10 +68,40 @@ def read_frame(image: bytes) -> JpegFrame | None:
     """The frame of a file; None for one of another kind, or one that ends inside its header."""
     if image[:2] != START or image[-2:] != END:
         return None
+    frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
     try:
-        return _read_frame(image)
+        for marker, at, length in header_segments(image):
+            if marker in _OTHER_FRAMES:
+                return None
+            if at == 4 and is_front(image[2 : 4 + length]):
+                front = 4 + length
+            if not tables_at and not _is_metadata(marker):
+                tables_at = at - 2
+            if marker in FRAMES:
+                frame_at, is_baseline = at, marker in _BASELINE
+            elif marker == _RESTART_INTERVAL:
+                (interval,) = struct.unpack_from(">H", image, at + 2)
+        if not frame_at:
+            return None
+        # The last segment is that of the scan.
+        precision, height, width, components = struct.unpack_from(">BHHB", image, frame_at + 2)
+        if components not in (1, 3) or precision != 8 or not height * width:
+            return None
+        if is_baseline and image[at + 2] != components:
+            return None
+        samplings = [divmod(image[frame_at + 9 + 3 * i], 16) for i in range(components)]
     except (struct.error, IndexError):
         return None
+    across, down = (max(factors) for factors in zip(*samplings, strict=True))
+    # No decoder takes others.
+    if not all(h and v and across % h == 0 and down % v == 0 for h, v in samplings):
+        return None
+    if components == 1:  # a scan of one component has one block in an MCU, whatever it says
+        across = down = 1
+    return JpegFrame(
+        height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
+        front, tables_at, frame_at + 3, at + length,
+    )  # fmt: skip
 
 
 def metadata_of(image: bytes) -> list[bytes]:
@@ -116,50 +141,3 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
 
 def _is_metadata(marker: int) -> bool:
     return 0xE0 <= marker <= 0xEF or marker == _COMMENT
-
-
-def _read_frame(image: bytes) -> JpegFrame | None:
-    frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
-    for marker, at, length in header_segments(image):
-        if marker in _OTHER_FRAMES:
-            return None
-        if at == 4 and is_front(image[2 : 4 + length]):
-            front = 4 + length
-        if not tables_at and not _is_metadata(marker):
-            tables_at = at - 2
-        if marker in FRAMES:
-            frame_at, is_baseline = at, marker in _BASELINE
-        elif marker == _RESTART_INTERVAL:
-            (interval,) = struct.unpack_from(">H", image, at + 2)
-        elif marker == SCAN and frame_at:
-            places = front, tables_at, at + length
-            return _frame(image, frame_at, at, is_baseline, interval, places)
-    return None
-
-
-def _frame(
-    image: bytes,
-    at: int,
-    scan: int,
-    is_baseline: bool,
-    interval: int,
-    places: tuple[int, int, int],
-) -> JpegFrame | None:
-    precision, height, width, components = struct.unpack_from(">BHHB", image, at + 2)
-    if components not in (1, 3) or precision != 8 or not height * width:
-        return None
-    if is_baseline and image[scan + 2] != components:
-        return None
-    samplings = [image[at + 9 + 3 * i] for i in range(components)]
-    if not all(s >> 4 and s & 15 for s in samplings):
-        return None
-    across, down = max(s >> 4 for s in samplings), max(s & 15 for s in samplings)
-    if any(across % (s >> 4) or down % (s & 15) for s in samplings):  # no decoder takes those
-        return None
-    if components == 1:  # a scan of one component has one block in an MCU, whatever it says
-        across = down = 1
-    front, tables_at, scan_at = places
-    return JpegFrame(
-        height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
-        front, tables_at, at + 3, scan_at,
-    )  # fmt: skip

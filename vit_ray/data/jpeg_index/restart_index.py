@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vit_ray.data.jpeg_index.headers import (
     BLOCK,
     END,
+    START,
     JpegFrame,
     is_front,
     metadata_of,
@@ -159,7 +160,10 @@ def index_segments(image: bytes) -> RestartIndex | None:
     frame = read_frame(image)
     if frame is None or not frame.is_baseline or not frame.interval:
         return None
-    if frame.units_across % frame.interval or not _tells_colours_first(image, frame):
+    if frame.units_across % frame.interval:
+        return None
+    tells_colours_later = frame.front == len(START) and any(map(is_front, metadata_of(image)))
+    if tells_colours_later:
         return None
     columns = frame.units_across // frame.interval
     found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
@@ -171,10 +175,6 @@ def index_segments(image: bytes) -> RestartIndex | None:
         frame.front, frame.tables_at, frame.size_at, frame.unit_height, frame.unit_width, columns,
         np.array([frame.scan_at, *(at + 2 for at in found)], np.uint32),
     )  # fmt: skip
-
-
-def _tells_colours_first(image: bytes, frame: JpegFrame) -> bool:
-    return frame.has_front or not any(map(is_front, metadata_of(image)))
 
 
 def interval_for(frame: JpegFrame, pixels: int) -> int:
@@ -204,26 +204,7 @@ def crop_file(
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
     starts, ends = (e[first_row:last_row, first:last] for e in index.segments())
-    coded = _joined(memoryview(content), index, starts, ends)
-    size_at = index.front + index.size_at - index.tables_at
-    coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
-    pixels = np.frombuffer(coded, np.uint8)
-    return CropFile(pixels, first_row * index.unit_height, first * segment_width)
-
-
-def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
-    """Which of `count` pieces of `size` pixels hold [first, last)."""
-    return max(0, first // size), min(count, -(-last // size))
-
-
-def _joined(
-    image: memoryview,
-    index: RestartIndex,
-    starts: NDArray[np.uint32],
-    ends: NDArray[np.uint32],
-) -> bytearray:
-    """The header and some segments, (rows, columns), each with the marker behind it."""
-    scan_at = int(index.offsets[0])
+    image, scan_at = memoryview(content), int(index.offsets[0])
     # The segments of a row lie one behind the other, and whole rows do.
     if starts.shape[1] == index.columns:
         segments = [image[starts[0, 0] : ends[-1, -1]]]
@@ -232,7 +213,15 @@ def _joined(
         segments = [image[start:end] for start, end in rows]
     header = (image[: index.front], image[index.tables_at : scan_at])
     coded = bytearray().join((*header, *segments))
+    pixels = np.frombuffer(coded, np.uint8)
     behind = np.cumsum(ends - starts) + (index.front + scan_at - index.tables_at - 1)
-    np.frombuffer(coded, np.uint8)[behind] = _RESTARTS[: len(behind)]
+    pixels[behind] = _RESTARTS[: len(behind)]
     coded[-1] = END[1]
-    return coded
+    size_at = index.front + index.size_at - index.tables_at
+    coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
+    return CropFile(pixels, first_row * index.unit_height, first * segment_width)
+
+
+def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
+    """Which of `count` pieces of `size` pixels hold [first, last)."""
+    return max(0, first // size), min(count, -(-last // size))

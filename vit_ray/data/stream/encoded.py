@@ -63,8 +63,8 @@ class EncodedColumns:
             pixels = np.empty(self._augmentation.shape, np.uint8)
             self._encoded[i] = cut_crop(image, box, self._augmentation, pixels).tobytes()
         else:
-            self._encoded[i] = bytes(region.content)
-            self._boxes[i], self._is_flipped[i] = region.box, box.is_flipped
+            content, self._boxes[i] = region
+            self._encoded[i], self._is_flipped[i] = bytes(content), box.is_flipped
         self._where[i] = crop.name()
 
     def blank(self, i: int) -> None:

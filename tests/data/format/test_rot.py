@@ -49,10 +49,10 @@ def test_a_manifest_with_a_flipped_bit_is_not_opened(small: Manifest) -> None:
 
 
 class CutOnce:
-    """A file whose first row group ends a byte early."""
+    """A file of which one read ends a byte early."""
 
-    def __init__(self, source: Any) -> None:
-        self._source, self.reads = source, 0
+    def __init__(self, source: Any, cut: int) -> None:
+        self._source, self._cut, self.reads = source, cut, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -60,11 +60,12 @@ class CutOnce:
     def read_buffer(self, count: int) -> pa.Buffer:
         self.reads += 1
         content = self._source.read_buffer(count)
-        return content[:-1] if self.reads == 1 else content
+        return content[:-1] if self.reads == self._cut else content
 
 
-def test_a_row_group_that_ends_early_is_read_again(
-    small: Manifest, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read", [1, 2], ids=["footer", "row group"])
+def test_a_part_that_ends_early_is_read_again(
+    small: Manifest, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
     monkeypatch.setattr(retry.random, "uniform", lambda *_: 0.0)
     whole, _ = used_rows(small)
@@ -73,14 +74,14 @@ def test_a_row_group_that_ends_early_is_read_again(
     def cut(reader: ShardReader) -> CutOnce:
         if not sources:
             file = reader._location
-            sources.append(CutOnce(file.filesystem.open_input_file(file.path)))
+            sources.append(CutOnce(file.filesystem.open_input_file(file.path), read))
         return sources[0]
 
     monkeypatch.setattr(ShardReader, "_source", property(cut))
     rows, is_refused = used_rows(small)
     assert not is_refused
     assert rows == whole
-    assert sources[0].reads == small.num_row_groups + 1
+    assert sources[0].reads == small.num_row_groups + 1 + read  # a footer is read again, too
 
 
 def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:

@@ -9,9 +9,8 @@ from math import gcd, lcm
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vit_ray.data.format.manifest import Manifest, ShardFile
+from vit_ray.data.format.manifest import Manifest, one_after_another
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +35,16 @@ class JoinedManifest(Manifest):
     @cached_property
     def parts(self) -> list[Manifest]:
         """Each data set by itself, with its own row group and sample numbers."""
-        return [_part(self, index) for index in range(self.num_sets)]
+        shared = ("root", "classes", "max_labels", "fingerprint", "files")
+        parts = []
+        for path, start, stop in zip(self.paths, self.bounds, self.bounds[1:], strict=False):
+            groups = slice(start, stop)
+            dropped = {g - start: rows for g, rows in self.dropped.items() if start <= g < stop}
+            columns = self.chosen(groups, self.rows[groups], dropped)
+            values = {name: getattr(self, name) for name in shared}
+            num_images = int(columns.rows.sum(dtype=np.int64))
+            parts.append(Manifest(**vars(columns), **values, path=path, num_images=num_images))
+        return parts
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `parts`, which would be sent along as copies."""
@@ -55,87 +63,35 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
     """
     first = manifests[0]
     for other in manifests[1:]:
-        _check_classes(first, other)
+        if other.classes != first.classes:
+            pairs = enumerate(zip(first.classes, other.classes, strict=False))
+            differing = (f"class {i} is {a!r} and {b!r}" for i, (a, b) in pairs if a != b)
+            raise ValueError(
+                f"data.train: {first.path} has {first.num_classes} classes and {other.path} has "
+                f"{other.num_classes}, and they are not the same ({next(differing, 'so far')}); "
+                "convert both with one list of classes (convert.classes)"
+            )
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    smallest = tuple(weight // gcd(*whole) for weight in whole)
     digest = hashlib.sha256()
-    for manifest, weight in zip(manifests, _whole(weights), strict=True):
+    for manifest, weight in zip(manifests, smallest, strict=True):
         digest.update(f"{manifest.fingerprint} {weight}\n".encode())
     return JoinedManifest(
+        **vars(one_after_another(manifests, [len(m.files) for m in manifests])),
         path=", ".join(m.path for m in manifests),
         root="",
         num_images=sum(m.num_images for m in manifests),
         classes=first.classes,
         max_labels=max(m.max_labels for m in manifests),
         fingerprint=digest.hexdigest()[:16],
-        files=[_addressed(m, file) for m in manifests for file in m.files],
-        file_index=_stacked([m.file_index for m in manifests], [len(m.files) for m in manifests]),
-        row_group=np.concatenate([m.row_group for m in manifests]),
-        rows=np.concatenate([m.rows for m in manifests]),
-        bytes=np.concatenate([m.bytes for m in manifests]),
-        dropped=_dropped(manifests),
-        crc32=np.concatenate([m.crc32 for m in manifests]),
+        files=[
+            replace(file, path=f"{m.root.rstrip('/')}/{file.path}")
+            for m in manifests
+            for file in m.files
+        ],
         paths=tuple(m.path for m in manifests),
-        bounds=tuple(_bounds(manifests)),
-        weights=tuple(_whole(weights)),
-    )
-
-
-def _check_classes(one: Manifest, other: Manifest) -> None:
-    if one.classes == other.classes:
-        return
-    pairs = enumerate(zip(one.classes, other.classes, strict=False))
-    differing = [f"class {i} is {a!r} and {b!r}" for i, (a, b) in pairs if a != b]
-    raise ValueError(
-        f"data.train: {one.path} has {one.num_classes} classes and {other.path} has "
-        f"{other.num_classes}, and they are not the same ({', '.join(differing[:1]) or 'so far'}); "
-        "convert both with one list of classes (convert.classes)"
-    )
-
-
-def _whole(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportions that a person has written."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = lcm(*(fraction.denominator for fraction in exact))
-    whole = [int(fraction * scale) for fraction in exact]
-    return [weight // gcd(*whole) for weight in whole]
-
-
-def _bounds(manifests: Sequence[Manifest]) -> list[int]:
-    return np.concatenate([[0], np.cumsum([m.num_row_groups for m in manifests])]).tolist()
-
-
-def _addressed(manifest: Manifest, file: ShardFile) -> ShardFile:
-    return replace(file, path=f"{manifest.root.rstrip('/')}/{file.path}")
-
-
-def _stacked(indices: list[NDArray[np.int32]], counts: list[int]) -> NDArray[np.int32]:
-    """Indices into lists of these lengths as indices into the lists joined."""
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    return np.concatenate([i + s for i, s in zip(indices, starts, strict=True)]).astype(np.int32)
-
-
-def _dropped(manifests: Sequence[Manifest]) -> dict[int, NDArray[np.int32]]:
-    return {
-        bound + group: rows
-        for bound, manifest in zip(_bounds(manifests), manifests, strict=False)
-        for group, rows in manifest.dropped.items()
-    }
-
-
-def _part(joined: JoinedManifest, index: int) -> Manifest:
-    start, stop = joined.bounds[index : index + 2]
-    groups = slice(start, stop)
-    return Manifest(
-        path=joined.paths[index],
-        root=joined.root,
-        num_images=int(joined.rows[groups].sum(dtype=np.int64)),
-        classes=joined.classes,
-        max_labels=joined.max_labels,
-        fingerprint=joined.fingerprint,
-        files=joined.files,
-        file_index=joined.file_index[groups],
-        row_group=joined.row_group[groups],
-        rows=joined.rows[groups],
-        bytes=joined.bytes[groups],
-        dropped={g - start: rows for g, rows in joined.dropped.items() if start <= g < stop},
-        crc32=joined.crc32[groups],
+        bounds=tuple(np.cumsum([0, *(m.num_row_groups for m in manifests)]).tolist()),
+        weights=smallest,
     )

@@ -62,7 +62,7 @@ class LocalCache:
             most_bytes: that it can have; a larger file is damaged, and is not read.
         """
         try:
-            path = self._opened() / name
+            path = _own_folder(self.folder) / name
             with pa.OSFile(str(path)) as file:
                 content = file.read_buffer() if file.size() <= most_bytes else None
         except OSError:
@@ -78,53 +78,45 @@ class LocalCache:
     def write(self, name: str, content: pa.Buffer | bytes) -> None:
         """Keep an entry if there is room; never raises for want of it."""
         try:
-            folder = self._opened()
-            with _locked(folder) as total:
+            path = _own_folder(self.folder) / name
+            with _locked(path.parent) as marker:
                 # Of two tasks that missed it, one has written it meanwhile.
-                if total is None or (folder / name).exists():
+                if marker is None or path.exists():
                     return
-                if self._has_room(folder, total, name, len(memoryview(content))):
-                    _write(folder / name, content, total, self.most_bytes)
+                if self._has_room(marker, path, len(memoryview(content))):
+                    _write(path, content, marker, self.most_bytes)
         except OSError as error:
             _warn_once(self.folder, error.strerror or str(error))
 
-    def _opened(self) -> Path:
-        return _own_folder(self.folder)
-
-    def _has_room(self, folder: Path, total: "_Total", name: str, num_bytes: int) -> bool:
+    def _has_room(self, marker: int, path: Path, num_bytes: int) -> bool:
         """Whether an entry fits, which then counts as written.
 
         The folder is listed by each process once, and when it seems to be full, which is believed
         for a while. So the count is never too low: a writer that is killed leaves it too high.
         """
-        known, full_until = total.read()
+        found = _TOTAL.fullmatch(os.pread(marker, 64, 0))
+        known, full_until = (int(found[1]), int(found[2])) if found else (None, 0)
         is_first = self.folder not in _COUNTED
         if known is None or is_first or known + num_bytes > self.most_bytes:
             if known is not None and not is_first and time.time() < full_until:
                 return False
-            known = self._make_room(folder, name, num_bytes)
+            known = self._make_room(path, num_bytes)
             _COUNTED.add(self.folder)
         fits = known + num_bytes <= self.most_bytes
-        total.write(known + num_bytes * fits, 0.0 if fits else time.time() + _FULL_S)
+        _set_total(marker, known + num_bytes * fits, 0.0 if fits else time.time() + _FULL_S)
         return fits
 
-    def _make_room(self, folder: Path, name: str, num_bytes: int) -> int:
+    def _make_room(self, path: Path, num_bytes: int) -> int:
         """Bytes of all entries, after others have gone that may."""
-        entries = list(_entries(folder))
+        entries = list(_entries(path.parent))
         total = sum(stat.st_size for _, stat in entries)
-        idle_since = time.time() - _IDLE_S
-        of_set = name.partition("-")[0]
-        idle = sorted(
-            (stat.st_mtime, path, stat.st_size)
-            for path, stat in entries
-            if stat.st_mtime < idle_since
-            if not path.name.startswith(of_set) or path.suffix == ".tmp"
-        )
-        for _, path, size in idle:
-            if total + num_bytes <= self.most_bytes:
+        idle_since, of_set = time.time() - _IDLE_S, path.name.partition("-")[0]
+        for other, stat in sorted(entries, key=lambda entry: entry[1].st_mtime):
+            if total + num_bytes <= self.most_bytes or stat.st_mtime >= idle_since:
                 break
-            _delete(path)
-            total -= size
+            if not other.name.startswith(of_set) or other.suffix == ".tmp":
+                _delete(other)
+                total -= stat.st_size
         return total
 
 
@@ -167,51 +159,42 @@ def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield Path(entry.path), entry.stat()
 
 
-class _Total:
-    """Bytes of all entries, as the marker has them; and until when a full cache is taken for full.
-
-    Of fixed length, so that it is replaced by one call.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-
-    def read(self) -> tuple[int | None, float]:
-        found = _TOTAL.fullmatch(os.pread(self._file, 64, 0))
-        return (int(found[1]), float(found[2])) if found else (None, 0.0)
-
-    def write(self, num_bytes: int, full_until: float) -> None:
-        os.pwrite(self._file, b"%20d %20d\n" % (num_bytes, full_until), 0)
-
-
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[_Total | None]:
-    """While no other process counts or writes; None if one does for too long."""
+def _locked(folder: Path) -> Iterator[int | None]:
+    """The marker, while no other process counts or writes; None if one does for too long."""
     marker = os.open(folder / _MARKER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        yield _Total(marker) if _is_held(marker) else None
+        until = time.monotonic() + _LOCK_WAIT_S
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+        else:
+            yield None
+            return
+        yield marker
     finally:
         os.close(marker)  # which lets go
 
 
-def _is_held(marker: int) -> bool:
-    until = time.monotonic() + _LOCK_WAIT_S
-    while time.monotonic() < until:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(_LOCK_POLL_S)
-    return False
+def _set_total(marker: int, num_bytes: int, full_until: float) -> None:
+    """Bytes of all entries, and until when a full cache is taken for full.
+
+    Of fixed length, so that it is replaced by one call.
+    """
+    os.pwrite(marker, b"%20d %20d\n" % (num_bytes, full_until), 0)
 
 
-def _write(path: Path, content: pa.Buffer | bytes, total: _Total, most_bytes: int) -> None:
+def _write(path: Path, content: pa.Buffer | bytes, marker: int, most_bytes: int) -> None:
     half = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         half.write_bytes(content)
         half.replace(path)
     except OSError:
         _delete(half)
-        total.write(most_bytes, time.time() + _FULL_S)  # the disk is, where the cache is not
+        _set_total(marker, most_bytes, time.time() + _FULL_S)  # the disk is full, the cache is not
         raise
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pyarrow import fs
 
 from vit_ray.data.format.schema import (
     FORMAT_VERSION,
@@ -32,6 +31,8 @@ _METADATA_KEY: Final = b"vit_ray"
 _CHECKSUM: Final = b'"manifest_sha256": "'
 """Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
 _NO_DIGEST: Final = b"0" * 64
+_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "manifest_sha256")
+"""Of the header: what the fingerprint does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,62 @@ class ShardFile:
 
 
 @dataclass(frozen=True, eq=False)
-class Manifest:
+class RowGroupColumns:
+    """Row groups of a data set; an array has an entry for each.
+
+    Attributes:
+        file_index: int32, index into the data set's files.
+        row_group: int32, its index in that file.
+        rows: int32, the rows that count.
+        bytes: int64, compressed size in the file.
+        dropped: for a row group's index, the rows of it that are left out, sorted.
+        crc32: uint32, of its bytes in the file.
+    """
+
+    file_index: NDArray[np.integer]
+    row_group: NDArray[np.integer]
+    rows: NDArray[np.integer]
+    bytes: NDArray[np.integer]
+    dropped: dict[int, NDArray[np.int32]]
+    crc32: NDArray[np.integer]
+
+    def chosen(
+        self,
+        groups: NDArray[np.integer] | slice,
+        rows: NDArray[np.integer],
+        dropped: dict[int, NDArray[np.int32]],
+    ) -> "RowGroupColumns":
+        """Some of the row groups, with fewer rows that count."""
+        files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
+        return RowGroupColumns(files, numbers, rows, sizes, dropped, self.crc32[groups])
+
+    def after(self, before: "Manifest") -> "RowGroupColumns":
+        """The row groups of a data set, and then these, of further files."""
+        return one_after_another([before, self], [len(before.files), 0])
+
+
+def one_after_another(
+    parts: Sequence[RowGroupColumns], num_files: Sequence[int]
+) -> RowGroupColumns:
+    """The row groups of all parts, each of which has files of its own."""
+    first_files = np.cumsum([0, *num_files]).tolist()
+    first_groups = np.cumsum([0, *(len(part.rows) for part in parts)]).tolist()
+    return RowGroupColumns(
+        np.concatenate([p.file_index + n for p, n in zip(parts, first_files, strict=False)]),
+        np.concatenate([part.row_group for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.bytes for part in parts]),
+        {
+            first + group: rows
+            for first, part in zip(first_groups, parts, strict=False)
+            for group, rows in part.dropped.items()
+        },
+        np.concatenate([part.crc32 for part in parts]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest(RowGroupColumns):
     """What a data set holds.
 
     Attributes:
@@ -57,14 +113,8 @@ class Manifest:
         num_images: rows in all row groups, without those that a subset leaves out.
         classes: class names; a label is an index into them.
         max_labels: the longest label list; 1 for single-label data.
-        text_columns: those of the shards that came from the source, such as captions.
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
-        file_index: int32 per row group, index into `files`.
-        row_group: int32 per row group, its index in that file.
-        rows: int32 per row group, the rows that count.
-        bytes: int64 per row group, compressed size in the file.
-        dropped: for a row group index, the rows of it that are left out, sorted.
-        crc32: uint32 per row group, of its bytes in the file.
+        text_columns: those of the shards that came from the source, such as captions.
     """
 
     path: str
@@ -74,12 +124,6 @@ class Manifest:
     max_labels: int
     fingerprint: str
     files: list[ShardFile]
-    file_index: NDArray[np.int32]
-    row_group: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    bytes: NDArray[np.int64]
-    dropped: dict[int, NDArray[np.int32]]
-    crc32: NDArray[np.uint32]
     text_columns: tuple[str, ...] = ()
 
     @property
@@ -104,7 +148,11 @@ class Manifest:
 
     def shard_location(self, group: int) -> Location:
         """Where the file that holds a row group lies."""
-        path = self.files[int(self.file_index[group])].path
+        return self.file_location(int(self.file_index[group]))
+
+    def file_location(self, index: int) -> Location:
+        """Where one of `files` lies."""
+        path = self.files[index].path
         return locate(self.root).child(path) if self.root else locate(path)
 
     def stored_row(self, group: int, row: int) -> int:
@@ -124,29 +172,26 @@ def open_dataset(path: str) -> Manifest:
     folder = locate(path)
     file = folder.child(MANIFEST_FILE)
     if not file.exists():
-        raise ValueError(_why_missing(path, folder))
+        if folder.child(STAGING_FOLDER).exists():
+            raise ValueError(
+                f"data set {path!r} is not finished: its conversion stopped before the manifest "
+                "was written; run the same convert command again, it continues where it stopped"
+            )
+        if not folder.exists():
+            raise ValueError(
+                f"no data set at {path!r}: the folder does not exist; check the path or convert "
+                "first"
+            )
+        raise ValueError(
+            f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give a folder that "
+            "jobs/convert.py wrote"
+        )
     manifest = read_again(lambda: _parse(path, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
-            f"data set {path!r} is empty: its manifest lists 0 images; convert it again."
+            f"data set {path!r} is empty: its manifest lists 0 images; convert it again"
         )
     return manifest
-
-
-def _why_missing(path: str, folder: Location) -> str:
-    if folder.child(STAGING_FOLDER).exists():
-        return (
-            f"data set {path!r} is not finished: its conversion stopped before the manifest "
-            f"was written; run the same convert command again, it continues where it stopped."
-        )
-    if folder.info().type == fs.FileType.NotFound:
-        return (
-            f"no data set at {path!r}: the folder does not exist; check the path or convert first."
-        )
-    return (
-        f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; "
-        f"give a folder that jobs/convert.py wrote."
-    )
 
 
 def _parse(path: str, content: bytes) -> Manifest:
@@ -156,13 +201,38 @@ def _parse(path: str, content: bytes) -> Manifest:
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
             _check_digest(content)
-            return _from_table(path, file.read(), header)
+            columns = _columns(file.read())
+            if header["fingerprint"] != _fingerprint(header, columns):
+                raise ValueError("its fingerprint differs from its content")
+            return Manifest(
+                **vars(columns),
+                path=path,
+                root=header["root"] or path,
+                num_images=header["num_images"],
+                classes=header["classes"],
+                max_labels=header["max_labels"],
+                fingerprint=header["fingerprint"],
+                files=[ShardFile(*entry) for entry in header["files"]],
+                text_columns=tuple(header.get("text_columns", ())),
+            )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
-            f"restore it from a copy, or convert the data set again."
+            "restore it from a copy, or convert the data set again"
         ) from error
     raise ValueError(other_format(f"data set {path!r}", version, FORMAT_VERSION))
+
+
+def _columns(table: pa.Table) -> RowGroupColumns:
+    columns = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
+    lists = columns.pop("dropped")
+    is_present = np.zeros(0, bool)
+    if lists.null_count < len(lists):
+        is_present = lists.is_valid().to_numpy()
+    dropped = {
+        int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
+    }
+    return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
 
 
 def _check_digest(content: bytes) -> None:
@@ -173,94 +243,16 @@ def _check_digest(content: bytes) -> None:
     """
     start = content.index(_CHECKSUM) + len(_CHECKSUM)
     stop = start + len(_NO_DIGEST)
-    digest = hashlib.sha256(content[:start])
-    digest.update(_NO_DIGEST)
-    digest.update(content[stop:])
+    digest = hashlib.sha256(content[:start] + _NO_DIGEST + content[stop:])
     if digest.hexdigest().encode() != content[start:stop]:
         raise ValueError("its checksum differs")
-
-
-def _from_table(path: str, table: pa.Table, header: dict[str, Any]) -> Manifest:
-    columns = _columns(table)
-    if header["fingerprint"] != _fingerprint(header, columns):
-        raise ValueError("its fingerprint differs from its content")
-    return Manifest(
-        path=path,
-        root=header["root"] or path,
-        num_images=header["num_images"],
-        classes=header["classes"],
-        max_labels=header["max_labels"],
-        fingerprint=header["fingerprint"],
-        files=[ShardFile(*entry) for entry in header["files"]],
-        text_columns=tuple(header.get("text_columns", ())),
-        **vars(columns),
-    )
-
-
-def _columns(table: pa.Table) -> "RowGroupColumns":
-    return RowGroupColumns(
-        table["file_index"].to_numpy(),
-        table["row_group"].to_numpy(),
-        table["rows"].to_numpy(),
-        table["bytes"].to_numpy(),
-        _dropped(table["dropped"]),
-        table["crc32"].to_numpy(),
-    )
-
-
-def _dropped(column: pa.ChunkedArray) -> dict[int, NDArray[np.int32]]:
-    if column.null_count == len(column):
-        return {}
-    present = np.flatnonzero(column.is_valid().to_numpy())
-    return {int(i): np.asarray(column[int(i)].as_py(), np.int32) for i in present}
-
-
-@dataclass(frozen=True)
-class RowGroupColumns:
-    """The table of a manifest that is about to be written, one entry per row group."""
-
-    file_index: NDArray[np.integer]
-    row_group: NDArray[np.integer]
-    rows: NDArray[np.integer]
-    bytes: NDArray[np.integer]
-    dropped: dict[int, NDArray[np.int32]]
-    crc32: NDArray[np.integer]
-
-    @classmethod
-    def chosen(
-        cls,
-        whole: Manifest,
-        groups: NDArray[np.integer],
-        rows: NDArray[np.integer],
-        dropped: dict[int, NDArray[np.int32]],
-    ) -> "RowGroupColumns":
-        """Some row groups of a data set, with fewer rows that count."""
-        return cls(
-            whole.file_index[groups],
-            whole.row_group[groups],
-            rows,
-            whole.bytes[groups],
-            dropped,
-            whole.crc32[groups],
-        )
-
-    def after(self, before: Manifest) -> "RowGroupColumns":
-        """The row groups of a data set, and then these, of further files."""
-        return RowGroupColumns(
-            np.concatenate([before.file_index, self.file_index + len(before.files)]),
-            np.concatenate([before.row_group, self.row_group]),
-            np.concatenate([before.rows, self.rows]),
-            np.concatenate([before.bytes, self.bytes]),
-            before.dropped | {g + before.num_row_groups: r for g, r in self.dropped.items()},
-            np.concatenate([before.crc32, self.crc32]),
-        )
 
 
 def keep_manifest(folder: Location, destination: Location) -> None:
     """Write the manifest of a folder to another one, of the same shards and fingerprint."""
     file = pq.ParquetFile(pa.BufferReader(folder.child(MANIFEST_FILE).read()))
     header = json.loads(file.metadata.metadata[_METADATA_KEY])
-    header = header | {"root": header["root"] or folder.uri}
+    header["root"] = header["root"] or folder.uri
     destination.child(MANIFEST_FILE).write(_encoded(header, _columns(file.read())))
 
 
@@ -299,9 +291,12 @@ def write_manifest(
 def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
     """The file's content. The checksum stands in the parquet metadata, which is not compressed."""
     sealed = header | {"manifest_sha256": _NO_DIGEST.decode()}
+    dropped = [columns.dropped.get(i) for i in range(len(columns.rows))]
+    arrays = vars(columns) | {"dropped": dropped}
+    table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
-        writer.write_table(_to_table(columns))
+        writer.write_table(table)
         writer.add_key_value_metadata({_METADATA_KEY: json.dumps(sealed).encode()})
     content = bytes(sink.getvalue())
     before, after = content.split(_CHECKSUM + _NO_DIGEST)
@@ -312,26 +307,8 @@ def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
     """Digest of all but where the data set lies, and what the file says of itself."""
     described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    for column in (
-        columns.file_index, columns.row_group, columns.rows, columns.bytes, columns.crc32,
-    ):  # fmt: skip
-        digest.update(np.ascontiguousarray(column, dtype=np.int64).tobytes())
+    for name in ("file_index", "row_group", "rows", "bytes", "crc32"):
+        digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())
     for group, rows in sorted(columns.dropped.items()):
         digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
-
-
-_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "manifest_sha256")
-
-
-def _to_table(columns: RowGroupColumns) -> pa.Table:
-    count = len(columns.rows)
-    dropped = pa.nulls(count, pa.list_(pa.int32()))
-    if columns.dropped:
-        lists = [columns.dropped.get(i) for i in range(count)]
-        dropped = pa.array(lists, type=pa.list_(pa.int32()))
-    arrays = [
-        columns.file_index, columns.row_group, columns.rows, columns.bytes, dropped, columns.crc32,
-    ]  # fmt: skip
-    cast = [pa.array(a, type=f.type) for a, f in zip(arrays, ROW_GROUP_SCHEMA, strict=True)]
-    return pa.Table.from_arrays(cast, schema=ROW_GROUP_SCHEMA)

@@ -1,6 +1,7 @@
 """One parquet shard: rows in, fixed-size row groups out, and the facts that the manifest needs."""
 
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,10 +47,8 @@ class ShardFacts:
     footer_crc32: int
 
 
-class _ChecksummedOutput:
+class _ChecksummedOutput(io.RawIOBase):
     """Passes what is written on, and takes the checksum of each part of it."""
-
-    closed = False
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -67,9 +66,6 @@ class _ChecksummedOutput:
 
     def tell(self) -> int:
         return self._position
-
-    def flush(self) -> None:
-        self._stream.flush()
 
     def end_part(self) -> int:
         """Checksum of what was written since the part before."""
@@ -136,38 +132,32 @@ class ShardWriter:
     def facts(self) -> ShardFacts:
         """Facts of the finished file; ask once."""
         (metadata,) = self._metadata
-        sizes = [_stored_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)]
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        sizes = [
+            sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
+        ]
         footer_crc32 = self._stream.end_part()
         return ShardFacts(self._rows, sizes, self._stream.tell(), self._crc32, footer_crc32)
 
     def _flush(self) -> None:
-        if not self._pending:
+        rows, self._pending = self._pending, []
+        if not rows:
             return
-        crc32 = [checksum(row.image) for row in self._pending]
-        columns = [
-            [row.image for row in self._pending],
-            [list(row.labels) for row in self._pending],
-            [row.key for row in self._pending],
-            [row.width for row in self._pending],
-            [row.height for row in self._pending],
+        crc32 = [checksum(row.image) for row in rows]
+        columns: list[list[Any]] = [
+            [row.image for row in rows],
+            [list(row.labels) for row in rows],
+            [row.key for row in rows],
+            [row.width for row in rows],
+            [row.height for row in rows],
             crc32,
-            *(_index_columns(self._pending, crc32) if self._is_indexed else ()),
-            *map(list, zip(*(row.extra for row in self._pending), strict=True)),
         ]
+        if self._is_indexed:
+            came_as = [row.original_crc32 for row in rows]
+            columns.append([c if o is None else o for o, c in zip(came_as, crc32, strict=True)])
+            columns.append([None if row.index is None else asdict(row.index) for row in rows])
+        columns += map(list, zip(*(row.extra for row in rows), strict=True))
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
-        self._rows.append(len(self._pending))
+        self._rows.append(len(rows))
         self._crc32.append(self._stream.end_part())
-        self._pending = []
-
-
-def _index_columns(rows: list[EncodedImage], crc32: list[int]) -> tuple[list[Any], list[Any]]:
-    originals = [
-        own if row.original_crc32 is None else row.original_crc32
-        for row, own in zip(rows, crc32, strict=True)
-    ]
-    return originals, [None if row.index is None else asdict(row.index) for row in rows]
-
-
-def _stored_bytes(row_group: Any) -> int:
-    return sum(row_group.column(i).total_compressed_size for i in range(row_group.num_columns))

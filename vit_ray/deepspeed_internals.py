@@ -288,23 +288,20 @@ class Place(NamedTuple):
     """Elements, without padding."""
 
 
-def place_in_stage_1_or_2(optimizer: Any, parameter: nn.Parameter) -> Place | None:
-    """This rank's part of a parameter; None if it has none."""
+def place_of(optimizer: Any, parameter: nn.Parameter, stage: int, rank: int) -> Place | None:
+    """This rank's part of a parameter under stage 1, 2 or 3; None if it has none, or padding."""
+    if stage == 3:
+        group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = rank * per_rank
+        count = min(per_rank, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        owner = optimizer.fp32_partitioned_groups_flat[group]
+        return Place(start, owner, offset, count) if count > 0 else None
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
     address = mapping.hp_fragment_address
     owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
     return Place(mapping.lp_fragment_address.start, owner, address.start, address.numel)
-
-
-def place_in_stage_3(optimizer: Any, parameter: nn.Parameter, rank: int) -> Place | None:
-    """This rank's part of a parameter; None if it has padding alone."""
-    group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    start = rank * per_rank
-    count = min(per_rank, parameter.ds_numel - start)  # type: ignore[attr-defined]
-    owner = optimizer.fp32_partitioned_groups_flat[group]
-    return Place(start, owner, offset, count) if count > 0 else None
 
 
 def flat_groups(optimizer: Any, stage: int) -> list[Tensor]:

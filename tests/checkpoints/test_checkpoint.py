@@ -21,7 +21,6 @@ from vit_ray.checkpoints.checkpoint_format import (
     PartialCheckpointError,
     index_name,
 )
-from vit_ray.checkpoints.fragments import Fragment
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.storage import Location
 
@@ -43,8 +42,7 @@ def test_fragments_of_any_cut_are_filled(run: Location) -> None:
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     target = torch.zeros(6)
-    fragment = Fragment("a", 4, target, target, 0)
-    checkpoint.fill({"weight": [(fragment, target)]})
+    checkpoint.fill([("weight", "a", 4, target)])
     assert target.tolist() == [7, 8, 9, 10, 11, 12]
 
 
@@ -54,7 +52,7 @@ def test_state_that_was_not_saved_is_an_error(run: Location) -> None:
     assert checkpoint is not None
     target = torch.zeros(12)
     with pytest.raises(DamagedCheckpointError, match="12 elements of exp_avg"):
-        checkpoint.fill({"exp_avg": [(Fragment("a", 0, target, target, 0), target)]})
+        checkpoint.fill([("weight", "a", 0, torch.zeros(12)), ("exp_avg", "a", 0, target)])
 
 
 def files_of(folder: Location) -> dict[str, bytes]:
@@ -288,7 +286,7 @@ def test_a_crafted_index_asks_for_no_more_memory_than_its_files_hold(run: Locati
     huge = 10**12
     folder = write_checkpoint(run, 3)
     files = {}
-    for name in checkpoint_format._listed_files(folder):
+    for name in checkpoint_format.read_marker(folder):
         content = folder.child(name).read()
         if name.endswith(".json"):
             index = json.loads(content)

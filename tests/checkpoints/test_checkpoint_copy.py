@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints.written import SHAPES, flip, position, values, write_checkpoint
-from vit_ray.checkpoints.checkpoint import Position, folder_name
-from vit_ray.checkpoints.checkpoint_copy import copy_checkpoint
+from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
 from vit_ray.storage import Location, locate

@@ -101,10 +101,10 @@ def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> lis
 def position(engine: DeepSpeedEngine, step: int) -> Position:
     return Position(
         Progress(step=step),
-        applied_steps=engine.applied_steps,
+        applied_steps=engine.state.applied_steps,
         samples_seen=step * GLOBAL_BATCH,
         global_batch_size=GLOBAL_BATCH,
-        shapes=engine.shapes,
+        shapes=engine.state.shapes,
         recipe={},
         data_fingerprint="",
     )
@@ -127,7 +127,7 @@ def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) ->
         engine = build_engine(train, world_size, micro, optim_of(config))
         losses = run_steps(engine, 0, 2, micro)
         target = locate(folder).child(name).child("step-00000002")
-        write_snapshot(engine.snapshot(position(engine, 2)), target)
+        write_snapshot(engine.state.snapshot(position(engine, 2)), target)
         torch.distributed.barrier()
         losses += run_steps(engine, 2, 5, micro)
         results[name] = finished(engine, losses)

@@ -11,12 +11,12 @@ from transformers import optimization
 import tests.train.engine_runs as runs
 from tests.train.engine_runs import Run, resumed, straight_and_saved
 from tests.train.ranks import run_ranks
-from vit_ray.checkpoints.fragments import Fragment
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.train import adafactor
+from vit_ray.train.fragments import Fragment
 from vit_ray.train.optim import build_optimizer, bytes_per_element, state_types
 
 RATE, DECAY = 1e-2, 0.1

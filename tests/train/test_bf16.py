@@ -35,7 +35,7 @@ def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def masters(engine: DeepSpeedEngine) -> dict[tuple[str, int], Tensor]:
-    return {(f.name, f.start): f.weight.clone() for f in engine.fragments()}
+    return {(f.name, f.start): f.weight.clone() for f in engine.state.owned}
 
 
 def logits_with_exact_bias(engine: DeepSpeedEngine, parts: Any = None) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def logits_with_exact_bias(engine: DeepSpeedEngine, parts: Any = None) -> tuple[
     logits = engine.predict(IMAGES.to(engine.dtype))[1]
     hook.remove()
     bias = torch.zeros(5)
-    for name, start, values in parts or [(f.name, f.start, f.weight) for f in engine.fragments()]:
+    for name, start, values in parts or [(f.name, f.start, f.weight) for f in engine.state.owned]:
         if name == "head.bias":
             bias[start : start + len(values)] = values
     torch.distributed.all_reduce(bias)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vit_ray.checkpoints.fragments import Fragment
 from vit_ray.train.ema import WeightAverage
+from vit_ray.train.fragments import Fragment
 
 
 def average_of(

@@ -241,7 +241,7 @@ def averages_and_guard(rank: int) -> dict[str, Any]:
         run_steps(engine, 0, 3, 4)
         found[f"poison-{stage}"] = _poisoned_step(engine)
         found[f"average-{stage}"] = _averaged_logits(engine)
-        found[f"norms-{stage}"] = engine.weight_norms()
+        found[f"norms-{stage}"] = engine.state.weight_norms()
         found[f"sizes-{stage}"] = _activation_sizes(engine)
         engine.close()
     return found
@@ -249,7 +249,7 @@ def averages_and_guard(rank: int) -> dict[str, Any]:
 
 def _poisoned_step(engine: Any) -> tuple[bool, bool]:
     """(applied, weights moved) of a step whose loss is nan on rank 0 alone."""
-    before = [f.weight.clone() for f in engine.fragments()]
+    before = [f.weight.clone() for f in engine.state.owned]
     images, labels = batch(9)
     plain = engine._loss_function
     if engine.rank == 0:
@@ -258,7 +258,7 @@ def _poisoned_step(engine: Any) -> tuple[bool, bool]:
     applied = not engine.step(1e-2).refused
     engine._loss_function = plain
     moved = any(
-        not torch.equal(a, f.weight) for a, f in zip(before, engine.fragments(), strict=True)
+        not torch.equal(a, f.weight) for a, f in zip(before, engine.state.owned, strict=True)
     )
     return applied, moved
 

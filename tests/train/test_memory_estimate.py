@@ -396,7 +396,7 @@ def _one_step(case: tuple[str, int], calls: list[Call]) -> Measured:
         _phase = PASSES
         engine.step(1e-3)
         peaks.append(max(after_passes))
-    parameters = [math.prod(shape) for shape in engine.shapes.values()]
+    parameters = [math.prod(shape) for shape in engine.state.shapes.values()]
     bucket = getattr(engine._engine.optimizer, "reduce_bucket_size", None)
     engine.close()
     # The first step builds what the later ones reuse; in one of these a thread of gloo may not yet

@@ -119,6 +119,10 @@ class FakeEngine:
         self.weight += 1
         return StepResult(0.0, 1.0)
 
+    @property
+    def state(self) -> FakeEngine:
+        return self
+
     def take_forward_s(self) -> float:
         return 0.001
 

@@ -17,7 +17,7 @@ from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.train.loop import EvaluationCutError
 from vit_ray.worker import evaluation
-from vit_ray.worker.evaluation import _features, measure_accuracy, measure_few_shot
+from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
 
 NUM_IMAGES, BATCH = 19, 4
 
@@ -46,8 +46,11 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
     """Features of this rank's images, with their sample numbers in front."""
-    rows = [(b["sample"][r], f) for r, f, b in _features(engine, batches)]
-    return np.concatenate([np.column_stack(row) for row in rows])
+    rows = [
+        np.column_stack([batch["sample"], features.numpy()])[batch["weight"] > 0]
+        for batch, features, _ in _predictions(engine, batches)
+    ]
+    return np.concatenate(rows)
 
 
 def evaluated(rank: int) -> dict[int, Any]:

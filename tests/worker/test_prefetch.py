@@ -9,8 +9,7 @@ import torch
 
 from tests.train.pretended_device import PretendedGpu
 from vit_ray.train.loop import Batch
-from vit_ray.worker.prefetch import device_batches, prefetch
-from vit_ray.worker.side_stream import SideStream
+from vit_ray.worker.prefetch import Prefetched, SideStream, device_batches
 
 
 def batch(number: int) -> Batch:
@@ -22,7 +21,7 @@ def doubled(one: Batch) -> Batch:
 
 
 def test_all_batches_come_prepared_and_in_order() -> None:
-    found = [int(one["sample"][0]) for one in prefetch((batch(n) for n in range(9)), doubled)]
+    found = [int(one["sample"][0]) for one in Prefetched((batch(n) for n in range(9)), doubled)]
     assert found == [0, 2, 4, 6, 8, 10, 12, 14, 16]
 
 
@@ -34,7 +33,7 @@ def test_the_next_is_read_while_one_is_used() -> None:
             event.set()
             yield batch(number)
 
-    prefetched = prefetch(batches(), doubled)
+    prefetched = Prefetched(batches(), doubled)
     assert was_read[0].wait(30)  # before anything was asked for
     next(prefetched)
     assert was_read[1].wait(30)
@@ -45,7 +44,7 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
         yield batch(0)
         raise ValueError("too many bad images")
 
-    prefetched = prefetch(batches(), doubled)
+    prefetched = Prefetched(batches(), doubled)
     assert int(next(prefetched)["sample"][0]) == 0
     with pytest.raises(ValueError, match="too many bad images"):
         next(prefetched)
@@ -53,7 +52,7 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
 
 
 def test_the_end_stays_the_end() -> None:
-    prefetched = prefetch(iter([batch(0)]), doubled)
+    prefetched = Prefetched(iter([batch(0)]), doubled)
     next(prefetched)
     assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
 
@@ -93,7 +92,7 @@ def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> 
             yield batch(0)
 
     before = set(threading.enumerate())
-    prefetched = prefetch(endless(), doubled, 3)
+    prefetched = Prefetched(endless(), doubled, 3)
     next(prefetched)
     (reader,) = set(threading.enumerate()) - before
     del prefetched

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     PartialCheckpointError,
     Shard,
     check_coverage,
+    commit,
     compare,
     is_committed,
     marker_sha256,
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     # which checkpoint its run goes on from.
     from torch import Tensor
 
-    from vit_ray.checkpoints.fragments import Fragment, State
+    Entry = tuple[str, str, int, Tensor]
+    """Kind, parameter, start in it, and values (n,), of the state or to be filled."""
 
 WEIGHT, AVERAGE = "weight", "average"
-LEAST_BYTES = 2
-"""Of an element: moments may be in bf16."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,36 +138,15 @@ def folder_name(step: int) -> str:
 
 
 def take_snapshot(
-    fragments: Iterable[Fragment],
-    optimizer_state: State,
-    state_keys: tuple[str, ...],
-    averages: dict[str, list[tuple[int, Tensor]]] | None,
-    position: Position,
-    rank: int,
-    world_size: int,
-    frozen: Iterable[Fragment] = (),
-    second_moments: Iterable[tuple[str, Fragment]] = (),
+    entries: Iterable[Entry], position: Position, rank: int, world_size: int
 ) -> Snapshot:
-    """Copy this rank's state to host memory; training may go on as soon as this returns.
+    """Copy this rank's state to host memory; training may go on as soon as this returns."""
+    import torch
 
-    Args:
-        frozen: fragments that are not trained; they have no state, and are their own average.
-        second_moments: of one rank, (kind, values) that are not kept for each element.
-    """
-    tensors: dict[str, Tensor] = {}
-    for fragment in fragments:
-        tensors[_key(WEIGHT, fragment.name, fragment.start)] = _to_host(fragment.weight)
-        for key in state_keys:
-            values = fragment.state(optimizer_state, key)
-            tensors[_key(key, fragment.name, fragment.start)] = _to_host(values)
-    for name, parts in (averages or {}).items():
-        for start, values in parts:
-            tensors[_key(AVERAGE, name, start)] = _to_host(values)
-    for fragment in frozen:
-        for kind in (WEIGHT,) if averages is None else (WEIGHT, AVERAGE):
-            tensors[_key(kind, fragment.name, fragment.start)] = _to_host(fragment.weight)
-    for kind, fragment in second_moments:
-        tensors[_key(kind, fragment.name, fragment.start)] = _to_host(fragment.weight)
+    tensors = {
+        f"{kind}|{name}|{start}": values.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for kind, name, start, values in entries
+    }
     return Snapshot(rank, world_size, tensors, position)
 
 
@@ -234,91 +212,64 @@ class Checkpoint:
         """All parameters by name, fp32, on the CPU; no GPU, process group or DeepSpeed needed."""
         import torch
 
+        shapes = self.position.shapes  # which files that are there fill: memory is asked for once
+        found = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
         kind = AVERAGE if averaged else WEIGHT
-        self._check_counts(kind)
-        full = {
-            name: torch.full((math.prod(shape),), float("nan"))
-            for name, shape in self.position.shapes.items()
-        }
-        for name, start, values in self.parts(kind):
-            full[name][start : start + values.numel()] = values
-        return {name: t.view(self.position.shapes[name]) for name, t in full.items()}
-
-    def _check_counts(self, kind: str) -> None:
-        """Before memory is asked for: all is there, and fits into the files that are there.
-
-        Raises:
-            DamagedCheckpointError: it does not; opening it has shown that no two parts overlap.
-        """
-        counts = dict.fromkeys(self.position.shapes, 0)
-        for shard in self.shards:
-            for part, name, _, count in shard.fragments():
-                if part == kind and name in counts:
-                    counts[name] += count
-            if LEAST_BYTES * sum(shard.tensors.values()) > shard.bytes:
-                raise DamagedCheckpointError(
-                    f"checkpoint file {self.folder.path}/{shard.file} of {shard.bytes} bytes "
-                    f"cannot hold {sum(shard.tensors.values())} elements"
-                )
-        shapes = self.position.shapes.items()
-        missing = [name for name, shape in shapes if counts[name] != math.prod(shape)]
-        if missing:
-            raise DamagedCheckpointError(
-                f"checkpoint {self.folder.path}: {kind} of {', '.join(missing[:5])} is incomplete"
-            )
+        self.fill((kind, name, 0, values) for name, values in found.items())
+        return {name: values.view(shapes[name]) for name, values in found.items()}
 
     def parts(self, kind: str) -> Iterable[tuple[str, int, Tensor]]:
         """(parameter, start, values) of one kind, file by file."""
         for shard in self.shards:
-            if not any(key.startswith(f"{kind}|") for key in shard.tensors):
-                continue
-            for key, values in self._load(shard).items():
-                its_kind, name, start = key.split("|")
-                if its_kind == kind:
-                    yield name, int(start), values
+            keys = [part for part in shard.fragments() if part[1] == kind]
+            tensors = self._load(shard) if keys else {}
+            yield from ((name, start, tensors[key]) for key, _, name, start, _ in keys)
 
-    def fill(self, kinds: dict[str, list[tuple[Fragment, Tensor]]]) -> None:
-        """Copy saved values into tensors that mirror fragments, however those are sharded.
-
-        Args:
-            kinds: kind -> list of (fragment, destination (n,)).
+    def fill(self, entries: Iterable[Entry]) -> None:
+        """Copy saved values into the tensors of `entries`, however they were cut when saved.
 
         Raises:
-            DamagedCheckpointError: some element of a destination was not in the checkpoint.
+            DamagedCheckpointError: some element of a tensor was not in the checkpoint.
         """
-        wanted: dict[tuple[str, str], list[tuple[Fragment, Tensor]]] = {}
-        for kind, targets in kinds.items():
-            for fragment, destination in targets:
-                wanted.setdefault((kind, fragment.name), []).append((fragment, destination))
-        missing = sum(f.weight.numel() for parts in wanted.values() for f, _ in parts)
+        wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        for kind, name, start, target in entries:
+            wanted.setdefault((kind, name), []).append((start, target))
+        missing = dict.fromkeys((kind for kind, _ in wanted), 0)
+        for (kind, _), targets in wanted.items():
+            missing[kind] += sum(target.numel() for _, target in targets)
         for shard in self.shards:
-            if not _overlaps(shard, wanted):
-                continue  # under ZeRO most files hold what other ranks need
-            for key, values in self._load(shard).items():
-                kind, name, start = key.split("|")
-                for fragment, destination in wanted.get((kind, name), []):
-                    missing -= _copy_overlap(values, int(start), fragment.start, destination)
-        if missing:
+            copies = []
+            for key, kind, name, start, count in shard.fragments():
+                for place, target in wanted.get((kind, name), []):
+                    first, last = max(start, place), min(start + count, place + target.numel())
+                    if first < last:
+                        missing[kind] -= last - first
+                        copies.append((target[first - place : last - place], key, first - start))
+            tensors = self._load(shard) if copies else {}  # most files hold what other ranks need
+            for target, key, skip in copies:
+                target.copy_(tensors[key][skip : skip + target.numel()])
+        if any(missing.values()):
             raise DamagedCheckpointError(
-                f"checkpoint {self.folder.path}: {missing} elements of {', '.join(kinds)} that "
-                "this run needs are not in it"
+                f"checkpoint {self.folder.path}: {sum(missing.values())} elements of "
+                f"{', '.join(kind for kind, count in missing.items() if count)} that this run "
+                "needs are not in it"
             )
 
     def _load(self, shard: Shard) -> dict[str, Tensor]:
         from safetensors.torch import load
 
-        tensors = load(read_again(lambda: self._content(shard), DamagedCheckpointError))
+        def content() -> bytes:
+            content = self.folder.child(shard.file).read()
+            compare(self.folder, shard, hashlib.sha256(content).hexdigest())
+            return content
+
+        tensors = load(read_again(content, DamagedCheckpointError))
         if {key: values.numel() for key, values in tensors.items()} != shard.tensors:
             raise DamagedCheckpointError(
                 f"checkpoint file {self.folder.path}/{shard.file} holds other tensors than its "
                 "index says"
             )
         return tensors
-
-    def _content(self, shard: Shard) -> bytes:
-        content = self.folder.child(shard.file).read()
-        compare(self.folder, shard, hashlib.sha256(content).hexdigest())
-        return content
 
 
 def read_checkpoint(folder: Location) -> Checkpoint:
@@ -329,29 +280,23 @@ def read_checkpoint(folder: Location) -> Checkpoint:
         DamagedCheckpointError: what is there is not what was written.
         ValueError: it has another format.
     """
-    content = read_again(lambda: read_folder(folder), DamagedCheckpointError)
+    shards, saved = read_again(lambda: read_folder(folder), DamagedCheckpointError)
     try:
-        position = Position.from_json(content.position)
-        check_coverage(folder, content.shards, position.shapes)
+        position = Position.from_json(saved)
+        check_coverage(folder, shards, position.shapes)
     except (TypeError, AttributeError):
         raise DamagedCheckpointError(f"checkpoint {folder.path}: its position is damaged") from None
-    return Checkpoint(folder, content.shards, _after_evaluation(folder, position))
-
-
-def _after_evaluation(folder: Location, position: Position) -> Position:
-    """With the progress of an evaluation that was made after it was written."""
     note = evaluation_note(folder)
-    if not note.exists():
-        return position
-    try:
-        content = json.loads(note.read())
-        if content["checkpoint_sha256"] == marker_sha256(folder):
-            return replace(position, progress=Progress(**content["progress"]))
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        logger.warning(
-            "%s does not describe an evaluation of this checkpoint, and is ignored", note.path
-        )
-    return position
+    if note.exists():
+        try:
+            content = json.loads(note.read())
+            if content["checkpoint_sha256"] == marker_sha256(folder):
+                position = replace(position, progress=Progress(**content["progress"]))
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            logger.warning(
+                "%s does not describe an evaluation of this checkpoint, and is ignored", note.path
+            )
+    return Checkpoint(folder, shards, position)
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:
@@ -362,31 +307,24 @@ def open_checkpoint(folder: Location) -> Checkpoint | None:
         return None
 
 
-def _overlaps(shard: Shard, wanted: dict[tuple[str, str], list[tuple[Fragment, Tensor]]]) -> bool:
-    for key, count in shard.tensors.items():
-        kind, name, start = key.split("|")
-        for fragment, destination in wanted.get((kind, name), []):
-            last = min(int(start) + count, fragment.start + destination.numel())
-            if max(int(start), fragment.start) < last:
-                return True
-    return False
+def copy_checkpoint(
+    source: Location, target: Location, change: Callable[[Position], Position]
+) -> None:
+    """Copy a whole checkpoint file by file and commit the copy, which is read back before.
 
+    Args:
+        change: of the position, which names the run that the checkpoint is of.
 
-def _key(kind: str, name: str, start: int) -> str:
-    return f"{kind}|{name}|{start}"
-
-
-def _to_host(values: Tensor) -> Tensor:
-    import torch
-
-    return values.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def _copy_overlap(values: Tensor, start: int, wanted_start: int, destination: Tensor) -> int:
-    first = max(start, wanted_start)
-    last = min(start + values.numel(), wanted_start + destination.numel())
-    if first >= last:
-        return 0
-    target = destination.narrow(0, first - wanted_start, last - first)
-    target.copy_(values.narrow(0, first - start, last - first))
-    return last - first
+    Raises:
+        DamagedCheckpointError: a file is not what was written.
+        OSError: the storage cannot be read or written; the copy does not count.
+    """
+    shards, saved = read_folder(source)
+    for rank, shard in enumerate(shards):  # in the order of the ranks, as `commit` lists them
+        content = source.child(shard.file).read()
+        compare(source, shard, hashlib.sha256(content).hexdigest())
+        index: dict[str, Any] = {"tensors": shard.tensors}
+        if rank == 0:
+            index["position"] = change(Position.from_json(saved)).to_json()
+        write_part(target, rank, len(shards), content, index)
+    commit(target, len(shards), lambda: None)

@@ -18,8 +18,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -35,6 +36,8 @@ _SIZES: Final[dict[str, Callable[[Sequence[int]], int]]] = {
     "exp_avg_sq_columns": lambda shape: math.prod(shape[1:]),
 }
 """Elements of the kinds that have other than one for each element of a parameter of that shape."""
+LEAST_BYTES: Final = 2
+"""Of an element: moments may be in bf16."""
 _READERS: Final = 8
 """Files read at a time."""
 _PIECE_BYTES: Final = 32 << 20
@@ -61,19 +64,11 @@ class Shard:
     tensors: dict[str, int]
     """Elements by key."""
 
-    def fragments(self) -> Iterable[tuple[str, str, int, int]]:
-        """(kind, parameter, start, elements) of each tensor."""
+    def fragments(self) -> Iterable[tuple[str, str, str, int, int]]:
+        """(key, kind, parameter, start, elements) of each tensor."""
         for key, count in self.tensors.items():
             kind, name, start = key.split("|")
-            yield kind, name, int(start), count
-
-
-@dataclass(frozen=True)
-class FolderContent:
-    """A whole checkpoint's files."""
-
-    shards: list[Shard]
-    position: dict[str, Any]
+            yield key, kind, name, int(start), count
 
 
 def index_name(rank: int, world_size: int) -> str:
@@ -117,10 +112,19 @@ def commit(folder: Location, world_size: int, before_commit: Callable[[], object
         OSError: the folder cannot be read or written.
     """
     names = [index_name(rank, world_size) for rank in range(world_size)]
-    contents = dict(zip(names, read_all(names, lambda n: _agreed(folder.child(n))), strict=True))
+
+    def agreed(name: str) -> bytes:
+        """Without a recorded checksum: read twice, and a third time if they differ."""
+        first, second = folder.child(name).read_twice()
+        return first if first == second else folder.child(name).read()
+
+    contents = dict(zip(names, read_all(names, agreed), strict=True))
     indexes = {name: _parse(folder, name, content) for name, content in contents.items()}
     shards = [_shard(folder, name, index) for name, index in indexes.items()]
-    check_coverage(folder, shards, _parameter_shapes(folder, names[0], indexes[names[0]]))
+    with _parsed(f"checkpoint file {folder.path}/{names[0]} has no position, or a damaged one"):
+        shapes = indexes[names[0]]["position"]["shapes"]
+        shapes = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    check_coverage(folder, shards, shapes)
     sizes = _sizes(folder)
     for shard in shards:
         _check_size(folder, shard.file, shard.bytes, sizes)
@@ -167,14 +171,20 @@ def read_marker(folder: Location) -> dict[str, dict[str, Any]]:
     sizes = _sizes(folder)
     if COMMIT not in sizes:
         raise PartialCheckpointError(_why_partial(folder, sizes))
-    listed = _listed_files(folder)
-    for name, facts in listed.items():
-        _check_size(folder, name, facts["bytes"], sizes)
-    return listed
+    content = folder.child(COMMIT).read()
+    marker = _parse(folder, COMMIT, content)
+    _check_version(folder, marker)
+    with _parsed(f"checkpoint file {folder.path}/{COMMIT} was changed"):
+        files = {name: (f["bytes"], f["sha256"]) for name, f in marker["files"].items()}
+        if content != _marker(files):  # it has to be, byte for byte, what `commit` writes
+            raise ValueError
+    for name, (size, _) in files.items():
+        _check_size(folder, name, size, sizes)
+    return dict(marker["files"])
 
 
-def read_folder(folder: Location) -> FolderContent:
-    """What a whole checkpoint consists of; tensors are not read.
+def read_folder(folder: Location) -> tuple[list[Shard], dict[str, Any]]:
+    """A whole checkpoint's shards, their tensors unread, and the run's position.
 
     Raises:
         PartialCheckpointError: nobody has committed it.
@@ -182,18 +192,23 @@ def read_folder(folder: Location) -> FolderContent:
         ValueError: it has another format.
     """
     listed = read_marker(folder)
-    indexes = _read_listed(folder, listed)
-    if missing := {tensors_name(name) for name in indexes} - listed.keys():
-        raise DamagedCheckpointError(
-            f"checkpoint file {folder.path}/{COMMIT} does not list {min(missing)}"
-        )
-    shards = [_shard(folder, name, index) for name, index in indexes.items()]
-    for shard in shards:
+    names = [name for name in listed if name.endswith(".json")]
+    shards, positions = [], []
+    for name, content in zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True):
+        if _sha256(content) != listed[name]["sha256"]:
+            raise DamagedCheckpointError(f"checkpoint file {folder.path}/{name} was changed")
+        index = _parse(folder, name, content)
+        shard = _shard(folder, name, index)
+        if shard.file not in listed:
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder.path}/{COMMIT} does not list {shard.file}"
+            )
         _check_size(folder, shard.file, shard.bytes, {shard.file: listed[shard.file]["bytes"]})
-    positions = [index["position"] for index in indexes.values() if "position" in index]
+        shards.append(shard)
+        positions += [index["position"]] if "position" in index else []
     if len(positions) != 1 or not isinstance(positions[0], dict):
         raise DamagedCheckpointError(f"checkpoint {folder.path} has {len(positions)} positions")
-    return FolderContent(shards, positions[0])
+    return shards, positions[0]
 
 
 def verify_shard(folder: Location, shard: Shard) -> None:
@@ -202,19 +217,19 @@ def verify_shard(folder: Location, shard: Shard) -> None:
     Raises:
         DamagedCheckpointError: it differs from what was written, each time it is read.
     """
-    read_again(lambda: _verify_once(folder, shard), DamagedCheckpointError)
 
+    def verify_once() -> None:
+        file, digest, size = folder.child(shard.file), hashlib.sha256(), 0
+        while True:  # to the end of the file: asking for its size would be one more request
+            piece = file.read_range(size, _PIECE_BYTES)
+            digest.update(piece)
+            size += len(piece)
+            if len(piece) < _PIECE_BYTES or size > shard.bytes:
+                break
+        _check_size(folder, shard.file, shard.bytes, {shard.file: size})
+        compare(folder, shard, digest.hexdigest())
 
-def _verify_once(folder: Location, shard: Shard) -> None:
-    file, digest, size = folder.child(shard.file), hashlib.sha256(), 0
-    while True:  # to the end of the file: asking for its size would be one more request
-        piece = file.read_range(size, _PIECE_BYTES)
-        digest.update(piece)
-        size += len(piece)
-        if len(piece) < _PIECE_BYTES or size > shard.bytes:
-            break
-    _check_size(folder, shard.file, shard.bytes, {shard.file: size})
-    compare(folder, shard, digest.hexdigest())
+    read_again(verify_once, DamagedCheckpointError)
 
 
 def compare(folder: Location, shard: Shard, sha256: str) -> None:
@@ -239,7 +254,7 @@ def check_coverage(
     """
     spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for shard in shards:
-        for kind, name, start, count in shard.fragments():
+        for _, kind, name, start, count in shard.fragments():
             spans[kind, name].append((start, start + count))
     missing = [name for name in shapes if ("weight", name) not in spans]
     if missing:
@@ -271,12 +286,6 @@ def _sizes(folder: Location) -> dict[str, int]:
     return {info.base_name: info.size for info in folder.list_files(recursive=False)}
 
 
-def _agreed(file: Location) -> bytes:
-    """A small file without a recorded checksum: read twice, and a third time if they differ."""
-    first, second = file.read_twice()
-    return first if first == second else file.read()
-
-
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -288,30 +297,6 @@ def _marker(files: Mapping[str, tuple[int, str]]) -> bytes:
     }
     sha256 = _sha256(json.dumps(body, sort_keys=True).encode())
     return json.dumps({**body, "sha256": sha256}, indent=1).encode()
-
-
-def _listed_files(folder: Location) -> dict[str, dict[str, Any]]:
-    """What the marker lists; it has to be, byte for byte, what `commit` writes."""
-    content = folder.child(COMMIT).read()
-    marker = _parse(folder, COMMIT, content)
-    _check_version(folder, marker)
-    try:
-        files = {name: (f["bytes"], f["sha256"]) for name, f in marker["files"].items()}
-    except (KeyError, TypeError, AttributeError):
-        files = {}
-    if content != _marker(files):
-        raise DamagedCheckpointError(f"checkpoint file {folder.path}/{COMMIT} was changed")
-    return dict(marker["files"])
-
-
-def _read_listed(folder: Location, listed: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    names = [name for name in listed if name.endswith(".json")]
-    indexes = {}
-    for name, content in zip(names, read_all(names, lambda n: folder.child(n).read()), strict=True):
-        if _sha256(content) != listed[name]["sha256"]:
-            raise DamagedCheckpointError(f"checkpoint file {folder.path}/{name} was changed")
-        indexes[name] = _parse(folder, name, content)
-    return indexes
 
 
 def _why_partial(folder: Location, sizes: Mapping[str, int]) -> str:
@@ -334,13 +319,18 @@ def _why_partial(folder: Location, sizes: Mapping[str, int]) -> str:
     return f"checkpoint {folder.path} holds the parts of {' and '.join(parts)}"
 
 
-def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
+@contextmanager
+def _parsed(damage: str) -> Iterator[None]:
+    """What cannot be parsed in the block has this damage."""
     try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DamagedCheckpointError(damage) from None
+
+
+def _parse(folder: Location, name: str, content: bytes) -> dict[str, Any]:
+    with _parsed(f"checkpoint file {folder.path}/{name} is not what was written"):
         return dict(json.loads(content))
-    except (ValueError, TypeError):
-        raise DamagedCheckpointError(
-            f"checkpoint file {folder.path}/{name} is not what was written"
-        ) from None
 
 
 def _check_version(folder: Location, content: Mapping[str, Any]) -> None:
@@ -350,28 +340,17 @@ def _check_version(folder: Location, content: Mapping[str, Any]) -> None:
 
 
 def _shard(folder: Location, name: str, index: dict[str, Any]) -> Shard:
-    try:
+    """What an index says of its rank's tensors, which are no more than their file can hold."""
+    with _parsed(f"checkpoint file {folder.path}/{name} is not what was written"):
         tensors = {str(key): int(count) for key, count in index["tensors"].items()}
         shard = Shard(tensors_name(name), int(index["bytes"]), str(index["sha256"]), tensors)
         list(shard.fragments())
-    except (KeyError, TypeError, ValueError, AttributeError):
+    if LEAST_BYTES * sum(tensors.values()) > shard.bytes:
         raise DamagedCheckpointError(
-            f"checkpoint file {folder.path}/{name} is not what was written"
-        ) from None
+            f"checkpoint file {folder.path}/{shard.file} of {shard.bytes} bytes cannot hold "
+            f"{sum(tensors.values())} elements"
+        )
     return shard
-
-
-def _parameter_shapes(
-    folder: Location, name: str, index: dict[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter, by the position in rank 0's index."""
-    try:
-        shapes = index["position"]["shapes"]
-        return {key: tuple(map(int, shape)) for key, shape in shapes.items()}
-    except (KeyError, TypeError, AttributeError):
-        raise DamagedCheckpointError(
-            f"checkpoint file {folder.path}/{name} has no position, or a damaged one"
-        ) from None
 
 
 def _check_size(folder: Location, name: str, size: int, sizes: Mapping[str, int | None]) -> None:

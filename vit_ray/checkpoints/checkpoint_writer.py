@@ -135,14 +135,14 @@ class CheckpointWriter:
             check_lock(self._run_folder, self._lock_number)
 
     def _remove_old(self) -> None:
-        keep_last = self._keep.keep_last
+        permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
         try:
             note_newest(self._run_folder, self._step)
-            keep = self._permanent()
+            steps = [step for step, _ in list_checkpoints(self._run_folder)]
             prune(
                 self._run_folder,
-                keep_last,
-                keep,
+                self._keep.keep_last,
+                {step for step in steps if permanent.is_due_at(step)} | self._best_steps(),
                 self._verified,
                 self._notify_set_aside,
                 self._progress,
@@ -152,13 +152,6 @@ class CheckpointWriter:
 
     def _notify_set_aside(self, text: str) -> None:
         self._notify(EventKind.CHECKPOINT_DAMAGED, text, self._step)
-
-    def _permanent(self) -> set[int]:
-        """Steps whose checkpoints are never removed."""
-        steps = [step for step, _ in list_checkpoints(self._run_folder)]
-        permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
-        kept = {step for step in steps if permanent.is_due_at(step)}
-        return kept | self._best_steps()
 
     def _best_steps(self) -> set[int]:
         """Of a run that keeps its best, by its recipe or because early stopping may end it."""

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import torch
-from pyarrow import fs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
-from vit_ray.checkpoints.hf_hub import SCHEME, download
 from vit_ray.checkpoints.run_checkpoints import find_weights
+from vit_ray.checkpoints.weight_files import find_weight_file, read_weight_file
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
-from vit_ray.models.weights.files import (
-    FOLDER_CONFIG,
-    FOLDER_INDEX,
-    FOLDER_WEIGHTS,
-    Opener,
-    Origin,
-    origin_of,
-    parse_settings,
-    parts_of,
-)
-from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
-from vit_ray.models.weights.load_save import WeightFile, read_weights
+from vit_ray.models.weights.files import Origin, origin_of
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
-from vit_ray.storage import Location, locate
-
-_WEIGHT_FILES = (".npz", ".safetensors")
-# A remote file is fetched in pieces, so that a fault costs one of them.
-_PIECE_BYTES = 64 * 2**20
-# Of a remote file whose names and shapes are looked at: those of small tensors lie side by side.
-_LOOK_BYTES = 8 * 2**10
 
 
 @dataclass(frozen=True)
@@ -170,135 +148,12 @@ def open_weights(
     """
     location = find_weight_file(path)
     if location is not None:
-        file = _read_file(location, has_values)
+        file = read_weight_file(location, has_values)
         return SavedWeights(
             file.num_classes,
             lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
         )
     return _of_checkpoint(find_weights(path), averaged, has_values)
-
-
-def find_weight_file(path: str) -> Location | None:
-    """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
-
-    A path that ends like a weight file is one, whether or not it is there. A repository of the hub
-    is fetched into its cache.
-
-    Raises:
-        ValueError: as `download`, or there are no weights that can be read in the repository.
-    """
-    location = locate(download(path) if path.startswith(SCHEME) else path)
-    if path.endswith(_WEIGHT_FILES) or location.info().type == fs.FileType.File:
-        return location
-    inside = (location.child(name) for name in (FOLDER_WEIGHTS, FOLDER_INDEX))
-    found = next((file for file in inside if file.exists()), None)
-    if found is None and path.startswith(SCHEME):
-        raise ValueError(
-            f"{path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
-            "code and are not read"
-        )
-    return found
-
-
-def published_classes(path: str) -> tuple[str, ...] | None:
-    """Classes in the order of a published head, as its folder's `config.json` names them.
-
-    Args:
-        path: as in `open_weights`.
-
-    Returns:
-        None where there is no such file, or it has the placeholders of transformers.
-    """
-    file = find_weight_file(path)
-    if file is None:
-        return None
-    config = _beside(file, FOLDER_CONFIG)
-    if not config.exists():
-        return None
-    told = parse_settings(config.read(), config.uri)
-    labels = told.get("id2label") or told.get("label_names")
-    if isinstance(labels, dict):
-        labels = [labels.get(str(index)) for index in range(len(labels))]
-    if not isinstance(labels, list) or not labels:
-        return None
-    if not all(isinstance(label, str) for label in labels):
-        return None
-    is_placeholder = all(label == f"LABEL_{index}" for index, label in enumerate(labels))
-    return None if is_placeholder else tuple(labels)
-
-
-def _read_file(location: Location, has_values: bool) -> WeightFile:
-    if location.is_local:
-        return read_weights(location.path, opener=None if has_values else _open_here)
-    with tempfile.TemporaryDirectory() as folder:
-        here, name = Path(folder), PurePosixPath(location.path).name
-        heavy = [name]
-        for small in (FOLDER_CONFIG, FOLDER_PREPROCESSOR):
-            _fetch(_beside(location, small), here / small)
-        if name == FOLDER_INDEX:
-            _fetch(location, here / name)
-            heavy = list(parts_of(here / name, location.uri))
-        for part in heavy:
-            _fetch(_beside(location, part), here / part, is_whole=has_values)
-        opener = None if has_values else _opener_of(location)
-        return read_weights(here / name, source=location.uri, opener=opener)
-
-
-def _open_here(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-def _opener_of(location: Location) -> Opener:
-    """Opens a remote file, or one beside it, that a file of the same name here stands for."""
-
-    def open_there(path: Path) -> IO[bytes]:
-        return io.BufferedReader(_Ranges(_beside(location, path.name)), _LOOK_BYTES)
-
-    return open_there
-
-
-class _Ranges(io.RawIOBase):
-    """A remote file, of which each range is read again after a fault."""
-
-    def __init__(self, location: Location) -> None:
-        self._location, self._size, self._at = location, location.info().size or 0, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, self._size)[whence]
-        if at < 0:
-            raise OSError(f"byte {at} of {self._location.uri}")
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(0, self._size - self._at))
-        content = self._location.read_range(self._at, count) if count else b""
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
-
-
-def _beside(location: Location, name: str) -> Location:
-    return Location(location.filesystem, str(PurePosixPath(location.path).with_name(name)))
-
-
-def _fetch(location: Location, copy: Path, *, is_whole: bool = True) -> None:
-    """Copy a file, where there is one; if not whole, an empty one says that it is there."""
-    size = location.info().size
-    if size is None:
-        return
-    with copy.open("wb") as file:
-        for start in range(0, size if is_whole else 0, _PIECE_BYTES):
-            file.write(location.read_range(start, min(_PIECE_BYTES, size - start)))
 
 
 def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bool) -> SavedWeights:

@@ -8,13 +8,14 @@ with it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Container
-from typing import Final, TypeVar
+from typing import Any, Final
 
 from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
@@ -47,7 +48,6 @@ _STEP: Final = re.compile(r"step-(\d{8,})")
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[str], None]
-_Found = TypeVar("_Found")
 
 
 class NoUsableCheckpointError(ValueError):
@@ -90,19 +90,35 @@ def newest_verified_checkpoint(
     bad: list[tuple[Location, str]] = []
     for _, folder in list_checkpoints(run_folder):
         try:
-            checkpoint = _judge_whole(folder)
+            checkpoint = _judge(folder)
         except _NO_GOOD as error:
             bad.append((folder, str(error)))
             continue
         if checkpoint is not None:
-            _pass_over(bad, tell, changes=changes)
-            if changes:  # a driver that died between the first commit and this left it behind
-                run_folder.child(NONE_YET).delete()
-            return checkpoint
-    if not has_had_checkpoints(run_folder):
-        _pass_over(bad, tell, changes=changes)
-        return None
-    raise NoUsableCheckpointError(_nothing_usable(run_folder, bad))
+            break
+    else:
+        checkpoint = None
+        if has_had_checkpoints(run_folder):
+            reasons = "; ".join(reason for _, reason in bad)
+            if not reasons and any(name.endswith(ASIDE) for name in run_folder.list_folders()):
+                reasons = "all of them have been set aside before"
+            if not reasons:
+                newest = run_folder.child(NEWEST).path
+                reasons = f"their folders are gone, {newest} says which was the last"
+            raise NoUsableCheckpointError(
+                f"run {run_folder.path} has had checkpoints, and none of them can be used: "
+                f"{reasons}. Nothing was changed. Restore one of them (a folder set aside is named "
+                "step-*.damaged), choose another name, or set resume=from_zero to start at step 0"
+            )
+    for folder, reason in bad:
+        if changes:
+            set_aside(folder, reason, tell)
+        else:
+            tell(f"{reason}; passed over")
+    if checkpoint is not None and changes:
+        # A driver that died between the first commit and this left it behind.
+        run_folder.child(NONE_YET).delete()
+    return checkpoint
 
 
 def has_had_checkpoints(run_folder: Location) -> bool:
@@ -136,7 +152,7 @@ def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
     """
     for _, folder in list_checkpoints(run_folder):
         try:
-            is_good = _judge_whole(folder) is not None
+            is_good = _judge(folder) is not None
         except _NO_GOOD as error:
             set_aside(folder, str(error), tell)
             continue
@@ -153,8 +169,15 @@ def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
 
 
 def set_aside(folder: Location, reason: str, tell: Tell) -> None:
-    """Rename a checkpoint's folder, so that nothing reads it or writes into it."""
-    place = _free_name(folder)
+    """Rename a checkpoint's folder, so that nothing reads it or writes into it.
+
+    To `step-N.damaged`, or `step-N~2.damaged` if that is taken.
+    """
+    for number in itertools.count(1):
+        again = f"~{number}" if number > 1 else ""
+        place = Location(folder.filesystem, f"{folder.path}{again}{ASIDE}")
+        if not place.exists():
+            break
     folder.move_to(place)
     tell(
         f"{reason}. It was set aside as {place.uri}; nothing in it was deleted. Repair it and "
@@ -182,7 +205,9 @@ def prune(
         opened: steps that were whole before: of these the marker and the sizes are looked at, and
             not the index of every rank.
     """
-    _finish_deleting(run_folder)
+    for name in run_folder.list_folders():  # what a crash has left of folders that were to go
+        if name.endswith(_DELETED) and _STEP.fullmatch(name.removesuffix(_DELETED)):
+            run_folder.child(name).delete()
     verified = set() if verified is None else verified
     good: list[int] = []
     deleted: list[int] = []
@@ -200,7 +225,12 @@ def prune(
         if needs_reading:
             verified.add(step)
         if len(good) >= keep_last and step not in keep:
-            _delete(folder)
+            doomed = folder
+            if folder.is_local:  # renamed: half of it is never taken for a damaged checkpoint
+                doomed = Location(folder.filesystem, folder.path + _DELETED)
+                folder.move_to(doomed)
+            doomed.delete()
+            evaluation_note(folder).delete()
             deleted.append(step)
         elif len(good) < keep_last:
             good.append(step)
@@ -237,7 +267,7 @@ def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
         return newest
     folder = run_folder.child(folder_name(int(step)))
     try:
-        best = _judge_whole(folder)
+        best = _judge(folder)
         reason = "it is not there"
     except _NO_GOOD as error:
         best, reason = None, str(error)
@@ -256,11 +286,7 @@ def _read_whole(folder: Location) -> Checkpoint:
     return checkpoint
 
 
-def _judge_whole(folder: Location) -> Checkpoint | None:
-    return _judge(folder, _read_whole)
-
-
-def _judge(folder: Location, look: Callable[[Location], _Found]) -> _Found | None:
+def _judge(folder: Location, look: Callable[[Location], object] = _read_whole) -> Any:
     """What `look` finds in a checkpoint's folder; None if the folder has gone.
 
     Raises:
@@ -268,7 +294,7 @@ def _judge(folder: Location, look: Callable[[Location], _Found]) -> _Found | Non
         OSError: it cannot be read.
     """
 
-    def judge_once() -> _Found | None:
+    def judge_once() -> object:
         try:
             return look(folder)
         except (*_NO_GOOD, FileNotFoundError):
@@ -277,51 +303,3 @@ def _judge(folder: Location, look: Callable[[Location], _Found]) -> _Found | Non
             return None
 
     return read_again(judge_once, *_NO_GOOD, FileNotFoundError, pause_s=READ_AGAIN_S)
-
-
-def _pass_over(bad: list[tuple[Location, str]], tell: Tell, *, changes: bool) -> None:
-    for folder, reason in bad:
-        if changes:
-            set_aside(folder, reason, tell)
-        else:
-            tell(f"{reason}; passed over")
-
-
-def _nothing_usable(run_folder: Location, bad: list[tuple[Location, str]]) -> str:
-    reasons = "; ".join(reason for _, reason in bad)
-    if not reasons and any(name.endswith(ASIDE) for name in run_folder.list_folders()):
-        reasons = "all of them have been set aside before"
-    if not reasons:
-        reasons = f"their folders are gone, {run_folder.child(NEWEST).path} says which was the last"
-    return (
-        f"run {run_folder.path} has had checkpoints, and none of them can be used: {reasons}. "
-        "Nothing was changed. Restore one of them (a folder set aside is named step-*.damaged), "
-        "choose another name, or set resume=from_zero to start at step 0"
-    )
-
-
-def _free_name(folder: Location) -> Location:
-    """`step-N.damaged`, or `step-N~2.damaged` if that is taken."""
-    taken = 1
-    while True:
-        again = f"~{taken}" if taken > 1 else ""
-        place = Location(folder.filesystem, f"{folder.path}{again}{ASIDE}")
-        if not place.exists():
-            return place
-        taken += 1
-
-
-def _delete(folder: Location) -> None:
-    """Renamed first on a disk, so that half of it is never taken for a damaged checkpoint."""
-    doomed = folder
-    if folder.is_local:
-        doomed = Location(folder.filesystem, folder.path + _DELETED)
-        folder.move_to(doomed)
-    doomed.delete()
-    evaluation_note(folder).delete()
-
-
-def _finish_deleting(run_folder: Location) -> None:
-    for name in run_folder.list_folders():
-        if name.endswith(_DELETED) and _STEP.fullmatch(name.removesuffix(_DELETED)):
-            run_folder.child(name).delete()

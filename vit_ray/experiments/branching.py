@@ -12,8 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Final
 
-from vit_ray.checkpoints.checkpoint import Position, folder_name
-from vit_ray.checkpoints.checkpoint_copy import copy_checkpoint
+from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     PartialCheckpointError,

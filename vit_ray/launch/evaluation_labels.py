@@ -90,7 +90,7 @@ def _told_by_weights(weights: str | None, classes: Sequence[str]) -> tuple[str, 
     """The order of a published head where it names exactly the classes of the set."""
     if weights is None:
         return None
-    from vit_ray.checkpoints.init_weights import (
+    from vit_ray.checkpoints.weight_files import (
         published_classes,  # with torch, which takes seconds
     )
 

@@ -100,8 +100,8 @@ def _facts(prepared: PreparedRun) -> dict[str, Any]:
 
 def _weights_state(recipe: Recipe) -> str:
     """Which state of the weights: of a run the step of its checkpoint, of a file its size."""
-    from vit_ray.checkpoints.init_weights import find_weight_file
     from vit_ray.checkpoints.run_checkpoints import find_weights
+    from vit_ray.checkpoints.weight_files import find_weight_file
 
     assert recipe.init_from is not None
     file = find_weight_file(recipe.init_from)

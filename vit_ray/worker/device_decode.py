@@ -14,7 +14,6 @@ import importlib.util
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from vit_ray.worker.batched_resize import resize_regions
-from vit_ray.worker.side_stream import SideStream
+from vit_ray.worker.prefetch import Prefetched, SideStream
 
 if TYPE_CHECKING:
     from vit_ray.train.loop import Batch
@@ -85,15 +84,15 @@ class NvImageCodec:
         """As `RegionDecoder`."""
         regions = [self._region(file, box) for file, box in zip(files, boxes, strict=True)]
         known = [region for region in regions if region is not None]
-        images = iter(self._decode(known) if known else ())
-        return [None if region is None else self._tensor(next(images)) for region in regions]
-
-    def _decode(self, regions: list[Any]) -> list[Any]:
-        stream = 0
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-        found: list[Any] = self._decoder.decode(regions, params=self._params, cuda_stream=stream)
-        return found
+        if not known:
+            return [None] * len(files)
+        is_gpu = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
+        made = iter(self._decoder.decode(known, params=self._params, cuda_stream=stream))
+        images = [None if region is None else next(made) for region in regions]
+        if is_gpu:
+            return [None if image is None else from_dlpack(image) for image in images]
+        return [i if i is None else torch.from_numpy(np.asarray(i.cpu())) for i in images]
 
     def _region(self, file: np.ndarray, box: Box) -> Any:
         try:
@@ -101,13 +100,6 @@ class NvImageCodec:
             return stream.get_sub_code_stream(region=self._codec.Region(*box))
         except RuntimeError:
             return None
-
-    def _tensor(self, image: Any) -> Tensor | None:
-        if image is None:
-            return None
-        if self._device.type == "cpu":
-            return torch.from_numpy(np.asarray(image.cpu()))
-        return from_dlpack(image)
 
 
 def decode_with_pillow(files: list[np.ndarray], boxes: list[Box]) -> list[Tensor | None]:
@@ -150,7 +142,6 @@ class DeviceDecoder:
         self._batch_size = batch_size
         self._note_bad = note_bad
         self._decode = decode or region_decoder(device)
-        self._side = SideStream(device)
 
     def batches(self, blocks: Iterable[pa.Table]) -> Iterator[Batch]:
         """Batches of exactly `batch_size`, in order, each decoded while the one before is used.
@@ -158,16 +149,10 @@ class DeviceDecoder:
         Args:
             blocks: `iter_batches(batch_size=None, batch_format="pyarrow")` of the stream.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="device-decode") as pool:
-            waiting = None
-            for table in rebatched(blocks, self._batch_size):
-                ahead = pool.submit(self._side.make, partial(self.decoded, table))
-                if waiting is not None:
-                    # no limit: train.step_timeout_s ends a step that waits for images
-                    yield self._side.hand_over(waiting.result())
-                waiting = ahead
-            if waiting is not None:
-                yield self._side.hand_over(waiting.result())  # no limit: as above
+        side = SideStream(self._device)
+        tables = rebatched(blocks, self._batch_size)
+        made = Prefetched(tables, lambda table: side.make(partial(self.decoded, table)))
+        return map(side.hand_over, made)
 
     def decoded(self, table: pa.Table) -> Batch:
         """One batch.
@@ -185,11 +170,25 @@ class DeviceDecoder:
             return batch
         samples = batch["sample"]
         self._note_bad({int(samples[i]): table["where"][i].as_py() for i in bad})
-        return self._with_neighbours(batch, bad, table)
+        # Bad rows are overwritten by the next good ones, labels and all.
+        rows = np.arange(len(samples))
+        good = np.setdiff1d(rows, bad)
+        if not len(good):
+            raise ValueError(
+                f"none of {len(samples)} images can be decoded on the device, the first is "
+                f"{table['where'][0].as_py()}; run jobs/verify.py, or set data.decode=host"
+            )
+        rows[bad] = good[np.searchsorted(good, bad) % len(good)]
+        return {
+            "image": images[torch.from_numpy(rows).to(self._device)],
+            "labels": batch["labels"][rows],
+            "sample": samples[rows],
+        }
 
     def _images(self, table: pa.Table) -> tuple[Tensor, list[int]]:
         """Crops of all rows, uint8 (B, H, W, 3), and which of them could not be made."""
-        files = [_bytes(value) for value in table["encoded"]]
+        # Without a copy: uint8 (length,).
+        files = [np.frombuffer(value.as_buffer(), np.uint8) for value in table["encoded"]]
         boxes: list[Box] = [tuple(box) for box in _matrix(table["box"]).tolist()]
         flips = table["is_flipped"].to_pylist()
         images = torch.zeros((len(files), *self._size, 3), dtype=torch.uint8, device=self._device)
@@ -206,23 +205,6 @@ class DeviceDecoder:
             images[i] = finished.to(self._device)
         return images, [i for i, found in pixels.items() if found is None]
 
-    def _with_neighbours(self, batch: Batch, bad: list[int], table: pa.Table) -> Batch:
-        """The batch with its bad rows overwritten by the next good ones, labels and all."""
-        count = len(batch["sample"])
-        good = sorted(set(range(count)) - set(bad))
-        if not good:
-            raise ValueError(
-                f"none of {count} images can be decoded on the device, the first is "
-                f"{table['where'][0].as_py()}; run jobs/verify.py, or set data.decode=host."
-            )
-        rows = np.arange(count)
-        rows[bad] = [good[int(np.searchsorted(good, i)) % len(good)] for i in bad]
-        return {
-            "image": batch["image"][torch.from_numpy(rows).to(self._device)],
-            "labels": batch["labels"][rows],
-            "sample": batch["sample"][rows],
-        }
-
 
 def rebatched(blocks: Iterable[pa.Table], batch_size: int) -> Iterator[pa.Table]:
     """Rows of packed blocks, in order, `batch_size` at a time."""
@@ -237,11 +219,6 @@ def rebatched(blocks: Iterable[pa.Table], batch_size: int) -> Iterator[pa.Table]
             joined = pa.concat_tables(held)
             yield joined.slice(0, batch_size)
             held, count = [joined.slice(batch_size)], count - batch_size
-
-
-def _bytes(value: pa.Scalar) -> np.ndarray:
-    """Without a copy: uint8 (length,)."""
-    return np.frombuffer(value.as_buffer(), np.uint8)
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:

@@ -80,7 +80,7 @@ class Evaluator:
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
         try:
             if self._job.extraction is not None:
-                metrics = self._extract(self._job.extraction)
+                metrics = {"extract/images": self._extract(self._job.extraction)}
             else:
                 metrics = self._measure("")
                 if self._engine.average is not None and metrics:
@@ -114,12 +114,23 @@ class Evaluator:
             metrics |= {f"dev/{prefix}{name}": value for name, value in on_dev.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
-            found = measure_few_shot(engine, train, test, recipe.evaluate, self._few_shot())
+            if self._pool_labels is None:  # read by rank 0 at the first evaluation
+                read = self._job.few_shot_labels
+                assert read is not None
+                self._pool_labels = read_by_first(read, engine.device)
+            config = recipe.evaluate
+            few_shot = FewShot(
+                self._pool_labels,
+                self._job.few_shot_classes,
+                shots=config.shots,
+                seeds=config.few_shot_seeds,
+            )
+            found = measure_few_shot(engine, train, test, config, few_shot)
             metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
         return metrics
 
-    def _extract(self, extraction: Extraction) -> dict[str, float]:
-        """Write features from where an earlier attempt ended."""
+    def _extract(self, extraction: Extraction) -> float:
+        """Write features from where an earlier attempt ended; returns the number of images."""
         engine = self._engine
         start = read_by_first(partial(begin_extraction, extraction.folder), engine.device)
         count = write_features(
@@ -130,26 +141,7 @@ class Evaluator:
             rank=engine.rank,
             world_size=engine.world_size,
         )
-        (total,) = all_sum([float(count)], engine.device)
-        return {"extract/images": total}
-
-    def _few_shot(self) -> FewShot:
-        """With the labels of the pool, which rank 0 has read at the first evaluation.
-
-        Raises:
-            ValueError: they cannot be read, on all ranks.
-        """
-        if self._pool_labels is None:
-            read = self._job.few_shot_labels
-            assert read is not None
-            self._pool_labels = read_by_first(read, self._engine.device)
-        config = self._job.recipe.evaluate
-        return FewShot(
-            self._pool_labels,
-            self._job.few_shot_classes,
-            shots=config.shots,
-            seeds=config.few_shot_seeds,
-        )
+        return all_sum([float(count)], engine.device)[0]
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """In an evaluation's own run, of each class too, with tables that are kept with the run."""
@@ -224,25 +216,18 @@ def measure_few_shot(
     Ranks add up sums over the examples that are drawn; features are held for a batch at a time. A
     drawn image that cannot be decoded leaves its class with an example less.
     """
-    for real, features, batch in _features(engine, train_batches):
-        few_shot.add_examples(features, batch["sample"][real])
+    for batch, features, _ in _predictions(engine, train_batches):
+        real = batch["weight"] > 0
+        few_shot.add_examples(features.cpu().numpy()[real], batch["sample"][real])
     for array in few_shot.sum_arrays():
         all_sum_array(array, engine.device)
     few_shot.solve()
-    for real, features, batch in _features(engine, test_batches):
-        few_shot.add_tests(features, batch["labels"][real, 0])
+    for batch, features, _ in _predictions(engine, test_batches):
+        real = batch["weight"] > 0
+        few_shot.add_tests(features.cpu().numpy()[real], batch["labels"][real, 0])
     counts = np.array(all_sum(few_shot.counts.tolist(), engine.device))
     found = few_shot.accuracies(counts)
     return {f"few_shot/{n}_shot_top1": float(np.mean(found[n])) for n in config.shots}
-
-
-def _features(
-    engine: DeepSpeedEngine, batches: Iterable[Batch]
-) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.float32], Batch]]:
-    """Which rows of each batch are images, and the features of these: float32 (n, D)."""
-    for batch, head_inputs, _ in _predictions(engine, batches):
-        real = batch["weight"] > 0
-        yield real, head_inputs.cpu().numpy()[real], batch
 
 
 def _predictions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,35 +47,29 @@ def write_features(
     folder = locate(extraction.folder)
     passes_per_file = max(1, extraction.rows_per_file // batch_size)
     first, count = start, 0
-    for parts in _in_groups(_rows(predictions, extraction.with_logits), passes_per_file):
+    parts: list[FeatureRows] = []
+
+    def write() -> None:
+        nonlocal first, count
         last = first + len(parts) * batch_size * world_size
         write_part(folder, part_name(first, last, rank, world_size), parts)
         first, count = last, count + sum(len(part.samples) for part in parts)
-    return count
+        parts.clear()
 
-
-def _rows(predictions: Iterable[Prediction], with_logits: bool) -> Iterator[FeatureRows]:
     for batch, features, logits in predictions:
         real = batch["weight"] > 0
-        yield FeatureRows(
-            [bytes(key).rstrip(b"\0").decode() for key in batch["key"][real]],
-            batch["labels"][real, 0],
-            batch["sample"][real].astype(np.int64),
-            _kept(features, real),
-            _kept(logits, real) if with_logits else None,
+        kept = [rows.to(torch.float32).cpu().numpy()[real] for rows in (features, logits)]
+        parts.append(
+            FeatureRows(
+                [bytes(key).rstrip(b"\0").decode() for key in batch["key"][real]],
+                batch["labels"][real, 0],
+                batch["sample"][real].astype(np.int64),
+                kept[0],
+                kept[1] if extraction.with_logits else None,
+            )
         )
-
-
-def _kept(rows: Tensor, real: np.ndarray) -> np.ndarray:
-    return rows.to(torch.float32).cpu().numpy()[real]
-
-
-def _in_groups(rows: Iterator[FeatureRows], size: int) -> Iterator[list[FeatureRows]]:
-    group: list[FeatureRows] = []
-    for part in rows:
-        group.append(part)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
+        if len(parts) == passes_per_file:
+            write()
+    if parts:
+        write()
+    return count

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 from vit_ray.train.collectives import all_max, all_rows, all_sum, read_by_first
+from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.worker.job import DivergedError, UnrecoverableError
@@ -28,24 +28,9 @@ from vit_ray.worker.watchdog import Watchdog
 
 MOST_IN_A_ROW: Final = 3
 """Refused steps at which a run stops whatever the recipe says: the weights no longer train."""
-
-
-class MeasuresLayers(Protocol):
-    """What the report needs of an engine; all ranks call these."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def activation_sizes(self, images: Tensor) -> dict[str, float]: ...
-    def weight_norms(self) -> dict[str, float]: ...
-
-
-class RestoresState(Protocol):
-    """What rolling back needs of an engine."""
-
-    device: torch.device
-
-    def restore(self, checkpoint: Checkpoint) -> None: ...
+MOST_SAMPLES: Final = 64
+MOST_NORMS: Final = 8
+"""Of a report."""
 
 
 class NonfinitePolicy:
@@ -90,14 +75,34 @@ class NonfinitePolicy:
             self._link.note(EventKind.ROLLED_BACK, text, step)
 
 
-def describe_batch(engine: MeasuresLayers, batch: Batch, micro_batch_size: int) -> str:
+def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
     """Samples of the global batch, and sizes by layer of activations and weights."""
-    samples = np.sort(all_rows(np.asarray(batch["sample"], np.int64), engine.device))
-    return f"Samples {_abridged(samples.tolist())}. {_layers_of(engine, batch, micro_batch_size)}"
+    samples = np.sort(all_rows(np.asarray(batch["sample"], np.int64), engine.device)).tolist()
+    shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
+    if len(samples) > MOST_SAMPLES:
+        shown += f", ... ({len(samples)} in all)"
+    pieces = [
+        engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
+        for piece in torch.split(as_tensor(batch["image"]), micro_batch_size)
+    ]
+    names = list(pieces[0])
+    sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
+    activations = dict(zip(names, sizes, strict=True))
+    bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
+    where = f"first not finite in {bad}" if bad else "finite when the model is evaluated"
+    norms = sorted(engine.state.weight_norms().items(), key=lambda item: -item[1])
+    by_layer, largest = (
+        ", ".join(f"{name} {size:.3g}" for name, size in items)
+        for items in (activations.items(), norms[:MOST_NORMS])
+    )
+    return (
+        f"Samples {shown}. Activations are {where}; their size by layer: {by_layer}. "
+        f"Largest weight norms: {largest}"
+    )
 
 
 def roll_back(
-    engine: RestoresState, run_folder: Location, saver: CheckpointSaver, watchdog: Watchdog
+    engine: DeepSpeedEngine, run_folder: Location, saver: CheckpointSaver, watchdog: Watchdog
 ) -> int:
     """Restore weights and optimizer of the newest checkpoint; the data order continues where it is.
 
@@ -122,32 +127,3 @@ def roll_back(
     engine.restore(open_chosen_checkpoint(run_folder, step))
     watchdog.resume()
     return step
-
-
-def _layers_of(engine: MeasuresLayers, batch: Batch, micro_batch_size: int) -> str:
-    pieces = [
-        engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
-        for piece in torch.split(as_tensor(batch["image"]), micro_batch_size)
-    ]
-    names = list(pieces[0])
-    sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
-    activations = dict(zip(names, sizes, strict=True))
-    bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
-    where = f"first not finite in {bad}" if bad else "finite when the model is evaluated"
-    return (
-        f"Activations are {where}; their size by layer: {_listed(list(activations.items()))}. "
-        f"Largest weight norms: {_listed(_largest(engine.weight_norms()))}"
-    )
-
-
-def _abridged(numbers: list[int], most: int = 64) -> str:
-    shown = ", ".join(str(n) for n in numbers[:most])
-    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > most else shown
-
-
-def _listed(sizes: list[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} {size:.3g}" for name, size in sizes)
-
-
-def _largest(norms: dict[str, float], most: int = 8) -> list[tuple[str, float]]:
-    return sorted(norms.items(), key=lambda item: -item[1])[:most]

@@ -1,4 +1,4 @@
-"""Batches read ahead in a thread, and copied to the GPU while it computes."""
+"""Batches read ahead in a thread, and copied or decoded on the GPU while it computes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,45 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Queue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from vit_ray.train.loop import Batch, as_tensor
-from vit_ray.worker.side_stream import SideStream
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+
+Made = tuple[Batch, Any]
+"""A batch, and the event after which its image is whole; None without a GPU."""
+
+
+class SideStream:
+    """A CUDA stream of the device's own for what one thread makes and another uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def make(self, make_batch: Callable[[], Batch]) -> Made:
+        """Have a batch made on this stream; neither the device's computing nor the host waits."""
+        if self._stream is None:
+            return make_batch(), None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            batch = make_batch()
+            return batch, self._stream.record_event()
+
+    def hand_over(self, made: Made) -> Batch:
+        """The batch, which the stream that computes waits for; the host does not."""
+        batch, event = made
+        if event is not None:
+            user = torch.cuda.current_stream(self._device)
+            user.wait_event(event)
+            # Its memory is this stream's, and must not be given out again while the other reads it.
+            batch["image"].record_stream(user)
+        return batch
 
 
 def device_batches(
@@ -22,51 +53,41 @@ def device_batches(
     ahead: int = 1,
     pinned: tuple[str, ...] = ("image", "labels", "sample"),
 ) -> Iterator[Batch]:
-    """The same batches, their images on the device; read ahead as `prefetch` does.
+    """The same batches, their images on the device; read ahead as `Prefetched` does.
 
     Without a GPU they are handed on as they are.
 
     Args:
-        pinned: columns that become tensors in page-locked memory.
+        pinned: columns that become tensors in page-locked memory: from other memory the host waits
+            for the copy.
     """
     if device.type != "cuda":
-        return prefetch(batches, lambda batch: batch, ahead)
+        return Prefetched(batches, lambda batch: batch, ahead)
     side = SideStream(device)
-    ready = prefetch(batches, lambda batch: pin_batch(batch, pinned), ahead)
-    copied = prefetch(ready, lambda batch: side.make(lambda: image_on(batch, device)), 1)
-    return map(side.hand_over, copied)
+
+    def pin(batch: Batch) -> Batch:
+        return {**batch, **{name: as_tensor(batch[name]).pin_memory() for name in pinned}}
+
+    def copy(batch: Batch) -> Made:
+        return side.make(lambda: {**batch, "image": batch["image"].to(device, non_blocking=True)})
+
+    return map(side.hand_over, Prefetched(Prefetched(batches, pin, ahead), copy))
 
 
-def prefetch(
-    batches: Iterable[Batch], prepare: Callable[[Batch], T], ahead: int = 1
-) -> Iterator[T]:
-    """What `prepare` makes of each; while one is used, `ahead` and one more are made in a thread.
+class Prefetched(Iterator[T]):
+    """What `prepare` makes of each item; while one is used, `ahead` and one more are made.
 
-    Reading begins at once. An error of `batches` is raised where its batch was due, and ends it.
+    In a thread, which begins at once, and ends when this is collected, as where a training stops
+    early. An error of `items` or `prepare` is raised where its item was due, and ends it.
     """
-    return _Prefetched(batches, prepare, max(1, ahead))
 
-
-def pin_batch(batch: Batch, columns: tuple[str, ...]) -> Batch:
-    """With columns in page-locked memory: from other memory the host waits for the copy."""
-    return {**batch, **{name: as_tensor(batch[name]).pin_memory() for name in columns}}
-
-
-def image_on(batch: Batch, device: torch.device) -> Batch:
-    """With its image on the device, once the stream that this is called on has come so far."""
-    return {**batch, "image": batch["image"].to(device, non_blocking=True)}
-
-
-class _Prefetched(Iterator[T]):
-    """An iterator that ends its thread when it is collected, as where a training stops early."""
-
-    def __init__(self, batches: Iterable[Batch], prepare: Callable[[Batch], T], ahead: int) -> None:
-        self._ready: Queue[T | BaseException | None] = Queue(maxsize=ahead)
+    def __init__(self, items: Iterable[Item], prepare: Callable[[Item], T], ahead: int = 1) -> None:
+        self._ready: Queue[T | BaseException | None] = Queue(maxsize=max(1, ahead))
         self._closed = threading.Event()
         # A daemon, and no reference to this object: the thread must not keep either alive.
         threading.Thread(
             target=_read,
-            args=(batches, prepare, self._ready, self._closed),
+            args=(items, prepare, self._ready, self._closed),
             daemon=True,
             name="prefetch",
         ).start()
@@ -86,15 +107,15 @@ class _Prefetched(Iterator[T]):
 
 
 def _read(
-    batches: Iterable[Batch],
-    prepare: Callable[[Batch], T],
+    items: Iterable[Item],
+    prepare: Callable[[Item], T],
     ready: Queue[T | BaseException | None],
     closed: threading.Event,
 ) -> None:
     last: BaseException | None = None
     try:
-        for batch in batches:
-            ready.put(prepare(batch))
+        for item in items:
+            ready.put(prepare(item))
             if closed.is_set():
                 return
     except BaseException as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from importlib.metadata import version
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -23,6 +23,7 @@ from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
+from vit_ray.train.state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
@@ -40,29 +41,19 @@ def start_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
 
 
-class SavesState(Protocol):
-    """What saving needs of an engine."""
-
-    shapes: dict[str, list[int]]
-
-    @property
-    def applied_steps(self) -> int: ...
-    def snapshot(self, position: Position) -> Snapshot: ...
-
-
 class CheckpointSaver:
-    """Takes snapshots of the engine, and has them written while training goes on."""
+    """Takes snapshots of the training state, and has them written while training goes on."""
 
     def __init__(
         self,
         job: TrainJob,
-        engine: SavesState,
+        state: TrainingState,
         writer: CheckpointWriter,
         link: RunLink,
         watchdog: Watchdog,
         run_beside: RunBeside = start_thread,
     ) -> None:
-        self._job, self._engine, self._link = job, engine, link
+        self._job, self._state, self._link = job, state, link
         self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()
         self._written.set()
@@ -80,8 +71,8 @@ class CheckpointSaver:
         start_s = time.perf_counter()
         self._watchdog.pause()  # waiting has limits of its own
         self.wait_until_written()  # storage slower than the cadence must not pile up copies
-        position = make_position(self._job, self._engine, progress, self._link.tracking_run_id())
-        snapshot = self._engine.snapshot(position)
+        position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
+        snapshot = self._state.snapshot(position)
         self._written.clear()
         self._run_beside(lambda: self._write(snapshot, folder_name(progress.step)))
         self._watchdog.resume()
@@ -157,16 +148,16 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
 
 
 def make_position(
-    job: TrainJob, engine: SavesState, progress: Progress, tracking_run_id: str | None
+    job: TrainJob, state: TrainingState, progress: Progress, tracking_run_id: str | None
 ) -> Position:
     """Where the run stands now; the loop may advance `progress` afterwards."""
     batch = job.recipe.train.global_batch_size
     return Position(
         progress=deepcopy(progress),
-        applied_steps=engine.applied_steps,
+        applied_steps=state.applied_steps,
         samples_seen=progress.step * batch,
         global_batch_size=batch,
-        shapes=engine.shapes,
+        shapes=state.shapes,
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
         tracking_run_id=tracking_run_id,

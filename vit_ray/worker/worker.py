@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
 from vit_ray.train.collectives import all_max, all_sum
-from vit_ray.train.deepspeed_config import warm_up_process
+from vit_ray.train.deepspeed_setup import warm_up_process
 from vit_ray.train.loop import Batch, RankContext
 from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
@@ -37,6 +36,7 @@ from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
 from vit_ray.worker.pool_link import Assignment, PoolLink, Streams
 from vit_ray.worker.process_group import RankPlace, joined_process_group
+from vit_ray.worker.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
 from vit_ray.worker.setup import (
@@ -157,7 +157,7 @@ def set_up_attempt(
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
-        saver = CheckpointSaver(job, engine, writer, link, watchdog)
+        saver = CheckpointSaver(job, engine.state, writer, link, watchdog)
         nonfinite = NonfinitePolicy(
             recipe.train,
             link,

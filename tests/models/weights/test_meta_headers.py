@@ -13,7 +13,8 @@ import torch
 
 from tests.conftest import ROOT
 from tests.models.small import FAMILIES, TINY_VIT, small_model
-from vit_ray.checkpoints.init_weights import _LOOK_BYTES, initialize_weights, planned_load
+from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
+from vit_ray.checkpoints.weight_files import LOOK_BYTES
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.weights import save_weights
 from vit_ray.models.weights.files import read_tensors
@@ -61,7 +62,7 @@ def test_an_outline_reads_a_small_part_of_a_large_file(name: str, tmp_path: Path
     )
     size = path.stat().st_size
     Counted.count = 0
-    read_tensors(path, "it", lambda p: io.BufferedReader(Counted(p), _LOOK_BYTES))
+    read_tensors(path, "it", lambda p: io.BufferedReader(Counted(p), LOOK_BYTES))
     assert 0 < Counted.count < size / 20
 
 

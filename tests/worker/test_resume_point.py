@@ -11,16 +11,16 @@ import torch
 from tests.checkpoints.written import flip, write_snapshot
 from vit_ray import retry, storage
 from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
-from vit_ray.checkpoints.resume_point import (
+from vit_ray.checkpoints.run_checkpoints import NoUsableCheckpointError, list_checkpoints
+from vit_ray.retry import RetryPolicy
+from vit_ray.storage import Location, locate
+from vit_ray.worker.resume_point import (
     CHOICE_LIMIT_S,
     RETRIES,
     ResumePoint,
     ResumePointChoice,
     choose_resume_point,
 )
-from vit_ray.checkpoints.run_checkpoints import NoUsableCheckpointError, list_checkpoints
-from vit_ray.retry import RetryPolicy
-from vit_ray.storage import Location, locate
 
 TOTAL = 100
 

@@ -8,7 +8,6 @@ averaging and weight exchange work on fragments, and so on any stage and any num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.deepspeed_internals import (
+    Place,
     flat_groups,
     forget_gathered,
-    place_in_stage_1_or_2,
-    place_in_stage_3,
+    place_of,
     shard_of,
 )
 
@@ -44,11 +43,6 @@ class Fragment:
         whole = optimizer_state[self.owner][key].view(-1)
         return whole.narrow(0, self.offset, self.weight.numel())
 
-    def narrow(self, skip: int, count: int) -> Fragment:
-        """The `count` elements after the first `skip` of this fragment."""
-        weight = self.weight.narrow(0, skip, count)
-        return Fragment(self.name, self.start + skip, weight, self.owner, self.offset + skip)
-
 
 def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
     """All state on this rank; every element of the model is held by at least one rank.
@@ -57,10 +51,17 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
         engine: an initialized DeepSpeed engine.
         names: each trained parameter of the module and its name.
     """
-    stage = engine.zero_optimization_stage()
-    if stage:
-        return list(_zero_fragments(engine, names, stage))
-    return list(_replicated_fragments(engine, names))
+    stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, []
+    for parameter, name in names.items():
+        if stage == 0:
+            owner = optimizer.masters[parameter]
+            place: Place | None = Place(0, owner, 0, owner.numel())
+        else:
+            place = place_of(optimizer, parameter, stage, engine.global_rank)
+        if place is not None:
+            weight = place.owner.data.view(-1).narrow(0, place.offset, place.size)
+            found.append(Fragment(name, place.start, weight, place.owner, place.offset))
+    return found
 
 
 def owned_fragments(
@@ -80,7 +81,9 @@ def owned_fragments(
         size = fragment.weight.numel()
         begin, end = max(first - position, 0), min(last - position, size)
         if begin < end:
-            owned.append(fragment.narrow(begin, end - begin))
+            weight = fragment.weight[begin:end]
+            start, offset = fragment.start + begin, fragment.offset + begin
+            owned.append(Fragment(fragment.name, start, weight, fragment.owner, offset))
         position += size
     return owned
 
@@ -107,43 +110,6 @@ def frozen_fragments(
     return found
 
 
-def set_weights(fragments: list[Fragment], weights: dict[str, Tensor]) -> None:
-    """Write whole parameters, by name, into the master weights of their fragments."""
-    for fragment in fragments:
-        values = weights[fragment.name].reshape(-1)
-        fragment.weight.copy_(values[fragment.start : fragment.start + len(fragment.weight)])
-
-
-def _replicated_fragments(engine: Any, names: dict[nn.Parameter, str]) -> Iterator[Fragment]:
-    for parameter, name in names.items():
-        owner = engine.optimizer.masters[parameter]
-        yield Fragment(name, 0, owner.data.view(-1), owner, 0)
-
-
-def _zero_fragments(engine: Any, names: dict[nn.Parameter, str], stage: int) -> Iterator[Fragment]:
-    for parameter, name in names.items():
-        place = (
-            place_in_stage_3(engine.optimizer, parameter, engine.global_rank)
-            if stage == 3
-            else place_in_stage_1_or_2(engine.optimizer, parameter)
-        )
-        if place is not None:
-            weight = place.owner.data.narrow(0, place.offset, place.size)
-            yield Fragment(name, place.start, weight, place.owner, place.offset)
-
-
-def optimizer_state(engine: Any) -> State:
-    """The innermost torch optimizer's state."""
-    return innermost(engine.optimizer).state
-
-
-def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrappers."""
-    while not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def stepped_tensors(engine: Any) -> list[Tensor]:
     """What the optimizer steps, in an order that is the same on all ranks."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
@@ -158,14 +124,14 @@ def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[l
     return [sorted(set(itertools.chain(*ranks))) for ranks in zip(*found, strict=True)]
 
 
-def create_state(engine: Any, types: dict[str, torch.dtype]) -> None:
+def create_state(state: State, owners: list[Tensor], types: dict[str, torch.dtype]) -> None:
     """Zero optimizer state where there is none, as it would be at the first step.
 
     Args:
+        owners: what the optimizer steps.
         types: keys of the state, and the precision of each.
     """
-    state = optimizer_state(engine)
-    for owner in stepped_tensors(engine):
+    for owner in owners:
         entry = state.setdefault(owner, {})
         for key, dtype in types.items():
             if entry.get(key) is None:

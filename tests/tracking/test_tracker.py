@@ -24,7 +24,8 @@ from tests.commands.command_line import run_cli
 from tests.ports import free_ports
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking import mlflow_client, sender
+from vit_ray.tracking import mlflow_client
+from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_client import (
     absolute_uri,
@@ -388,7 +389,7 @@ def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch
     for step in range(10, 20):
         tracker.log.metrics(step, {"train/loss": 2.0})
     deadline = time.monotonic() + 60
-    while tracker._points._failed_tries < 2 * sender.MAX_TRIES and time.monotonic() < deadline:
+    while tracker._failed_tries < 2 * sender.MAX_TRIES and time.monotonic() < deadline:
         time.sleep(0.01)
     with open(database, "r+b") as file:
         file.write(whole[:4096])

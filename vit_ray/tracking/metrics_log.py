@@ -11,6 +11,7 @@ import fcntl
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -62,7 +63,6 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
 SENT_KINDS: Final = frozenset(_FIELDS)
 """What MLflow gets; other kinds are for the process that opens the log again."""
 _START: Final = b'{"kind": "start"'
-_EVENT: Final = b'{"kind": "event"'
 RELEASE_S = 20.0
 """How long the process of a driver that was killed may take to release its logs."""
 ARRIVAL_S: Final = 300.0
@@ -108,16 +108,17 @@ class Recorder(ABC):
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
         """Write a record; from another process above 0 `wait_s` waits until it is on disk."""
 
-    def metrics(self, step: int, values: Mapping[str, float], wait_s: float = 0.0) -> None:
+    def metrics(
+        self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool
+    ) -> None:
         """Values at a step, the first of which counts; others than finite ones are counted."""
         if values:
             plain = {key: float(value) for key, value in values.items()}
-            self.append("metrics", wait_s, step=int(step), values=plain)
+            self.append("metrics", wait_s, step=int(step), values=plain, **options)
 
     def results(self, step: int, values: Mapping[str, float]) -> None:
         """Results of the runs under this one, which replace those of an earlier start."""
-        plain = {key: float(value) for key, value in values.items()}
-        self.append("metrics", ARRIVAL_S, step=int(step), values=plain, again=True)
+        self.metrics(step, values, ARRIVAL_S, again=True)
 
     def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
         """An event of the run's history."""
@@ -178,11 +179,11 @@ class MetricsLog(Recorder):
     def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
         """`on_record`: called with each record that is written, also where the disk is full."""
         self.path, self._on_record = path, on_record
+        self.num_cuts = 0
+        """How often the file was found shorter than it had been."""
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._end = 0
-        self.num_cuts = 0
-        """How often the file was found shorter than it had been."""
         self._has_warned = False
         self._sent_path = path.with_name(path.name + ".sent")
         self._sent = self.read_sent()
@@ -202,17 +203,14 @@ class MetricsLog(Recorder):
             tags |= {STARTED_OVER: run_id} if run_id else {}
         elif opening.run_id and run_id and opening.run_id != run_id:
             self._set_aside(run_id)
+        same = ("run_name", "resume_step", "datasets", "awaited_metric", "measured_on")
         return self.append(
             "start",
-            run_name=opening.run_name,
+            **{name: getattr(opening, name) for name in same},
             experiment=opening.config.experiment,
             parent_run_id=opening.config.parent_run_id,
             params={key: str(value) for key, value in opening.params.items()},
             tags={key: str(value) for key, value in tags.items()},
-            resume_step=opening.resume_step,
-            datasets=opening.datasets,
-            awaited_metric=opening.awaited_metric,
-            measured_on=opening.measured_on,
             opening=opening.key,
             training_id=training_id,
         )
@@ -265,9 +263,12 @@ class MetricsLog(Recorder):
 
     def _opened_file(self) -> IO[bytes]:
         """The file, which is written again from what is open of it where it has been deleted."""
-        earlier = self._file
-        is_there = self.path.exists()
-        if earlier is not None and is_there and _is_file(earlier, self.path):
+        earlier, is_there = self._file, self.path.exists()
+        if (
+            earlier is not None
+            and is_there
+            and os.path.samestat(os.fstat(earlier.fileno()), self.path.stat())
+        ):
             return earlier
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if earlier is not None and not is_there:
@@ -299,33 +300,25 @@ class MetricsLog(Recorder):
             records.append((_parsed(line), offset))
         return records
 
-    def opened(self, key: str | None = None) -> list[Record]:
-        """The start record of an opening, by default the last, and what was recorded since."""
+    def opened(self, key: str | None = None, end: float = math.inf) -> list[Record]:
+        """The start record of an opening, by default the last, and what was recorded since.
+
+        Args:
+            end: bytes of the file that are read.
+        """
         found: list[Record] = []
-        is_ours = False
+        is_ours, position = False, 0
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             for line in file:
+                position += len(line)
+                if position > end:
+                    break
                 if line.startswith(_START):
                     is_ours = key in (None, _parsed(line).get("opening"))
                     found = [] if key is None else found
                 if is_ours:
                     found.append(_parsed(line))
         return found
-
-    def events_before(self, offset: int, key: str | None) -> list[Record]:
-        """Events of an opening up to a byte offset."""
-        found: list[Record] = []
-        position, is_ours = 0, False
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            for line in file:
-                position += len(line)
-                if position > offset:
-                    break
-                if line.startswith(_START):
-                    is_ours = _parsed(line).get("opening") == key
-                elif is_ours and line.startswith(_EVENT):
-                    found.append(_parsed(line))
-        return [record for record in found if record["kind"] == "event"]
 
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening has ended with this status, and MLflow has all of the log."""
@@ -361,10 +354,6 @@ class MetricsLog(Recorder):
                 os.replace(half, self._sent_path)
         except OSError as error:
             logger.debug("progress of %s cannot be noted: %s", self.path, error)
-
-
-def _is_file(file: IO[bytes], path: Path) -> bool:
-    return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def metrics_log_path(run_folder: str) -> Path:

@@ -1,6 +1,6 @@
 """Writes the records of a metrics log into one MLflow run, each point once.
 
-Everything here may raise what MLflow raises; `sender` decides what that means. A step that a key
+Everything here may raise what MLflow raises; `tracker` decides what that means. A step that a key
 already has is dropped, so neither restarted workers that repeat steps, nor a restarted job, nor a
 replay logs a step twice. The exception is a metric that is recorded again: the newest value counts.
 """
@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -29,7 +29,6 @@ from vit_ray.tracking.mlflow_api import (
     LoggedModel,
     LoggedModelOutput,
     Metric,
-    MlflowClient,
     MlflowException,
     Param,
     Run,
@@ -55,93 +54,85 @@ class ForeignFileError(ValueError):
 
 
 class RunWriter:
-    """One MLflow run, found or created by `connect`."""
+    """One MLflow run."""
 
-    def __init__(self, uri: str, first: Record, folder: Path, run_id: str | None) -> None:
-        """
+    def __init__(
+        self, uri: str, first: Record, folder: Path, run_id: str | None, opening: Record
+    ) -> None:
+        """Find the run, or create it.
+
         Args:
             uri: tracking server or absolute SQLite address.
             first: the record that opened the log: run name, experiment, parent.
             folder: the run's own; what a record names outside of it is never sent.
             run_id: the run to continue, if one is known.
+            opening: the start record of what is sent next: which group `eval/` is of, and since
+                when.
         """
-        self.run_id: str | None = None
-        self.experiment_id: str | None = None
-        self.uri = uri
-        self.opening = first
-        """The start record of what is sent next: which group `eval/` is of, and since when."""
-        self._first = first
+        self.opening = opening
         self._folder = folder.resolve()
-        self._wanted = run_id
-        self._client: MlflowClient | None = None
         self._seen: dict[str, SeenSteps] | None = None
         self._latest_ms: dict[str, int] = {}
         self._num_nonfinite: dict[str, float] = {}
-        self._senders: dict[str, Callable[[Record], object]] = {
-            "start": self._send_start,
-            "tag": lambda r: self._tag(r["key"], r["value"]),
-            "text": lambda r: self.client.log_text(self._id, r["text"], r["name"]),
-            "artifact": self._send_artifact,
-            "model": self._send_model,
-            "finish": lambda r: self.client.set_terminated(self._id, r["status"]),
-        }
-
-    @property
-    def client(self) -> MlflowClient:
-        """The client of a connected writer."""
-        assert self._client is not None, "connect() comes first"
-        return self._client
-
-    @property
-    def _id(self) -> str:
-        assert self.run_id is not None, "connect() comes first"
-        return self.run_id
-
-    def connect(self) -> None:
-        """Find the run and what it already holds, or create it."""
-        self._client = open_client(self.uri)
-        run = self._find()
+        self.client = open_client(uri)
+        run = self._find(first, run_id)
         if run is None:
-            tags = {ORIGIN: self._wanted or self._first["opening"]}
-            if self._first["parent_run_id"]:
-                tags["mlflow.parentRunId"] = self._first["parent_run_id"]
-            run = self._client.create_run(
-                experiment_id(self._client, self.uri, self._first["experiment"]),
-                start_time=self._first["time_ms"],
+            tags = {ORIGIN: run_id or first["opening"]}
+            if first["parent_run_id"]:
+                tags["mlflow.parentRunId"] = first["parent_run_id"]
+            run = self.client.create_run(
+                experiment_id(self.client, uri, first["experiment"]),
+                start_time=first["time_ms"],
                 tags=tags,
-                run_name=self._first["run_name"],
+                run_name=first["run_name"],
             )
         self.experiment_id = str(run.info.experiment_id)
-        self.run_id = run.info.run_id
+        self.run_id: str = run.info.run_id
+
+    def _find(self, first: Record, run_id: str | None) -> Run | None:
+        try:
+            run = self.client.get_run(run_id) if run_id else None
+            if run is not None and run.info.lifecycle_stage == "active":
+                return run
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        experiment = self.client.get_experiment_by_name(first["experiment"])
+        if experiment is None:
+            return None
+        for origin in filter(None, (run_id, first["opening"])):
+            found = self.client.search_runs(
+                [experiment.experiment_id], f"tags.`{ORIGIN}` = '{origin}'", max_results=1
+            )
+            if found:
+                return self.client.get_run(found[0].info.run_id)
+        return None
 
     def log_history(self, events: Sequence[Record]) -> None:
         """Write the events of an opening, or of a part of it, as a file, and count them by tags."""
         seconds, ms = divmod(events[0]["time_ms"], 1000)
         found = [
             {
-                "kind": one["event"],
-                "text": one["text"],
-                "step": one["step"],
+                **{"kind": one["event"], "text": one["text"], "step": one["step"]},
                 "time_s": one["time_ms"] / 1000,
             }
             for one in events
         ]
         began_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
         name = f"history/{began_at}.{ms:03}-{self.opening['opening']}.json"
-        self.client.log_text(self._id, json.dumps(found, indent=1), name)
+        self.client.log_text(self.run_id, json.dumps(found, indent=1), name)
         counts = Counter(one["event"].replace(" ", "_") for one in events)
         tags = [RunTag(f"vit_ray.events.{kind}", str(count)) for kind, count in counts.items()]
-        self.client.log_batch(self._id, tags=tags)
+        self.client.log_batch(self.run_id, tags=tags)
 
     def takes_writes(self) -> bool:
         """Whether MLflow takes tags, and a point that it has; what is written changes nothing."""
         try:
-            run = self.client.get_run(self._id)
-            origin = run.data.tags.get(ORIGIN, self._id)
-            self._tag(ORIGIN, origin)
+            run = self.client.get_run(self.run_id)
             points = itertools.islice(latest_points(run), 1)
             known = [Metric(p.key, p.value, p.timestamp, p.step) for p in points]
-            self.client.log_batch(self._id, metrics=known, tags=[RunTag(ORIGIN, origin)])
+            origin = RunTag(ORIGIN, run.data.tags.get(ORIGIN, self.run_id))
+            self.client.log_batch(self.run_id, metrics=known, tags=[origin])
         except Exception:
             return False
         return True
@@ -155,64 +146,56 @@ class RunWriter:
         if records and records[0]["kind"] == "metrics":
             return self._send_metrics(records)
         for record in records:
-            if record["kind"] in self._senders:
-                self._senders[record["kind"]](record)
+            match record["kind"]:
+                case "start":
+                    self._send_start(record)
+                case "tag":
+                    self._tag(record["key"], record["value"])
+                case "text":
+                    self.client.log_text(self.run_id, record["text"], record["name"])
+                case "artifact":
+                    self._send_artifact(record)
+                case "model":
+                    self._send_model(record)
+                case "finish":
+                    self.client.set_terminated(self.run_id, record["status"])
         return 0
 
-    def _find(self) -> Run | None:
-        try:
-            run = self.client.get_run(self._wanted) if self._wanted else None
-            if run is not None and run.info.lifecycle_stage == "active":
-                return run
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-        experiment = self.client.get_experiment_by_name(self._first["experiment"])
-        for origin in filter(None, (self._wanted, self._first["opening"])):
-            if experiment is None:
-                break
-            found = self.client.search_runs(
-                [experiment.experiment_id], f"tags.`{ORIGIN}` = '{origin}'", max_results=1
-            )
-            if found:
-                return self.client.get_run(found[0].info.run_id)
-        return None
-
     def _send_start(self, record: Record) -> None:
-        run = self.client.get_run(self._id)
+        run = self.client.get_run(self.run_id)
         self.opening = record
         self._seen = self._steps_of(run, record["resume_step"])
         if run.info.status != "RUNNING":
-            self.client.update_run(self._id, status="RUNNING")
+            self.client.update_run(self.run_id, status="RUNNING")
         if FAILURE in run.data.tags:  # of an attempt that this one goes on from
-            self.client.delete_tag(self._id, FAILURE)
+            self.client.delete_tag(self.run_id, FAILURE)
         # MLflow never changes a parameter, so what a restart changed becomes a tag.
         known = run.data.params
         params = {key: str(value)[:MAX_PARAM_CHARS] for key, value in record["params"].items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for first in range(0, len(new), MAX_PARAMS):
-            self.client.log_batch(self._id, params=new[first : first + MAX_PARAMS])
+            self.client.log_batch(self.run_id, params=new[first : first + MAX_PARAMS])
         changed = {k: v for k, v in params.items() if k in known and known[k] != v}
         if changed or (params and CHANGED_PARAMS in run.data.tags):
             self._tag(CHANGED_PARAMS, json.dumps(changed))
-        inputs = [
-            DatasetInput(
-                Dataset(
-                    name=one["name"],
-                    digest=one["digest"],
-                    source_type="vit_ray",
-                    source=json.dumps({"uri": one["source"]}),
-                    profile=json.dumps(one["profile"]),
-                ),
-                [InputTag("mlflow.data.context", one["context"])],
-            )
-            for one in record.get("datasets") or ()
-        ]
-        if inputs:
-            self.client.log_inputs(self._id, inputs)
+        if datasets := record.get("datasets"):
+            inputs = [
+                DatasetInput(
+                    Dataset(
+                        name=one["name"],
+                        digest=one["digest"],
+                        source_type="vit_ray",
+                        source=json.dumps({"uri": one["source"]}),
+                        profile=json.dumps(one["profile"]),
+                    ),
+                    [InputTag("mlflow.data.context", one["context"])],
+                )
+                for one in datasets
+            ]
+            self.client.log_inputs(self.run_id, inputs)
         awaited = record.get("awaited_metric")
         if awaited and awaited not in run.data.metrics:
-            self.client.log_metric(self._id, awaited, math.nan, record["time_ms"], 0)
+            self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
         tags = dict(record["tags"])
         if record["resume_step"] is not None:
             before = run.data.tags.get("vit_ray.resumed_at_steps", "")
@@ -221,7 +204,7 @@ class RunWriter:
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self.client.log_batch(
-            self._id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
+            self.run_id, tags=[RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
         )
 
     def _steps_of(self, run: Run, resume_step: int | None = None) -> dict[str, SeenSteps]:
@@ -237,17 +220,17 @@ class RunWriter:
             if latest.key.endswith(NONFINITE):
                 self._num_nonfinite[latest.key] = latest.value
             self._latest_ms[latest.key] = latest.timestamp
-            seen = found[latest.key] = SeenSteps()
             if resume_step is not None and latest.step <= resume_step:
-                seen.add_up_to(latest.step)
+                found[latest.key] = SeenSteps(latest.step)
             else:
                 history = self.client.get_metric_history(run.info.run_id, latest.key)
-                seen.add(point.step for point in history)
+                found[latest.key] = SeenSteps()
+                found[latest.key].add(point.step for point in history)
         return found
 
     def _send_metrics(self, records: Sequence[Record]) -> int:
         if self._seen is None:  # the log is continued in the middle of an attempt
-            self._seen = self._steps_of(self.client.get_run(self._id))
+            self._seen = self._steps_of(self.client.get_run(self.run_id))
         group = f"{self.opening.get('measured_on', 'eval')}/"
         new: dict[str, set[int]] = {}
         counts = dict(self._num_nonfinite)
@@ -272,7 +255,7 @@ class RunWriter:
                     value = counts[key] = counts.get(key, 0.0) + 1.0
                 points.append(Metric(key, value, time_ms, step))
         for first in range(0, len(points), MAX_METRICS):
-            self.client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
+            self.client.log_batch(self.run_id, metrics=points[first : first + MAX_METRICS])
         # Only now: a batch that failed must be sent again in full.
         self._num_nonfinite = counts
         for point in points:
@@ -290,19 +273,19 @@ class RunWriter:
         """
         path = Path(record["path"])
         if not path.exists():
-            return logger.warning("run %s: %s is gone and is not recorded", self._id, path)
+            return logger.warning("run %s: %s is gone and is not recorded", self.run_id, path)
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):
                 raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
         send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
-        send(self._id, str(path), record["folder"] or None)
+        send(self.run_id, str(path), record["folder"] or None)
 
     def _send_model(self, record: Record) -> None:
         """Log files in MLflow's model format; what an earlier attempt did is not repeated."""
-        client, run, step = self.client, self.client.get_run(self._id), record["step"]
+        client, run, step = self.client, self.client.get_run(self.run_id), record["step"]
         found = client.search_logged_models(
             [run.info.experiment_id],
-            f"source_run_id = '{self._id}' AND tags.`{STEP_TAG}` = '{step}'",
+            f"source_run_id = '{self.run_id}' AND tags.`{STEP_TAG}` = '{step}'",
             max_results=1,
         )
         model: LoggedModel = (
@@ -311,7 +294,7 @@ class RunWriter:
             else client.create_logged_model(
                 run.info.experiment_id,
                 name=_NOT_IN_MODEL_NAMES.sub("_", record["name"]),
-                source_run_id=self._id,
+                source_run_id=self.run_id,
                 tags={STEP_TAG: str(step)},
                 params=record["params"],
             )
@@ -324,7 +307,7 @@ class RunWriter:
             model = client.finalize_logged_model(model.model_id, "READY")
         outputs = run.outputs.model_outputs if run.outputs else ()
         if model.model_id not in [output.model_id for output in outputs]:
-            client.log_outputs(self._id, [LoggedModelOutput(model.model_id, step)])
+            client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         if name := record.get("register_as"):
             try:
                 client.create_registered_model(name)
@@ -333,12 +316,12 @@ class RunWriter:
                     raise
             # Not `models:/ID`, which a SQLite store looks up in MLflow's global store.
             source = model.artifact_location
-            known = client.search_model_versions(f"name = '{name}' AND run_id = '{self._id}'")
+            known = client.search_model_versions(f"name = '{name}' AND run_id = '{self.run_id}'")
             if source not in [version.source for version in known]:
-                client.create_model_version(name, source, self._id, model_id=model.model_id)
+                client.create_model_version(name, source, self.run_id, model_id=model.model_id)
 
     def _tag(self, key: str, value: str) -> None:
-        self.client.set_tag(self._id, key, value[:MAX_TAG_CHARS])
+        self.client.set_tag(self.run_id, key, value[:MAX_TAG_CHARS])
 
 
 class SeenSteps:
@@ -349,22 +332,16 @@ class SeenSteps:
 
     NUM_KEPT = 256
 
-    def __init__(self) -> None:
-        self._low = -1
-        self._above: set[int] = set()
+    def __init__(self, low: int = -1) -> None:
+        self._low, self._above = low, set[int]()
 
     def __contains__(self, step: int) -> bool:
         return step <= self._low or step in self._above
 
-    def add_up_to(self, step: int) -> None:
-        """Remember all steps up to this one."""
-        self._low = max(self._low, step)
-
     def add(self, steps: Iterable[int]) -> None:
         """Remember these; the lowest of too many move the bound up."""
         self._above.update(steps)
-        num_over = len(self._above) - self.NUM_KEPT
-        if num_over > 0:
+        if (num_over := len(self._above) - self.NUM_KEPT) > 0:
             lowest = sorted(self._above)[:num_over]
-            self.add_up_to(lowest[-1])
+            self._low = max(self._low, lowest[-1])
             self._above.difference_update(lowest)

@@ -1,46 +1,135 @@
-"""The record of one run: its log on disk, and what sends it to MLflow.
+"""Sends a run's log to MLflow: training never waits for MLflow, nor dies with it.
 
-Training never waits for MLflow, nor dies with it. What is recorded goes to the log; threads send it
-to MLflow in batches, keep trying while MLflow is away, and catch up when it returns, with the
-original times. Nothing here knows Ray.
+What is recorded goes to the log. One thread sends the points, tags and the end in their order, and
+another one the files, so that a file that cannot be stored delays neither the points, nor the end,
+nor other files. Both keep trying while MLflow is away, and send what they missed when it is back,
+with the original times. Nothing here knows Ray.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final
 
-from vit_ray.tracking.metrics_log import FILES, MetricsLog, Record, RunOpening, Status
-from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
-from vit_ray.tracking.mlflow_run import RunWriter
-from vit_ray.tracking.sender import (
-    FILE_TRIES_AT_END,
-    FileSender,
-    PointSender,
-    file_name,
-    next_batch,
-    send_each,
+from vit_ray.tracking.metrics_log import (
+    FILES,
+    SENT_KINDS,
+    MetricsLog,
+    Record,
+    RunOpening,
+    Status,
 )
+from vit_ray.tracking.mlflow_api import MlflowException
+from vit_ray.tracking.mlflow_client import absolute_uri, page_hint, redact_uri, safe_uri, unusable
+from vit_ray.tracking.mlflow_run import MAX_METRICS, ForeignFileError, RunWriter
+
+BATCH_INTERVAL_S: Final = 1.0
+"""Metrics are gathered this long before they are sent."""
+FIRST_BACKOFF_S: Final = 1.0
+LAST_BACKOFF_S: Final = 60.0
+MAX_TRIES = 4
+"""Of a record that MLflow does not take although it takes others of its kind."""
+FILE_TRIES_AT_END: Final = 3
+NEVER_REACHED_S: Final = 5.0
+"""Longest wait at a run's end for an MLflow that has not answered once in all of it."""
+_REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+"""The request itself is wrong, so trying again does not help."""
+_DATABASE: Final = "BAD_REQUEST"
+"""MLflow's word for nearly every error of its database: a wrong value, a full pool, a failover."""
 
 logger = logging.getLogger(__name__)
 
-NEVER_REACHED_S: Final = 5.0
-"""Longest wait at a run's end for an MLflow that has not answered once in all of it."""
+
+class Repeater(threading.Thread):
+    """A thread that repeats a step until it is ended, with growing pauses after failures."""
+
+    def __init__(self, name: str, step: Callable[[], bool]) -> None:
+        """`step`: returns False if some of it failed and is to be tried later."""
+        super().__init__(name=name, daemon=True)
+        self._step, self._num_tries, self._ends = step, 0, False
+        self._wake = threading.Event()
+        self._progress = threading.Condition()
+
+    def run(self) -> None:
+        """Repeat the step."""
+        pause_s = 0.0
+        while not self._ends:
+            pause_s = (
+                0.0 if self._step() else min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+            )
+            with self._progress:
+                self._num_tries += 1
+                self._progress.notify_all()
+            self._wake.wait(pause_s or BATCH_INTERVAL_S)
+            self._wake.clear()
+
+    def end(self, join_s: float) -> None:
+        """Repeat no more, and wait up to `join_s` for the step under way."""
+        self._ends = True
+        self._wake.set()
+        self.join(join_s)
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: float, max_tries: float = inf
+    ) -> bool:
+        """Whether it is done by the deadline of `time.monotonic`, or after so many steps."""
+        last_try = self._num_tries + max_tries
+        with self._progress:
+            while not is_done() and self._num_tries < last_try:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._wake.set()
+                self._progress.wait(min(left_s, 0.5))
+        return is_done()
+
+    def wait_for_try(self, wait_s: float) -> None:
+        """Wait until the first step has been made."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_tries > 0, wait_s)
 
 
 class Tracker:
     """Records one run through `log`. No method raises; `flush`, `finish` and `close` wait."""
 
-    def __init__(self, log: MetricsLog, writer: RunWriter) -> None:
-        self.log = log
-        self._writer = writer
+    def __init__(self, log: MetricsLog, uri: str, first: Record, start: Record) -> None:
+        """
+        Args:
+            uri: as `absolute_uri` gives it.
+            first: the record that opened the log.
+            start: that of the opening that is recorded now.
+        """
+        self.log, self._uri = log, uri
+        self._first, self._start = first, start
+        self._wanted: str | None = None
+        """The MLflow run to continue, if one is known."""
+        self._writer: RunWriter | None = None
         sent = log.read_sent()
-        self._points = PointSender(log, writer, sent.offset)
-        self._files = FileSender(log, writer, sent.files_offset, self._points)
+        self._points_at, self._files_at = (0, sent.offset), (0, sent.files_offset)
+        """Cuts of the log, and bytes of it up to which MLflow has all but files, and the files."""
+        self._read_to = sent.files_offset
+        self._is_away, self._failed_tries = False, 0
+        self._num_refused = 0
+        """Records that MLflow does not take although it takes others; they are left out."""
+        self._doubtful: tuple[Record | None, int] = None, 0
+        """A record that the database refuses, and how often it did."""
+        self._events = [
+            one for one in log.opened(start["opening"], sent.files_offset) if one["kind"] == "event"
+        ]
+        """Of this opening, and what the one before could not send."""
+        self._waiting: dict[int, Record] = {}
+        """Files and events that MLflow does not have, by the offset before them."""
+        self._warned: set[int] = set()
+        """Offsets of those that have failed."""
+        self._points = Repeater("mlflow-points", self._send_points)
+        self._files = Repeater("mlflow-files", self._send_files)
 
     @classmethod
     def start(
@@ -55,10 +144,8 @@ class Tracker:
         log = log or MetricsLog(opening.log_path)
         start = log.open(opening)
         first = log.first_start() or start  # on a full disk there is none
-        run_id = opening.run_id or log.read_sent().run_id
-        writer = RunWriter(absolute_uri(opening.config.uri), first, log.path.parent, run_id)
-        writer.opening = start
-        tracker = cls(log, writer)
+        tracker = cls(log, absolute_uri(opening.config.uri), first, start)
+        tracker._wanted = opening.run_id or log.read_sent().run_id
         tracker._points.start()
         tracker._files.start()
         tracker._points.wait_for_try(wait_s)
@@ -67,21 +154,23 @@ class Tracker:
     @property
     def run_id(self) -> str | None:
         """The MLflow run; None until MLflow could be reached for the first time."""
-        return self._writer.run_id
+        return self._writer.run_id if self._writer else None
 
     @property
     def hint(self) -> str:
         """The command or link that opens MLflow's page."""
-        return page_hint(self._writer.uri, self._writer.experiment_id)
+        return page_hint(self._uri, self._writer.experiment_id if self._writer else None)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False when it does not in time.
 
         A file that cannot be stored is waited for only while it is tried a few times more.
         """
-        goal, deadline = self.log.size, time.monotonic() + timeout_s
-        return self._points.flush(goal, deadline) and self._files.flush(
-            goal, deadline, FILE_TRIES_AT_END
+        size, deadline = self.log.size, time.monotonic() + timeout_s
+        return self._points.wait_until(
+            lambda: self._points_at >= (self.log.num_cuts, size), deadline
+        ) and self._files.wait_until(
+            lambda: self._files_at >= (self.log.num_cuts, size), deadline, FILE_TRIES_AT_END
         )
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
@@ -98,21 +187,176 @@ class Tracker:
         if self.run_id is None:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
-        for sender in (self._points, self._files):
-            sender.end(timeout_s if is_sent else 0.0)
-        missing = self._files.waiting
-        if refused := self._points.num_refused:
+        for thread in (self._points, self._files):
+            thread.end(timeout_s if is_sent else 0.0)
+        missing = list(dict.fromkeys(map(file_name, self._waiting.values())))
+        if refused := self._num_refused:
             missing = [f"{refused} refused record{'s' if refused > 1 else ''}", *missing]
         if not is_sent or missing:
             logger.warning(
                 "MLflow at %s does not have %s of run %s; when that is mended: "
                 "python jobs/replay.py %s URI",
-                safe_uri(self._writer.uri),
+                safe_uri(self._uri),
                 ", ".join(missing) if missing else "all",
                 self.run_id,
                 self.log.path,
             )
         return is_sent and not missing
+
+    def _send_points(self) -> bool:
+        """Find or create the run, and send all but files; after any error MLflow counts as away."""
+        try:
+            if self._writer is None:
+                self._writer = RunWriter(
+                    self._uri, self._first, self.log.path.parent, self._wanted, self._start
+                )
+                self.log.mark_sent(run_id=self._writer.run_id)
+            cuts, offset = self._points_at
+            if cuts != self.log.num_cuts:  # what MLflow has is not sent twice
+                cuts, offset = self.log.num_cuts, 0
+            while (found := next_batch(self.log, offset, files=False))[1] > offset:
+                send_each(self._writer, found[0], self._refuses)
+                self._failed_tries = 0
+                self._is_away = False  # before whoever waits for this offset looks at the files
+                self._points_at = cuts, (offset := found[1])
+                self.log.mark_sent(offset=offset)
+            self._points_at, self._is_away = (cuts, offset), False
+        except Exception as error:
+            self._failed_tries += 1
+            if not self._is_away:
+                self._is_away = True
+                name = self.run_id or self.log.path.stem
+                text = f"MLflow at {safe_uri(self._uri)} cannot be used: run {name} "
+                self._warn(f"{text}continues, its metrics wait in {self.log.path}", error)
+            return False
+        return True
+
+    def _refuses(self, error: Exception, records: list[Record]) -> bool:
+        """Whether MLflow rejects the record, or keeps failing on it while it takes similar ones.
+
+        Points, and the end, wait for as long as MLflow or the way to it fails: writing them may
+        be slow where a tag is written at once. An error of its database may be of the database or
+        of a point: the point that remains of the batch is left out when it has failed again and
+        again, each time while MLflow took a point that it has.
+        """
+        assert self._writer is not None
+        if isinstance(error, MlflowException) and error.error_code == _DATABASE:
+            if len(records) > 1:
+                return True
+            if not self._writer.takes_writes():
+                return False
+            doubtful, count = self._doubtful
+            self._doubtful = records[0], count + 1 if records[0] == doubtful else 1
+            if self._doubtful[1] < MAX_TRIES:
+                return False
+        elif not _is_rejection(error):
+            is_outage = isinstance(error, (OSError, MlflowException))
+            if is_outage and records[0]["kind"] in ("metrics", "finish"):
+                return False
+            if self._failed_tries < MAX_TRIES or not self._writer.takes_writes():
+                return False
+        if len(records) == 1:
+            self._num_refused += 1
+            if self._num_refused == 1:
+                self._warn(f"MLflow refuses a record of run {self.run_id}", error)
+        return True
+
+    def _send_files(self) -> bool:
+        """Send texts, artifacts and the history, each by itself."""
+        if self._writer is None or self._is_away:
+            return True
+        cuts = self.log.num_cuts
+        if cuts != self._files_at[0]:
+            self._read_to, self._waiting, self._events = 0, {}, []
+        while (found := next_batch(self.log, self._read_to, files=True))[1] > self._read_to:
+            for record in found[0]:
+                self._waiting[self._read_to] = record
+                self._events += [record] if record["kind"] == "event" else []
+            self._read_to = found[1]
+        for offset, record in list(self._waiting.items()):
+            if record["kind"] != "event":
+                self._send_file(self._writer, [offset], record)
+        if events := [o for o, record in self._waiting.items() if record["kind"] == "event"]:
+            self._send_file(self._writer, events, self._waiting[events[0]])
+        self._files_at = cuts, min(self._waiting, default=self._read_to)
+        self.log.mark_sent(files_offset=self._files_at[1])
+        return not self._waiting
+
+    def _send_file(self, writer: RunWriter, offsets: list[int], record: Record) -> None:
+        """Send a file, or the whole history for the events at these offsets."""
+        try:
+            if record["kind"] == "event":
+                writer.log_history(self._events)
+            else:
+                writer.send([record])
+        except Exception as error:
+            is_final = isinstance(error, ForeignFileError) or _is_rejection(error)
+            if is_final or self._warned.isdisjoint(offsets):
+                name = file_name(record)
+                self._warn(f"run {self.run_id}: {name} cannot be stored with it", error)
+            if not is_final:
+                self._warned.update(offsets)
+                return
+        for offset in offsets:
+            del self._waiting[offset]
+
+    def _warn(self, text: str, error: Exception) -> None:
+        logger.warning("%s (%s)", text, redact_uri(str(error), self._uri).partition("\n")[0])
+
+
+def _is_rejection(error: Exception) -> bool:
+    return isinstance(error, MlflowException) and error.error_code in _REJECTIONS
+
+
+def send_each(
+    writer: RunWriter, records: list[Record], leaves_out: Callable[[Exception, list[Record]], bool]
+) -> int:
+    """Send a batch; where it fails, each record by itself, so that one costs only itself.
+
+    Args:
+        leaves_out: called with an error and what was sent: whether to continue without it. An
+            error after which it is not left out is raised.
+
+    Returns:
+        Metric points that were new.
+    """
+    try:
+        return writer.send(records) if records else 0
+    except Exception as error:
+        if not leaves_out(error, records):
+            raise
+        singles = [[record] for record in records] if len(records) > 1 else []
+        return sum(send_each(writer, single, leaves_out) for single in singles)
+
+
+def next_batch(
+    log: MetricsLog, offset: int, *, files: bool | None = None
+) -> tuple[list[Record], int]:
+    """Metrics up to the size of one request, or one record of another kind, and the offset behind.
+
+    Args:
+        files: files alone, or the rest alone; what is left out is passed over. None: all.
+    """
+    batch: list[Record] = []
+    num_points = 0
+    for record, end in log.read(offset):
+        if record["kind"] in SENT_KINDS and files in (None, record["kind"] in FILES):
+            num_points += len(record.get("values", ()))
+            is_metrics = record["kind"] == "metrics"
+            if batch and (not is_metrics or num_points > MAX_METRICS):
+                break
+            batch.append(record)
+            if not is_metrics:
+                return batch, end
+        offset = end
+    return batch, offset
+
+
+def file_name(record: Record) -> str:
+    """Name of a file in messages."""
+    if record["kind"] == "event":
+        return "the history"
+    return str(record["path"] if record["kind"] == "artifact" else record["name"])
 
 
 @dataclass
@@ -143,9 +387,8 @@ def replay(log_path: Path, uri: str) -> Replayed:
     first = log.first_start()
     if first is None:
         raise ValueError(f"log {str(log_path)!r}: no such file, or it does not begin with a run")
-    writer = RunWriter(absolute_uri(uri), first, log_path.parent, log.read_sent().run_id)
     try:
-        writer.connect()
+        writer = RunWriter(absolute_uri(uri), first, log_path.parent, log.read_sent().run_id, first)
     except Exception as error:
         raise unusable(uri, error) from None
     done, offset = Replayed(), 0
@@ -165,5 +408,5 @@ def replay(log_path: Path, uri: str) -> Replayed:
         try:
             writer.log_history(events)
         except Exception as error:
-            done.refused.append(redact_uri(f"history: {error}".partition("\n")[0], uri))
+            leave_out(error, events[:1])
     return done

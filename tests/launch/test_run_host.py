@@ -265,9 +265,7 @@ def test_the_log_is_read_once_by_a_host_that_was_started_again(
     record, control = recorded_here(opening_of(tmp_path), here)
     here.die()
     reads, opened = [], MetricsLog.opened
-    monkeypatch.setattr(
-        MetricsLog, "opened", lambda log, key: reads.append(key) or opened(log, key)
-    )
+    monkeypatch.setattr(MetricsLog, "opened", lambda log, *of: reads.append(of) or opened(log, *of))
     for step in range(1, 10):
         record.metrics(step, {"train/loss": 1.0})
     assert len(reads) == 1

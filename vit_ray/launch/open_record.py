@@ -60,6 +60,11 @@ class OpenRun:
             )
 
 
+def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
+    log_path = metrics_log_path(recipe.run_folder)
+    return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
+
+
 @contextmanager
 def open_record(
     recipe: Recipe,
@@ -78,17 +83,15 @@ def open_record(
 
     Args:
         resolved: what the run is described by.
-        run_id: the MLflow run to go on with; None for a new one.
-        tags: beside those that every run has.
+        run_id: the MLflow run to continue; None for a new one.
+        tags: in addition to those that every run has.
         node_id: the node that writes to MLflow; None for this one.
         opening: other fields of `RunOpening`.
     """
     run = OpenRun.start(
-        RunOpening(
-            recipe.tracking,
-            recipe.name,
-            metrics_log_path(recipe.run_folder),
-            run_id=run_id,
+        _opening(
+            recipe,
+            run_id,
             params=trained_params(recipe),
             tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
             datasets=data_inputs(resolved),
@@ -116,15 +119,7 @@ def tag_ended_run(
     recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunOpening, node_id: str
 ) -> None:
     """Tag the record of a run that was stopped and will not be continued; a failure is ignored."""
-    opening = RunOpening(
-        recipe.tracking,
-        recipe.name,
-        metrics_log_path(recipe.run_folder),
-        run_id=run_id,
-        params=trained_params(recipe),
-        tags=dict(tags),
-        parent=parent,
-    )
+    opening = _opening(recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent)
     OpenRun.start(opening, node_id).finish("KILLED")
 
 
@@ -141,8 +136,8 @@ def end_record(
     Returns:
         The MLflow run; None if the checkpoint has none and MLflow is away.
     """
-    log_path = metrics_log_path(recipe.run_folder)
-    if MetricsLog(log_path).end_is_sent("FINISHED"):
+    opening = _opening(recipe, run_id)
+    if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
     # Here and not above, for it is rare: they import MLflow, which takes seconds.
     from vit_ray.tracking.past_runs import is_finished
@@ -152,12 +147,12 @@ def end_record(
     if run_id is not None and is_finished(recipe.tracking, run_id):
         return run_id
     try:
-        lock = lock_log(log_path, recipe.name)
+        lock = lock_log(opening.log_path, recipe.name)
     except RuntimeError as error:
         logger.warning("%s", error)
         return run_id
     with lock:
-        tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log_path, run_id))
+        tracker = Tracker.start(opening)
         tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)
         return tracker.run_id or run_id

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import ray
 from rich.console import Console
@@ -16,32 +16,12 @@ from vit_ray.config.secrets import redact
 from vit_ray.launch.control import RunStatus
 from vit_ray.launch.run_host import RunControl
 
+Show = Callable[[RunStatus, str, bool], None]
+"""Takes where the run is, the time left, and whether it has ended."""
+
 POLL_S = 0.5
 STATUS_S = 10.0
 LINE_EVERY_S = 10.0
-
-
-@contextlib.contextmanager
-def shown_progress(
-    control: RunControl, name: str, total_steps: int, *, is_shown: bool = True
-) -> Iterator[None]:
-    """Show how far the run is while the block runs."""
-    if not is_shown:
-        yield
-        return
-    ended = threading.Event()
-    console = Console(file=sys.stderr)
-    show = _show_bar if console.is_terminal else _show_lines
-    thread = threading.Thread(
-        target=show, args=(control, name, total_steps, ended, console), daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(timeout=10)
-
 
 _TOP1 = (
     ("eval/top1", "top-1 {:.2%}"),
@@ -72,6 +52,25 @@ _IN_A_LINE = (
 )
 
 
+@contextlib.contextmanager
+def shown_progress(
+    control: RunControl, name: str, total_steps: int, *, is_shown: bool = True
+) -> Iterator[None]:
+    """Show how far the run is while the block runs."""
+    if not is_shown:
+        yield
+        return
+    ended, console = threading.Event(), Console(file=sys.stderr)
+    arguments = (control, name, total_steps, ended, console)
+    thread = threading.Thread(target=_show, args=arguments, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=10)
+
+
 def describe(status: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LINE) -> str:
     """Which run under this one it is at, and the figures that are known, in one text."""
     known = status.metrics
@@ -94,61 +93,9 @@ class Pace:
         """Hours, minutes and seconds."""
         now_s = time.monotonic()
         if self._first is None and (status.step or status.stage):
-            is_parent = bool(status.stage)
-            self._first = (status.step, self._began_s if is_parent else now_s)
+            self._first = (status.step, self._began_s if status.stage else now_s)
         step, since_s = self._first or (status.step, now_s)
         return time_left(status.step, step, self._total, now_s - since_s)
-
-
-def _poll(control: RunControl) -> RunStatus | None:
-    try:
-        return control.status(STATUS_S)
-    except (ray.exceptions.RayError, RuntimeError):
-        return None  # it is busy or gone; the driver's own call will report it
-
-
-def _show_bar(
-    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
-) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("ETA"),
-        TextColumn("{task.fields[eta]}"),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=total, figures="starting", eta="--:--")
-        seen, pace = 0, Pace(total)
-        while True:
-            is_last = ended.wait(POLL_S)
-            status = _poll(control)
-            if status is not None:
-                seen = _print_events(status, seen, console, name)
-                figures = describe(status, _IN_THE_BAR) or "starting"
-                done, eta = min(status.step, total), pace.left(status)
-                bar.update(task, completed=done, figures=figures, eta=eta)
-            if is_last:
-                return
-
-
-def _show_lines(
-    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
-) -> None:
-    seen, last_line_s, pace = 0, 0.0, Pace(total)
-    while True:
-        is_last = ended.wait(POLL_S)
-        status = _poll(control)
-        if status is not None:
-            seen = _print_events(status, seen, console, name)
-            eta = pace.left(status)
-            if status.step and (is_last or time.monotonic() - last_line_s > LINE_EVERY_S):
-                last_line_s = time.monotonic()
-                line = f"{name}: step {status.step}/{total}, ETA {eta}, {describe(status)}"
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-        if is_last:
-            return
 
 
 def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
@@ -160,12 +107,58 @@ def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
 
 
-def _print_events(status: RunStatus, seen: int, console: Console, name: str) -> int:
-    for event in status.events[seen:]:
-        console.print(
-            redact(f"{name}: {event.kind}: {event.text}"),
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    return len(status.events)
+def _show(
+    control: RunControl, name: str, total: int, ended: threading.Event, console: Console
+) -> None:
+    """Print events as they come, and the run's state, until it has ended."""
+    seen, pace, is_last = 0, Pace(total), False
+    with (
+        _bar(console, name, total) if console.is_terminal else _lines(console, name, total) as show
+    ):
+        while not is_last:
+            is_last = ended.wait(POLL_S)
+            try:
+                status = control.status(STATUS_S)
+            except (ray.exceptions.RayError, RuntimeError):
+                continue  # it is busy or gone; the driver's own call will report it
+            for event in status.events[seen:]:
+                _print(console, redact(f"{name}: {event.kind}: {event.text}"))
+            seen = len(status.events)
+            show(status, pace.left(status), is_last)
+
+
+@contextlib.contextmanager
+def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TextColumn("{task.fields[eta]}"),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(name, total=total, figures="starting", eta="--:--")
+
+        def show(status: RunStatus, eta: str, is_last: bool) -> None:
+            figures = describe(status, _IN_THE_BAR) or "starting"
+            bar.update(task, completed=min(status.step, total), figures=figures, eta=eta)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(console: Console, name: str, total: int) -> Iterator[Show]:
+    shown_s = 0.0
+
+    def show(status: RunStatus, eta: str, is_last: bool) -> None:
+        nonlocal shown_s
+        if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
+            shown_s = time.monotonic()
+            _print(console, f"{name}: step {status.step}/{total}, ETA {eta}, {describe(status)}")
+
+    yield show
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

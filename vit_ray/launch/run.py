@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
+from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.recorded_recipe import INIT_RUN
@@ -32,7 +31,7 @@ from vit_ray.launch.run_metadata import (
     training_cost,
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
-from vit_ray.launch.streams import ResolvedRun, augmentation_of
+from vit_ray.launch.streams import augmentation_of
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
@@ -96,7 +95,7 @@ def train(
 
     Args:
         until_step: end there, evaluated and saved, before the run is complete: the same call with
-            a later step, or without, goes on as if it had not been interrupted.
+            a later step, or without, continues as if it had not been interrupted.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
@@ -144,13 +143,20 @@ def run_prepared(
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
+    origin: dict[str, str] = {}
+    if recipe.init_from is not None and position is None:
+        from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
+
+        # A folder alone may be another run's later.
+        if run_id := meta_state_of(recipe.init_from).run_id:
+            origin = {INIT_RUN: run_id}
     with open_record(
         recipe,
         kind,
         resolved,
         cluster,
         run_id=position.tracking_run_id if position else None,
-        tags={**(tags or {}), **_origin(prepared)},
+        tags={**(tags or {}), **origin},
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
         training_id=prepared.training_id,
@@ -160,18 +166,23 @@ def run_prepared(
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
-        job = _job(prepared, cluster, run)
         with (
             shown_progress(run.control, recipe.name, resolved.total_steps, is_shown=parent is None),
             # A sweep or study passes it on to the runs under it.
             stopping_on_signals(run.control) if parent is None else contextlib.nullcontext(),
         ):
+            job = _job(prepared, cluster, run)
             try:
                 run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
             except Exception:
-                _record_cost_of_failure(prepared, run)
+                if prepared.trains:  # what has been computed of it
+                    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                        _record_cost(prepared, run, run.control.status().step)
                 raise
-        result = _with_cost(_result(job, run), prepared, run)
+        result = _result(job, run)
+        if prepared.trains:
+            cost = _record_cost(prepared, run, result.steps)
+            result = replace(result, metrics={**result.metrics, **cost})
         run.is_complete = result.is_complete
         if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
             run.record.text(PAPER_FILE, table.csv())
@@ -182,18 +193,11 @@ def run_prepared(
         return result
 
 
-def _origin(prepared: PreparedRun) -> dict[str, str]:
-    """Tag of the run whose weights a new one begins with; a folder alone may be another run's."""
-    if prepared.recipe.init_from is None or prepared.resume_from is not None:
-        return {}
-    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
-
-    run_id = meta_state_of(prepared.recipe.init_from).run_id
-    return {INIT_RUN: run_id} if run_id else {}
-
-
 def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
+    few_shot = resolved.streams.get("few_shot_train")
+    # Of images that travel encoded and cannot be decoded in a training worker.
+    bad_images = BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
     return TrainJob(
         recipe=recipe,
         kind="train" if prepared.trains else "evaluate",
@@ -208,69 +212,57 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         record=run.record,
         control=run.control,
         lock_number=prepared.lock_number,
-        note_bad_images=_bad_images(recipe, resolved).note,
-        few_shot_labels=_few_shot_labels(resolved),
+        note_bad_images=bad_images.note,
+        few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         extraction=prepared.extraction,
         answers=prepared.answers,
         until_step=prepared.until_step,
     )
 
 
-def _few_shot_labels(resolved: ResolvedRun) -> Callable[[], NDArray[np.int32]] | None:
-    stream = resolved.streams.get("few_shot_train")
-    return None if stream is None else partial(all_first_labels, stream.manifest.path)
-
-
-def _bad_images(recipe: Recipe, resolved: ResolvedRun) -> BadRowLimit:
-    """Limit for images that travel encoded and cannot be decoded in a training worker."""
-    return BadRowLimit(recipe.run_folder, resolved.num_images, recipe.data.max_bad_fraction)
-
-
 def _result(job: TrainJob, run: OpenRun) -> RunResult:
-    status = run.control.status()
-    folder = locate(job.run_folder)
-    checkpoint = newest_checkpoint(folder) if job.kind == "train" else None
-    steps = checkpoint.position.step if checkpoint else 0
-    ended = checkpoint.position.progress.ended if checkpoint else ""
+    status, trains = run.control.status(), job.kind == "train"
+    checkpoint = newest_checkpoint(locate(job.run_folder)) if trains else None
     was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
-    if was_stopped and job.kind == "evaluate":
+    if was_stopped and not trains:
         raise RunStoppedError("the evaluation was stopped; there are no figures of it")
-    if job.kind == "train" and not (steps >= job.last_step or ended or was_stopped):
-        raise RunFailedError(
-            f"training ended, but its newest whole checkpoint is of step {steps} of "
-            f"{job.last_step}: the last one could not be written to {job.run_folder}; see the "
-            "events, make room there and run the same command again"
-        )
-    return RunResult(
+    result = replace(
+        _result_of(job.recipe, job.total_steps, checkpoint, status.metrics),
         run_id=run.record.run_id(),
-        name=job.recipe.name,
-        steps=steps,
-        total_steps=job.total_steps,
-        evaluation_due=checkpoint.position.progress.evaluation_due if checkpoint else False,
-        ended=ended,
-        metrics=with_best(status.metrics),
-        checkpoint=result_checkpoint(folder, checkpoint).folder.uri if checkpoint else "",
         hint=run.record.hint(),
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
+    if trains and not (result.steps >= job.last_step or result.ended or was_stopped):
+        raise RunFailedError(
+            f"training ended, but its newest whole checkpoint is of step {result.steps} of "
+            f"{job.last_step}: the last one could not be written to {job.run_folder}; see the "
+            "events, make room there and run the same command again"
+        )
+    return result
 
 
-def _with_cost(result: RunResult, prepared: PreparedRun, run: OpenRun) -> RunResult:
-    """Add the training's cost to the record and to the result."""
-    if not prepared.trains:
+def _result_of(
+    recipe: Recipe, total_steps: int, checkpoint: Checkpoint | None, metrics: dict[str, float]
+) -> RunResult:
+    """What a checkpoint shows of a run; None: of a run without any."""
+    result = RunResult(None, recipe.name, 0, total_steps, with_best(metrics), checkpoint="")
+    if checkpoint is None:
         return result
-    cost = training_cost(prepared.recipe, prepared.resolved, result.steps)
-    run.record.metrics(result.steps, cost, ANSWER_LIMIT_S)  # before the end, which comes next
-    return replace(result, metrics={**result.metrics, **cost})
+    progress = checkpoint.position.progress
+    return replace(
+        result,
+        steps=checkpoint.position.step,
+        checkpoint=result_checkpoint(locate(recipe.run_folder), checkpoint).folder.uri,
+        evaluation_due=progress.evaluation_due,
+        ended=progress.ended,
+    )
 
 
-def _record_cost_of_failure(prepared: PreparedRun, run: OpenRun) -> None:
-    """What has been computed of a training that failed."""
-    if prepared.trains:
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the failure is reported
-            step = run.control.status().step
-            cost = training_cost(prepared.recipe, prepared.resolved, step)
-            run.record.metrics(step, cost, ANSWER_LIMIT_S)
+def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
+    """Record the cost of a training up to a step, and return it."""
+    cost = training_cost(prepared.recipe, prepared.resolved, step)
+    run.record.metrics(step, cost, ANSWER_LIMIT_S)  # before the end, which comes next
+    return cost
 
 
 def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
@@ -291,21 +283,13 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
     """By its last checkpoint; its driver may have died after that, and before the run's end."""
-    checkpoint = prepared.resume_from
+    checkpoint, total_steps = prepared.resume_from, prepared.resolved.total_steps
     assert checkpoint is not None
-    position, folder = checkpoint.position, locate(prepared.recipe.run_folder)
-    metrics = with_best(position.progress.metrics)
+    position = checkpoint.position
     cost = training_cost(prepared.recipe, prepared.resolved, position.step)
     run_id = position.tracking_run_id
-    if position.progress.is_over(prepared.resolved.total_steps):
+    if position.progress.is_over(total_steps):
         run_id = end_record(prepared.recipe, run_id, position.step, cost)
-    return RunResult(
-        run_id=run_id,
-        name=prepared.recipe.name,
-        steps=position.step,
-        total_steps=prepared.resolved.total_steps,
-        metrics={**metrics, **cost},
-        checkpoint=result_checkpoint(folder, checkpoint).folder.uri,
-        already_complete=True,
-        ended=position.progress.ended,
-    )
+    result = _result_of(prepared.recipe, total_steps, checkpoint, position.progress.metrics)
+    metrics = {**result.metrics, **cost}
+    return replace(result, run_id=run_id, metrics=metrics, already_complete=True)

@@ -22,7 +22,6 @@ from vit_ray.config import Recipe
 from vit_ray.config.model_family import model_family
 from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact
-from vit_ray.data.format.manifest import Manifest
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.streams import ResolvedRun
 from vit_ray.tracking.metrics_log import RUN_FOLDER
@@ -56,7 +55,11 @@ def run_facts(
 ) -> dict[str, str]:
     """Tags that say what ran, by whom, on which code, data and cluster."""
     flat = recipe.flat()
-    data = PurePosixPath(redact(resolved.manifest.path))
+    data, num_classes = PurePosixPath(redact(resolved.manifest.path)), resolved.manifest.num_classes
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
     return {
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         "vit_ray.kind": kind,
@@ -70,19 +73,37 @@ def run_facts(
         "vit_ray.driver": platform.node(),
         RUN_FOLDER: recipe.run_folder,
         "vit_ray.ray_version": ray.__version__,
-        "mlflow.user": _user(),
+        "mlflow.user": user,
         "mlflow.source.name": command_line(),
         "mlflow.source.type": "JOB",
-        "mlflow.note.content": _description(recipe, resolved),
+        "mlflow.note.content": (
+            f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
+            f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
+            f"    {command_line()}\n"
+        ),
     }
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
     """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, use."""
-    return [
-        _data_input(spec.manifest, _CONTEXTS[name], spec.num_images)
-        for name, spec in resolved.streams.items()
-    ]
+    found = []
+    for name, spec in resolved.streams.items():
+        path = redact(spec.manifest.path)
+        profile = {
+            "num_images": spec.num_images,
+            "num_images_of_the_whole": spec.manifest.num_images,
+            "num_classes": spec.manifest.num_classes,
+        }
+        found.append(
+            {
+                "name": PurePosixPath(path).name,
+                "digest": spec.manifest.fingerprint[:32],
+                "source": path,
+                "context": _CONTEXTS[name],
+                "profile": profile,
+            }
+        )
+    return found
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -121,51 +142,15 @@ def command_line() -> str:
 def git_commit() -> str:
     """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
 
-    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` says it there.
+    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` gives it there.
     """
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit
-    here = os.path.dirname(os.path.abspath(__file__))
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
+    options: Any = {"capture_output": True, "text": True, "check": True, "timeout": GIT_S}
     try:
-        commit = _git("rev-parse", "HEAD", cwd=here)
-        return commit + ("+" if _git("status", "--porcelain", cwd=here) else "")
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain"], **options).stdout.strip()
+        return commit + ("+" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def _git(*arguments: str, cwd: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True, timeout=GIT_S
-    )
-    return done.stdout.strip()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
-
-
-def _description(recipe: Recipe, resolved: ResolvedRun) -> str:
-    num_classes = resolved.manifest.num_classes
-    return (
-        f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
-        f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
-        f"    {command_line()}\n"
-    )
-
-
-def _data_input(manifest: Manifest, context: str, num_images: int) -> dict[str, Any]:
-    path = redact(manifest.path)
-    return {
-        "name": PurePosixPath(path).name,
-        "digest": manifest.fingerprint[:32],
-        "source": path,
-        "context": context,
-        "profile": {
-            "num_images": num_images,
-            "num_images_of_the_whole": manifest.num_images,
-            "num_classes": manifest.num_classes,
-        },
-    }

@@ -121,11 +121,11 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "ResizingState",
-        "Tells that change from others.", "",
+        "Distinguishes that change from others.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "RunningState",
-        "Tells whether a group is placed.", "",
+        "Shows whether a group is placed.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "PreemptingState",
@@ -145,14 +145,14 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "_AutoscalingCoordinatorActor",
-        "Counts nodes and requests every 20 s, or when it is told to.", "",
+        "Counts nodes and requests every 20 s, or when it is asked to.", "",
         {"get_reserved_resources": ("self", "requester_id", "recompute")},
     ),
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "get_or_create_autoscaling_coordinator",
         "Ray Data starts it when it executes, and knows of no CPUs before it answers; it can start "
-        "beside the process that executes.", "",
+        "at the same time as the process that executes.", "",
         {"": ()},
     ),
     Internal(
@@ -213,7 +213,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_DATA}.streaming_executor", "StreamingExecutor",
-        "Tells such a callback whether the loop has anything to wait for.", "",
+        "Shows such a callback whether the loop has anything to wait for.", "",
         attributes=("_topology",),
     ),
     Internal(
@@ -239,7 +239,7 @@ INTERNALS: Final = (
         "A client of an address does not use the token that this machine has.", "#64755",
         {"has_token": ("self", "ignore_auth_mode")},
     ),
-    Internal("ray._raylet", "Config", "Reads the authentication mode anew.", "#64755"),
+    Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
 )  # fmt: skip
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
@@ -287,8 +287,8 @@ def is_startup_timeout(error: Exception) -> bool:
 
 def version_mismatch(error: Exception) -> str | None:
     """What differs, where `ray.init` raised it for another Ray or Python; None for other errors."""
-    told = " ".join(str(error).split())
-    return told.removeprefix(_VERSION_MISMATCH) if told.startswith(_VERSION_MISMATCH) else None
+    text = " ".join(str(error).split())
+    return text.removeprefix(_VERSION_MISMATCH) if text.startswith(_VERSION_MISMATCH) else None
 
 
 def is_warning_of_many_actors(line: str) -> bool:
@@ -335,18 +335,7 @@ def keep_no_dataset_statistics() -> None:
     manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
     methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
     for name in methods:
-        setattr(manager, name, staticmethod(_do_nothing))
-
-
-def _object_store_here() -> float:
-    """Bytes of the object store of this process's node, on which most blocks are made."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    found = [n["Resources"].get("object_store_memory", 0.0) for n in nodes if n["NodeID"] == here]
-    return float(found[0]) if found else math.inf
-
-
-def _do_nothing(*_: Any, **__: Any) -> None: ...
+        setattr(manager, name, staticmethod(lambda *_, **__: None))
 
 
 def give_datasets(share: float, reserved_cpus: float) -> None:
@@ -372,12 +361,15 @@ def give_datasets(share: float, reserved_cpus: float) -> None:
         now = time.monotonic()
         if not counted or now - counted[-1][0] > _COUNTED_FOR_S:
             total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            cpus = share * max(0.0, total.get("CPU", 0.0) - reserved_cpus)
+            # The object store of this process's node, on which most blocks are made.
+            here = ray.get_runtime_context().get_node_id()
+            own_store = next(
+                (n["Resources"].get("object_store_memory", 0.0) for n in ray.nodes()  # type: ignore[no-untyped-call]
+                 if n["NodeID"] == here), math.inf,
+            )  # fmt: skip
             part = ExecutionResources(
-                cpu=cpus,
-                object_store_memory=min(
-                    share * total.get("object_store_memory", 0.0), _object_store_here()
-                ),
+                cpu=share * max(0.0, total.get("CPU", 0.0) - reserved_cpus),
+                object_store_memory=min(share * total.get("object_store_memory", 0.0), own_store),
                 memory=share * total.get("memory", 0.0),
             )
             counted[:] = [(now, part)]

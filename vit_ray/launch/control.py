@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking.metrics_log import STARTUP, Record
@@ -64,8 +64,7 @@ class RunStatus:
     """The current one of the runs under this one; empty for a run without any."""
 
 
-@dataclass
-class _Heard:
+class _Heard(NamedTuple):
     """The last heartbeat of a worker."""
 
     step: int
@@ -132,7 +131,7 @@ class ControlState:
         return Orders(self.stop_reason(), self._saves)
 
     def hanging(self, rank: int, world_size: int, where: str) -> str:
-        """Which workers the others wait for, told to one that hangs.
+        """Which workers the others wait for, in answer to one that hangs.
 
         Args:
             rank: of the worker that asks.
@@ -140,7 +139,7 @@ class ControlState:
             where: the calls that it is in.
 
         Returns:
-            A sentence; empty where another worker has told the same of this hang.
+            A sentence; empty where another worker has reported the same of this hang.
         """
         now_s = time.monotonic()
         if now_s - self._hang_s > ONE_HANG_S:

@@ -26,11 +26,23 @@ def with_window(recipe: Recipe, manifest: Manifest, begun: int | None = None) ->
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
-    window = recipe.data.shuffle_window
-    if window == "auto":
-        window = _window(recipe, manifest) if begun is None else begun
-    _check_window(recipe, manifest, window)
-    return recipe.with_changes(data={"shuffle_window": window})
+    rows, batch = recipe.data.shuffle_window, recipe.train.global_batch_size
+    if rows == "auto":
+        rows = _best_window(recipe, manifest) if begun is None else begun
+    if rows % batch:
+        nearest = max(1, round(rows / batch)) * batch
+        raise ValueError(
+            f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
+            f"the nearest is {nearest}, and 0 is none"
+        )
+    memory_mib = recipe.data.task_memory_mib
+    if rows > max(batch, _rows_that_fit(memory_mib, manifest)):
+        needed = (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
+        raise ValueError(
+            f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
+            f"and data.task_memory_mib={memory_mib}; lower the one or raise the other"
+        )
+    return recipe.with_changes(data={"shuffle_window": rows})
 
 
 def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
@@ -44,21 +56,29 @@ def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
     return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
 
 
-def _window(recipe: Recipe, manifest: Manifest) -> int:
+def _best_window(recipe: Recipe, manifest: Manifest) -> int:
     """Images of the largest window of negligible cost; 0 if that is a single batch."""
-    most = min(
-        _MOST_ROWS, _rows_that_fit(recipe, manifest, _MEMORY_SHARE), _rows_that_may_wait(recipe)
-    )
+    most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * recipe.data.task_memory_mib, manifest))
+    if recipe.data.object_store_mib is not None:
+        # Rows whose pixels take half of it. A window is made by one task, and blocks of the next
+        # task wait at the same time as those of the one that is in turn: with tasks of 64 blocks,
+        # 33 MiB more than the limit of 24 were in use (measured).
+        height, width = recipe.model.sides
+        most = min(most, (recipe.data.object_store_mib << 19) // (3 * height * width))
     batch, batches = recipe.train.global_batch_size, 1
     while 2 * batches * batch <= most:
         batches *= 2
     return batches * batch if batches > 1 else 0
 
 
-def _rows_that_fit(recipe: Recipe, manifest: Manifest, share: float) -> int:
-    """Rows of a window of which a task can keep all row groups; its ends cut two of each set."""
-    rows = share * (recipe.data.task_memory_mib << 20) / max(_image_bytes(manifest), 1.0)
-    return int(rows) - manifest.num_sets * int(manifest.rows.max())
+def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:
+    """Rows of a window for which a task can keep all row groups."""
+    return int(memory_mib * 2**20 / max(_image_bytes(manifest), 1.0)) - _cut_rows(manifest)
+
+
+def _cut_rows(manifest: Manifest) -> int:
+    """Rows that are read in addition: the ends of a window cut two row groups of each set."""
+    return manifest.num_sets * int(manifest.rows.max())
 
 
 def _image_bytes(manifest: Manifest) -> float:
@@ -66,33 +86,3 @@ def _image_bytes(manifest: Manifest) -> float:
     if isinstance(manifest, JoinedManifest):
         return float(np.average(list(map(_image_bytes, manifest.parts)), weights=manifest.weights))
     return float(manifest.bytes.sum()) / manifest.num_images
-
-
-def _rows_that_may_wait(recipe: Recipe) -> int:
-    """Rows whose pixels take half of `data.object_store_mib`.
-
-    A window is made by one task, and blocks of the next task wait beside those of the one that is
-    in turn: with tasks of 64 blocks, 33 MiB more than the limit of 24 were in use (measured).
-    """
-    if recipe.data.object_store_mib is None:
-        return _MOST_ROWS
-    height, width = recipe.model.sides
-    return (recipe.data.object_store_mib << 19) // (3 * height * width)
-
-
-def _check_window(recipe: Recipe, manifest: Manifest, rows: int) -> None:
-    batch = recipe.train.global_batch_size
-    if rows % batch:
-        nearest = max(1, round(rows / batch)) * batch
-        raise ValueError(
-            f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
-            f"the nearest is {nearest}, and 0 is none"
-        )
-    if rows > max(batch, _rows_that_fit(recipe, manifest, 1.0)):
-        image_mib = _image_bytes(manifest) / 2**20
-        needed = (rows + manifest.num_sets * int(manifest.rows.max())) * image_mib
-        raise ValueError(
-            f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
-            f"and data.task_memory_mib={recipe.data.task_memory_mib}; lower the one or raise the "
-            "other"
-        )

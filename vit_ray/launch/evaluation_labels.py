@@ -6,10 +6,8 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import BenchmarkConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import all_first_labels, keys
 from vit_ray.data.format.manifest import Manifest
@@ -29,6 +27,8 @@ from vit_ray.storage import Location, locate
 
 logger = logging.getLogger(__name__)
 
+_LABEL_FILE = "benchmark.label_file"
+
 
 def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
     """What is right for the images of a test set.
@@ -40,89 +40,75 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
         ValueError: a file is missing, not as published, or not of this test set.
     """
     config = recipe.benchmark
-    classes = _model_classes(config, model_set, recipe.init_from)
-    if config.kind == "imagenet_real":
-        file = _published(config, REAL_FILE)
-        lists = real_lists(_json(file), eval_set.num_images, eval_set.num_classes, file.uri)
-        own = all_first_labels(eval_set.path)
-        names = [key for some in keys(eval_set) for key in some]
-        return real_answers(lists, names, own, eval_set.classes, classes, file.uri)
-    if config.kind == "imagenet_v2":
-        return numbered_answers(eval_set.classes, classes)
-    if config.kind == "objectnet":
-        folder = _published(config, OBJECTNET_FOLDER)
-        files = {name: _text(folder.child(name), OBJECTNET_FOLDER) for name in OBJECTNET_FILES}
-        return objectnet_answers(files, eval_set.classes, classes)
-    if config.kind == "class_names":
-        return named_answers(eval_set.classes, classes)
+    classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
+    match config.kind:
+        case "imagenet_real":
+            file = locate(require(config.label_file, _LABEL_FILE, REAL_FILE))
+            try:
+                published = json.loads(_text(file, REAL_FILE, _LABEL_FILE))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
+            lists = real_lists(published, eval_set.num_images, eval_set.num_classes, file.uri)
+            own = all_first_labels(eval_set.path)
+            names = [key for some in keys(eval_set) for key in some]
+            return real_answers(lists, names, own, eval_set.classes, classes, file.uri)
+        case "imagenet_v2":
+            return numbered_answers(eval_set.classes, classes)
+        case "objectnet":
+            folder = locate(require(config.label_file, _LABEL_FILE, OBJECTNET_FOLDER))
+            files = {
+                name: _text(folder.child(name), OBJECTNET_FOLDER, _LABEL_FILE)
+                for name in OBJECTNET_FILES
+            }
+            return objectnet_answers(files, eval_set.classes, classes)
     if tuple(eval_set.classes) == classes:
         return Answers(classes, len(classes))
-    _require_same_names(eval_set, classes)
-    return named_answers(eval_set.classes, classes)  # in another order
-
-
-def _require_same_names(eval_set: Manifest, classes: tuple[str, ...]) -> None:
-    if sorted(eval_set.classes) != sorted(classes):
+    if config.kind != "class_names" and sorted(eval_set.classes) != sorted(classes):
         raise ValueError(
             f"data.eval: {eval_set.path} has {eval_set.num_classes} classes and the model has "
             f"{len(classes)}, and they are not the same; name the model's in "
-            "benchmark.model_classes, and where the set has only some of them, say "
+            "benchmark.model_classes, and where the set has only some of them, give "
             "benchmark.kind=class_names"
         )
+    return named_answers(eval_set.classes, classes)
 
 
 def _model_classes(
-    config: BenchmarkConfig, model_set: Manifest, weights: str | None
+    path: str | None, classes: Sequence[str], weights: str | None
 ) -> tuple[str, ...]:
-    path = config.model_classes
-    if path is None:
-        return _told_by_weights(weights, model_set.classes) or tuple(model_set.classes)
-    suffix = PurePosixPath(path).suffix
-    if suffix in (".txt", ".json"):
-        told = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
-        file = locate(path)
-        text = _text(file, told, "benchmark.model_classes")
+    """The model's classes in the order of its outputs.
+
+    Without `path`, the order of a published head where that names exactly these classes.
+    """
+    if path is not None:
+        suffix = PurePosixPath(path).suffix
+        if suffix not in (".txt", ".json"):
+            return tuple(open_dataset(path).classes)
+        what = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
+        text = _text(locate(path), what, "benchmark.model_classes")
         return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
-    return tuple(open_dataset(path).classes)
-
-
-def _told_by_weights(weights: str | None, classes: Sequence[str]) -> tuple[str, ...] | None:
-    """The order of a published head where it names exactly the classes of the set."""
     if weights is None:
-        return None
-    from vit_ray.checkpoints.weight_files import (
-        published_classes,  # with torch, which takes seconds
-    )
+        return tuple(classes)
+    from vit_ray.checkpoints.weight_files import published_classes  # with torch: seconds
 
-    told = published_classes(weights)
-    if told is None or sorted(told) == sorted(classes):
-        return told
+    published = published_classes(weights)
+    if published is None or sorted(published) == sorted(classes):
+        return published or tuple(classes)
     logger.warning(
         "init_from: its folder names its %d classes otherwise than the data set (%r, not %r): its "
         "outputs are taken to be in the order of the data set; else name them in "
         "benchmark.model_classes",
-        len(told),
-        told[0],
+        len(published),
+        published[0],
         classes[0],
     )
-    return None
+    return tuple(classes)
 
 
-def _published(config: BenchmarkConfig, what: str) -> Location:
-    return locate(require(config.label_file, "benchmark.label_file", what))
-
-
-def _text(file: Location, what: str, key: str = "benchmark.label_file") -> str:
+def _text(file: Location, what: str, key: str) -> str:
     if not file.exists():
         raise ValueError(f"{key}: there is no file {file.uri}; give {what}")
     try:
         return file.read().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{key}: {file.uri} is no text ({error}); give {what}") from None
-
-
-def _json(file: Location) -> Any:
-    try:
-        return json.loads(_text(file, REAL_FILE))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None

@@ -18,7 +18,7 @@ from vit_ray.storage import Location, locate
 from vit_ray.worker.job import Extraction
 
 ROWS_PER_FILE: Final = 16384
-"""Images in a file of one worker, about; what was interrupted goes on behind whole files."""
+"""Images in a file of one worker, about; what was interrupted continues behind whole files."""
 _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 """Keys of `model` that features do not depend on."""
 
@@ -26,13 +26,13 @@ _OF_TRAINING: Final = {"dropout", "stochastic_depth", "head_bias"}
 def extract_features(recipe: Recipe) -> Location:
     """Write features of `extract.data` with the weights of `init_from`; returns their folder.
 
-    An extraction that was interrupted goes on behind what it has written, and one that has ended is
-    not repeated.
+    An extraction that was interrupted continues behind what it has written, and one that has ended
+    is not repeated.
 
     Raises:
         ValueError: the recipe cannot work, the folder holds features of something else, or another
             process writes features there; nothing was started.
-        RunStoppedError: it was stopped on request; the same command goes on.
+        RunStoppedError: it was stopped on request; the same command continues it.
     """
     recipe = recipe.with_absolute_paths()
     hint = "extract.data and extract.path, such as extract='{data: data/train, path: features/}'"
@@ -48,11 +48,20 @@ def extract_features(recipe: Recipe) -> Location:
         if not _is_complete(folder, facts):  # another process may have ended it before the lock
             write_facts(folder, facts)
             run_prepared(prepared)
-            _end(folder, facts)
+            files, _, end = whole_parts(folder)
+            if end < facts["num_images"]:
+                raise RunFailedError(
+                    f"the workers have ended, and {folder.uri} holds files of {end} of "
+                    f"{facts['num_images']} images; run the same command again"
+                )
+            write_facts(folder, {**facts, "is_complete": True, "files": files})
     return folder
 
 
 def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
+    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch, which takes seconds
+
+    assert recipe.init_from is not None
     recipe = recipe.with_changes(
         name=f"{recipe.name}-features-{time.strftime('%Y%m%d-%H%M%S')}",
         data={"train": None, "eval": config.data, "held_out_fraction": 0.0, "fraction": 1.0},
@@ -60,7 +69,8 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
     )
     resolved = resolve_run(recipe, needs_train=False)
     spec = replace(resolved.streams["eval"], gives_keys=True)
-    outputs = _weights_outputs(recipe)
+    with errors_of_weights():
+        outputs = meta_state_of(recipe.init_from).num_classes  # None without a head
     prepared = PreparedRun(
         resolved.recipe,
         "extract",
@@ -72,43 +82,30 @@ def _prepare(recipe: Recipe, config: ExtractConfig) -> PreparedRun:
     return prepared
 
 
-def _weights_outputs(recipe: Recipe) -> int | None:
-    """Outputs of the weights' head; None where they have none."""
-    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch, which takes seconds
-
-    assert recipe.init_from is not None
-    with errors_of_weights():
-        return meta_state_of(recipe.init_from).num_classes
-
-
 def _facts(prepared: PreparedRun) -> dict[str, Any]:
     """What decides the features' values."""
+    from vit_ray.checkpoints.run_checkpoints import find_weights
+    from vit_ray.checkpoints.weight_files import find_weight_file
+
     recipe, extraction = prepared.recipe, prepared.extraction
     assert extraction is not None
+    assert recipe.init_from is not None
+    # The state of the weights: of a run the step of its checkpoint, of a file its size and time.
+    if (file := find_weight_file(recipe.init_from)) is None:
+        weights = f"step {find_weights(recipe.init_from).position.step}"
+    else:
+        weights = f"{file.info().size} bytes of {file.info().mtime_ns}"
     return {
         "data_fingerprint": prepared.resolved.manifest.fingerprint,
         "num_images": prepared.resolved.manifest.num_images,
         "init_from": recipe.init_from,
         "init_resize": recipe.init_resize,
-        "weights": _weights_state(recipe),
+        "weights": weights,
         "model": recipe.model.model_dump(mode="json", exclude=_OF_TRAINING),
         "eval_augment": recipe.data.eval_augment.model_dump(mode="json"),
         "precision": recipe.train.precision,
         "with_logits": extraction.with_logits,
     }
-
-
-def _weights_state(recipe: Recipe) -> str:
-    """Which state of the weights: of a run the step of its checkpoint, of a file its size."""
-    from vit_ray.checkpoints.run_checkpoints import find_weights
-    from vit_ray.checkpoints.weight_files import find_weight_file
-
-    assert recipe.init_from is not None
-    file = find_weight_file(recipe.init_from)
-    if file is None:
-        return f"step {find_weights(recipe.init_from).position.step}"
-    info = file.info()
-    return f"{info.size} bytes of {info.mtime_ns}"
 
 
 def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
@@ -127,19 +124,9 @@ def _is_complete(folder: Location, facts: dict[str, Any]) -> bool:
         return False
     changed = [key for key, value in facts.items() if before.get(key) != value]
     if changed:
-        told = "; ".join(f"{key}: {before.get(key)} there, {facts[key]} here" for key in changed)
+        both = "; ".join(f"{key}: {before.get(key)} there, {facts[key]} here" for key in changed)
         raise ValueError(
-            f"extract.path: {folder.uri} holds features of something else ({told}); choose another "
+            f"extract.path: {folder.uri} holds features of something else ({both}); choose another "
             "folder"
         )
     return bool(before.get("is_complete"))
-
-
-def _end(folder: Location, facts: dict[str, Any]) -> None:
-    files, _, end = whole_parts(folder)
-    if end < facts["num_images"]:
-        raise RunFailedError(
-            f"the workers have ended, and {folder.uri} holds files of {end} of "
-            f"{facts['num_images']} images; run the same command again"
-        )
-    write_facts(folder, {**facts, "is_complete": True, "files": files})

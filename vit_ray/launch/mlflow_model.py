@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,6 @@ EXAMPLE_SIDE: Final = 16
 _REFERENCE: Final = "reference.json"
 _EXAMPLE: Final = "input_example.json"
 _SERVING_EXAMPLE: Final = "serving_input_example.json"
-_REQUIREMENTS: Final = "requirements.txt"
 _BATCH: Final = 64
 
 
@@ -40,22 +39,11 @@ def model_files(
         augmentation: of evaluations.
         checkpoint: address of the checkpoint's folder.
     """
-    reference = {
-        "model": config.model_dump(mode="json"),
-        "augmentation": asdict(augmentation),
-    }
-    example = [_ramp().tolist()]
-    return {
-        "MLmodel": yaml.safe_dump(_description(checkpoint, num_classes)),
-        _REFERENCE: json.dumps(reference, indent=1),
-        _EXAMPLE: json.dumps(example),
-        _SERVING_EXAMPLE: json.dumps({"inputs": example}),
-        _REQUIREMENTS: f"mlflow=={version('mlflow')}\nvit-ray\n",
-    }
 
+    def tensor(dtype: str, shape: list[int]) -> str:
+        return json.dumps([{"type": "tensor", "tensor-spec": {"dtype": dtype, "shape": shape}}])
 
-def _description(checkpoint: str, num_classes: int) -> dict[str, Any]:
-    return {
+    description = {
         "flavors": {
             "python_function": {
                 "loader_module": __name__,
@@ -66,8 +54,8 @@ def _description(checkpoint: str, num_classes: int) -> dict[str, Any]:
         },
         "mlflow_version": version("mlflow"),
         "signature": {
-            "inputs": _tensor("uint8", [-1, -1, -1, 3]),
-            "outputs": _tensor("float32", [-1, num_classes]),
+            "inputs": tensor("uint8", [-1, -1, -1, 3]),
+            "outputs": tensor("float32", [-1, num_classes]),
             "params": None,
         },
         "saved_input_example_info": {
@@ -76,18 +64,19 @@ def _description(checkpoint: str, num_classes: int) -> dict[str, Any]:
             "type": "ndarray",
         },
     }
-
-
-def _tensor(dtype: str, shape: list[int]) -> str:
-    return json.dumps([{"type": "tensor", "tensor-spec": {"dtype": dtype, "shape": shape}}])
-
-
-def _ramp() -> UInt8Array:
-    """An image that is brighter to the right, and redder to the bottom."""
-    image = np.zeros((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), np.uint8)
-    image += np.linspace(0, 127, EXAMPLE_SIDE, dtype=np.uint8)[None, :, None]
-    image[..., 0] += np.linspace(0, 127, EXAMPLE_SIDE, dtype=np.uint8)[:, None]
-    return image
+    # An image that is brighter to the right, and redder to the bottom.
+    ramp = np.linspace(0, 127, EXAMPLE_SIDE, dtype=np.uint8)
+    image = np.zeros((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), np.uint8) + ramp[None, :, None]
+    image[..., 0] += ramp[:, None]
+    example = [image.tolist()]
+    reference = {"model": config.model_dump(mode="json"), "augmentation": asdict(augmentation)}
+    return {
+        "MLmodel": yaml.safe_dump(description),
+        _REFERENCE: json.dumps(reference, indent=1),
+        _EXAMPLE: json.dumps(example),
+        _SERVING_EXAMPLE: json.dumps({"inputs": example}),
+        "requirements.txt": f"mlflow=={version('mlflow')}\nvit-ray\n",
+    }
 
 
 class LoadedModel:
@@ -120,19 +109,18 @@ class LoadedModel:
         Args:
             params: MLflow's; there are none.
         """
-        batches = [self._logits(images[i : i + _BATCH]) for i in range(0, len(images), _BATCH)]
-        return np.concatenate(batches)
-
-    def _logits(self, images: UInt8Array) -> NDArray[np.float32]:
         import torch
 
         from vit_ray.train.objective import normalize
 
-        crops = np.stack([crop_of_pixels(image, self._augmentation) for image in images])
-        with torch.no_grad():
-            pixels = normalize(torch.from_numpy(crops).to(self._device), torch.float32)
-            logits: NDArray[np.float32] = self._model(pixels).cpu().numpy()
-        return logits
+        found: list[NDArray[np.float32]] = []
+        for first in range(0, len(images), _BATCH):
+            some = images[first : first + _BATCH]
+            crops = np.stack([crop_of_pixels(image, self._augmentation) for image in some])
+            with torch.no_grad():
+                pixels = normalize(torch.from_numpy(crops).to(self._device), torch.float32)
+                found.append(self._model(pixels).cpu().numpy())
+        return np.concatenate(found)
 
 
 def _load_pyfunc(path: str, model_config: dict[str, Any]) -> LoadedModel:
@@ -146,12 +134,11 @@ def _load_pyfunc(path: str, model_config: dict[str, Any]) -> LoadedModel:
     Raises:
         ValueError: as `LoadedModel`.
     """
-    told = json.loads(Path(path).read_text())
-    size = told["augmentation"]["size"]
-    augmentation = Augmentation(
-        **{**told["augmentation"], "size": size if isinstance(size, int) else tuple(size)}
-    )
-    config = ModelConfig.model_validate_json(json.dumps(told["model"]))
+    reference = json.loads(Path(path).read_text())
+    augmentation = Augmentation(**reference["augmentation"])
+    if isinstance(size := augmentation.size, list):
+        augmentation = replace(augmentation, size=tuple(size))
+    config = ModelConfig.model_validate_json(json.dumps(reference["model"]))
     checkpoint = model_config["checkpoint"]
     try:
         return LoadedModel(config, augmentation, checkpoint)

@@ -7,7 +7,6 @@ not the next one's.
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,10 +46,19 @@ def benchmarked_models(recipe: Recipe) -> Iterator[BenchmarkedRow]:
         ValueError: the recipe names no models, a model cannot be built, or the cluster has no GPU
             although `workers.use_gpu` is true.
     """
-    config = benchmark_of(recipe)
-    recipes = model_recipes(recipe)
-    cluster = connect(recipe)
-    resources = _resources(recipe, cluster)
+    config, recipes = benchmark_of(recipe), model_recipes(recipe)
+    cluster, workers = connect(recipe), recipe.workers
+    if workers.use_gpu is True and not cluster.num_gpus:
+        raise ValueError(
+            f"workers.use_gpu=true, and the cluster has no GPU ({cluster}); set it to auto or false"
+        )
+    # One GPU; without any all CPUs of a node, so many as torch then uses.
+    resources: dict[str, float] = {
+        "num_gpus": 0,
+        "num_cpus": max(1, int(cluster.num_cpus) // cluster.num_nodes),
+    }
+    if workers.use_gpu and cluster.num_gpus:
+        resources = {"num_gpus": 1, "num_cpus": workers.cpus_per_worker}
     for label, model_recipe in recipes.items():
         row = _measured(label, model_recipe, config, resources)
         _record(model_recipe, row, cluster)
@@ -77,10 +85,9 @@ def model_recipes(recipe: Recipe) -> dict[str, Recipe]:
     found = {}
     for one in config.models:
         size = one.model.side_in_whole_patches(config.image_sizes[0])
-        model = {**one.model.model_dump(mode="json"), "image_size": size}
         found[one.label] = recipe.with_changes(
             name=f"{recipe.name}{_slug(one.label)}",
-            model=model,
+            model={**one.model.model_dump(mode="json"), "image_size": size},
             train={"mixup": 0.0, "cutmix": 0.0, "micro_batch_size": "auto"},
         )
     return found
@@ -91,43 +98,29 @@ def _slug(text: str) -> str:
     return f"-{name}" if (name := re.sub(r"[^A-Za-z0-9._+]+", "-", text).strip("-")) else ""
 
 
-def _resources(recipe: Recipe, cluster: ClusterShape) -> dict[str, Any]:
-    """One GPU; without any all CPUs of a node, of which torch then uses as many."""
-    wants = recipe.workers.use_gpu
-    if wants is True and not cluster.num_gpus:
-        raise ValueError(
-            f"workers.use_gpu=true, and the cluster has no GPU ({cluster}); set it to auto or false"
-        )
-    if wants and cluster.num_gpus:
-        return {"num_gpus": 1, "num_cpus": recipe.workers.cpus_per_worker}
-    return {"num_gpus": 0, "num_cpus": max(1, int(cluster.num_cpus) // cluster.num_nodes)}
-
-
 def _measured(
-    label: str, recipe: Recipe, config: BenchmarkModelsConfig, resources: dict[str, Any]
+    label: str, recipe: Recipe, config: BenchmarkModelsConfig, resources: dict[str, float]
 ) -> BenchmarkedRow:
     """A model that fails, or whose process dies, is a row with its error."""
     once: Any = ray.remote(max_calls=1, max_retries=0)  # a process of its own
     task = once(measure_model).options(**resources)
     reference = task.remote(recipe, config, use_gpu=resources["num_gpus"] > 0)
     try:
-        device, speeds = ray.get(reference, timeout=MODEL_LIMIT_S)
-        return BenchmarkedRow(label, device, speeds)
+        return BenchmarkedRow(label, *ray.get(reference, timeout=MODEL_LIMIT_S))
     except ray.exceptions.GetTimeoutError:
         ray.cancel(reference, force=True)
-        told = f"not measured in {MODEL_LIMIT_S / 60:g} minutes"
+        reason = f"not measured in {MODEL_LIMIT_S / 60:g} minutes"
     except ray.exceptions.RayTaskError as error:
-        told = f"{type(error.cause).__name__}: {error.cause}"
+        reason = f"{type(error.cause).__name__}: {error.cause}"
     except ray.exceptions.RayError as error:  # its process has died
-        told = str(error)
-    return BenchmarkedRow(label, error=" ".join(told.split())[:500])
+        reason = str(error)
+    return BenchmarkedRow(label, error=" ".join(reason.split())[:500])
 
 
 def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
     """One run for a model and a device; measured again, it is continued with the new values."""
     recipe = recipe.with_changes(name=f"{recipe.name}{_slug(row.device)}")
     log = metrics_log_path(recipe.run_folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
     tags = {
         "vit_ray.kind": KIND,
         "vit_ray.study_label": row.label,
@@ -143,19 +136,12 @@ def _record(recipe: Recipe, row: BenchmarkedRow, cluster: ClusterShape) -> None:
         0, {key: value for one in row.speeds for key, value in one.metrics().items()}
     )
     tracker.log.tag("vit_ray.error", row.error)
-    file = log.with_name("batches.csv")
-    file.write_text(_batches_csv(row.speeds))
-    tracker.log.artifact(file)
+    with open(log.with_name("batches.csv"), "w") as file:  # every batch that was tried and fits
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["mode", "image_size", "batch_size", "images_per_s", "search_ended_by"])
+        for one in row.speeds:
+            for batch in one.batches:
+                values = [batch.batch_size, f"{batch.images_per_s:.6g}", one.ended_by]
+                rows.writerow([one.mode, one.image_size, *values])
+    tracker.log.artifact(file.name)
     tracker.finish("FAILED" if row.error else "FINISHED")
-
-
-def _batches_csv(speeds: list[ModelSpeed]) -> str:
-    """Every batch that was tried and fits."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["mode", "image_size", "batch_size", "images_per_s", "search_ended_by"])
-    for one in speeds:
-        for batch in one.batches:
-            values = [batch.batch_size, f"{batch.images_per_s:.6g}", one.ended_by]
-            rows.writerow([one.mode, one.image_size, *values])
-    return text.getvalue()

@@ -74,9 +74,8 @@ class PolicedTrainer(DataParallelTrainer):
         """
         super().__init__(backend_config=WorkersBackendConfig(), **options)
         self._policies = policies
-        self._unused: tuple[type, ...] = (DatasetsCallback,)
-        if is_private:
-            self._unused += (PlacementGroupCleanerCallback,)
+        cleaner = (PlacementGroupCleanerCallback,) if is_private else ()
+        self._unused = (DatasetsCallback, *cleaner)
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         callbacks = [c for c in arguments["callbacks"] if not isinstance(c, self._unused)]
@@ -118,18 +117,22 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             job = self._current_job()
         except PROCESS_DIED:
             return FailureDecision.RAISE  # of the pool's server: the pool ends, and its group
-        if job is None:
-            return super().make_decision(training_failed_error)
-        if _is_wait_for_place(training_failed_error):
-            return super().make_decision(training_failed_error)  # the driver tells it
+        failure = getattr(training_failed_error, "controller_failure", None)
+        if job is None or isinstance(failure, WorkerGroupStartupTimeoutError):
+            return super().make_decision(training_failed_error)  # the driver reports the wait
         text = cause(training_failed_error)
         job.record.event(EventKind.WORKER_FAILED, text, 0)
         if job.control.failure():
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
-        most = job.recipe.workers.max_failures
-        if -1 < most < self._count_failure(job.run_folder, training_failed_error):
+        run_folder, newest = job.run_folder, newest_step(job.run_folder)
+        if run_folder != self._run_folder or newest not in (-1, self._failed_at):
+            self._run_folder, self._count, self._failed_at = run_folder, 0, newest
+        # A smaller micro-batch is the remedy, and only a few sizes are smaller.
+        failures = getattr(training_failed_error, "worker_failures", {}).values()
+        self._count += not any(isinstance(one, SmallerMicroBatchError) for one in failures)
+        if -1 < (most := job.recipe.workers.max_failures) < self._count:
             reason = (
                 f"{text} (failure {self._count} with no new checkpoint between; "
                 f"workers.max_failures={most})"
@@ -137,21 +140,6 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             job.control.fail(Failure(reason))
             return FailureDecision.RAISE
         return FailureDecision.RETRY
-
-    def _count_failure(self, run_folder: str, error: Any) -> int:
-        """Failures in a row, this one included."""
-        newest = newest_step(run_folder)
-        if run_folder != self._run_folder or newest not in (-1, self._failed_at):
-            self._run_folder, self._count, self._failed_at = run_folder, 0, newest
-        # A smaller micro-batch is the remedy, and only a few sizes are smaller.
-        failures = getattr(error, "worker_failures", {}).values()
-        if not any(isinstance(failure, SmallerMicroBatchError) for failure in failures):
-            self._count += 1
-        return self._count
-
-
-def _is_wait_for_place(error: TrainingFailedError) -> bool:
-    return isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError)
 
 
 def _is_crash(error: TrainingFailedError) -> bool:
@@ -298,9 +286,7 @@ class SaveBeforeResize(ControllerCallback):
 
 def newest_step(run_folder: str) -> int:
     """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
-    from vit_ray.checkpoints.run_checkpoints import (
-        newest_checkpoint,  # torch, which few controllers need
-    )
+    from vit_ray.checkpoints.run_checkpoints import newest_checkpoint  # torch: few need it
 
     try:
         checkpoint = newest_checkpoint(locate(run_folder))
@@ -327,13 +313,9 @@ def cause(error: BaseException) -> str:
     places: dict[str, tuple[bool, int]] = {}
     for rank, failure in sorted(failures.items()):
         text = cause(failure)
-        places.setdefault(text, (_is_collateral(failure, text), rank))
+        # By what torch 2's NCCL and Gloo say where a worker has only lost the others.
+        is_ours = type(failure).__module__.startswith("vit_ray")
+        is_collateral = not is_ours and bool(_COLLATERAL.search(text))
+        places.setdefault(text, (is_collateral, rank))
     first_to_last = sorted(places, key=places.__getitem__)
-    shown = [f"worker {places[text][1]}: {text}" for text in first_to_last[:_MOST_CAUSES]]
-    return "; ".join(shown)
-
-
-def _is_collateral(failure: BaseException, text: str) -> bool:
-    """Whether a worker has only lost the others, by what torch 2's NCCL and Gloo say of that."""
-    is_ours = type(failure).__module__.startswith("vit_ray")
-    return not is_ours and bool(_COLLATERAL.search(text))
+    return "; ".join(f"worker {places[text][1]}: {text}" for text in first_to_last[:_MOST_CAUSES])

@@ -106,10 +106,11 @@ class _Run:
         try:
             lock = lock_log(opening.log_path, opening.run_name)
         except RuntimeError as error:
-            with self._changed:
-                self.error = error
-                self._changed.notify_all()
+            self.error = error
             raise
+        finally:
+            with self._changed:
+                self._changed.notify_all()
         self._held = [lock.close]
         self.read_log()
         tracker = Tracker.start(opening, self.log)
@@ -121,11 +122,6 @@ class _Run:
         # Nodes are shared by what runs under a sweep or study, which samples them itself.
         elif opening.config.system_metrics and opening.parent is None and tracker.run_id:
             self._held = [*sample_nodes(tracker.run_id, opening.config.uri), lock.close]
-
-    def finish(self, status: Status) -> None:
-        """End the run."""
-        self.log.append("finish", status=status)
-        self.close()
 
     def close(self) -> None:
         """Send what is recorded; the run has ended."""
@@ -190,7 +186,8 @@ class RunHost:
             return NoRun.UNKNOWN
         with run.one_at_a_time:
             if run.tracker is not None:
-                run.finish(status)
+                run.log.append("finish", status=status)
+                run.close()
             return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
 
     def _run(self, key: str, log_path: Path) -> _Run:

@@ -147,10 +147,14 @@ def git_commit() -> str:
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
-    options: Any = {"capture_output": True, "text": True, "check": True, "timeout": GIT_S}
+    asked = ["rev-parse", "HEAD"], ["status", "--porcelain"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain"], **options).stdout.strip()
+        commit, changes = (
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_S
+            ).stdout.strip()
+            for words in asked
+        )
         return commit + ("+" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

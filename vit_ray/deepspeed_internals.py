@@ -177,7 +177,7 @@ def _leave_steps_to_the_device() -> None:
 
 
 def keep_host_ahead(zero: Any, stage: int) -> None:
-    """Let the device's stream, not the host, wait for the sums that run beside a backward pass.
+    """Let the device's stream, not the host, wait for the sums that run during a backward pass.
 
     With overlap, DeepSpeed has the host wait after every pass, which leaves the device idle
     until the next is handed out: for all of the device at stages 1 and 2, and at stage 3 for the

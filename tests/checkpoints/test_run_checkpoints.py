@@ -220,7 +220,7 @@ def test_pruning_sets_old_halves_aside(run: Location) -> None:
     write_checkpoint(run, 1, ranks=1)
     write_checkpoint(run, 2)
     told: list[str] = []
-    assert prune(run, keep_last=1, tell=told.append) == []
+    assert prune(run, keep_last=1, warn=told.append) == []
     assert names(run) == ["step-00000001.damaged", "step-00000002"]
     assert "holds the parts of 1 of 2 ranks" in told[0]
 
@@ -330,7 +330,7 @@ def test_whatever_happens_to_folders_the_newest_good_one_is_opened_and_kept(
         assert checkpoint is not None
         assert checkpoint.position.step == max(good)
         keep_last = rng.choice([1, 2])
-        prune(run, keep_last, tell=told.append)
+        prune(run, keep_last, warn=told.append)
         left = [s for s, _ in list_checkpoints(run) if s in good]
         assert left == sorted(good, reverse=True)[:keep_last]
         kept = {name.partition("~")[0].removesuffix(".damaged") for name in names(run)}

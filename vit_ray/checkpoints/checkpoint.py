@@ -33,7 +33,7 @@ from vit_ray.storage import Location
 
 if TYPE_CHECKING:
     # Torch takes seconds to import: where tensors are written or read, and not where a driver asks
-    # which checkpoint its run goes on from.
+    # which checkpoint its run continues from.
     from torch import Tensor
 
     Entry = tuple[str, str, int, Tensor]
@@ -55,7 +55,7 @@ class Progress:
     """Metric that `best_eval_loss` is of."""
     evals_without_best: int = 0
     num_evals: int = 0
-    """Evaluations of which the best is chosen."""
+    """Evaluations among which the best is chosen."""
     eval_step: int = -1
     """Step of the last evaluation; -1 before the first."""
     ended: str = ""
@@ -73,7 +73,7 @@ class Progress:
 
     @property
     def loss_key(self) -> str:
-        """The validation loss that decides: on held-out images beside a test set, if there are any.
+        """The validation loss that decides: on held-out training images, if there are any.
 
         And of the averaged weights, if there are any.
         """
@@ -173,7 +173,7 @@ def write_snapshot(snapshot: Snapshot, folder: Location) -> None:
 def write_evaluation(folder: Location, progress: Progress) -> None:
     """Note how far a run is after an evaluation at the step of a committed checkpoint.
 
-    It stands beside the folder, in which nothing is written any more, and names the checkpoint by
+    It stands next to the folder, which no longer changes, and names the checkpoint by
     its marker: another one of the same step has not been evaluated.
 
     Raises:
@@ -184,7 +184,7 @@ def write_evaluation(folder: Location, progress: Progress) -> None:
 
 
 def evaluation_note(folder: Location) -> Location:
-    """The file beside a checkpoint's folder that records an evaluation made after it."""
+    """The file next to a checkpoint's folder that records an evaluation made after it."""
     return Location(folder.filesystem, f"{folder.path}.evaluated.json")
 
 
@@ -276,7 +276,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
     """The whole checkpoint in `folder`; its tensors are read later.
 
     Raises:
-        PartialCheckpointError: nobody has committed it.
+        PartialCheckpointError: it is not committed.
         DamagedCheckpointError: what is there is not what was written.
         ValueError: it has another format.
     """

@@ -51,7 +51,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class PartialCheckpointError(ValueError):
-    """A checkpoint's folder that nobody has committed."""
+    """A checkpoint's folder that is not committed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def note_failure(folder: Location, rank: int, world_size: int, reason: str) -> N
 
 
 def read_marker(folder: Location) -> dict[str, dict[str, Any]]:
-    """`bytes` and `sha256` of each file of a whole checkpoint, all of which have their size.
+    """`bytes` and `sha256` of each file of a whole checkpoint; all files have their size.
 
     Two or three requests, however many files there are.
 
@@ -187,7 +187,7 @@ def read_folder(folder: Location) -> tuple[list[Shard], dict[str, Any]]:
     """A whole checkpoint's shards, their tensors unread, and the run's position.
 
     Raises:
-        PartialCheckpointError: nobody has committed it.
+        PartialCheckpointError: it is not committed.
         DamagedCheckpointError: it was committed, and its files are not what was written.
         ValueError: it has another format.
     """
@@ -247,7 +247,7 @@ def check_coverage(
     """Every kind covers each of its parameters from end to end, without a gap or an overlap.
 
     Args:
-        shapes: of the parameters, all of which have weights.
+        shapes: of the parameters; each has weights.
 
     Raises:
         DamagedCheckpointError: naming the parameter.

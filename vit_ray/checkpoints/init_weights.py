@@ -160,7 +160,7 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
     position = checkpoint.position
     takes_average = checkpoint.has_average() if averaged is None else averaged
     if takes_average and not checkpoint.has_average():
-        raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null.")
+        raise ValueError(f"{checkpoint.folder.uri} has no averaged weights; set averaged to null")
     kind = "averaged weights" if takes_average else "weights"
     source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 

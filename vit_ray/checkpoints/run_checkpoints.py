@@ -1,4 +1,4 @@
-"""Which checkpoints a run has: the one that counts, those set aside, and those that may go.
+"""Checkpoints of a run: the newest usable one, those set aside, those to delete.
 
 Nothing is deleted here but whole checkpoints that newer ones, read back, have followed. A folder
 that is not usable is renamed to `step-00001000.damaged` and reported; the user decides what to do
@@ -47,7 +47,7 @@ _STEP: Final = re.compile(r"step-(\d{8,})")
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 class NoUsableCheckpointError(ValueError):
@@ -74,12 +74,12 @@ def newest_checkpoint(run_folder: Location) -> Checkpoint | None:
 
 
 def newest_verified_checkpoint(
-    run_folder: Location, tell: Tell = logger.warning, *, changes: bool = True
+    run_folder: Location, warn: Warn = logger.warning, *, changes: bool = True
 ) -> Checkpoint | None:
     """The newest checkpoint whose every byte is as written; None if the run has had none.
 
     Args:
-        tell: called with the reason for each newer one that is not usable.
+        warn: called with the reason for each newer one that is not usable.
         changes: newer ones that are not usable are also set aside; for the run's driver.
 
     Raises:
@@ -112,9 +112,9 @@ def newest_verified_checkpoint(
             )
     for folder, reason in bad:
         if changes:
-            set_aside(folder, reason, tell)
+            set_aside(folder, reason, warn)
         else:
-            tell(f"{reason}; passed over")
+            warn(f"{reason}; passed over")
     if checkpoint is not None and changes:
         # A driver that died between the first commit and this left it behind.
         run_folder.child(NONE_YET).delete()
@@ -140,7 +140,7 @@ def note_newest(run_folder: Location, step: int) -> None:
     run_folder.child(NONE_YET).delete()
 
 
-def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
+def begin_without_checkpoint(run_folder: Location, warn: Warn) -> str:
     """Note that the run starts at step 0; folders of checkpoints that are there are set aside.
 
     Returns:
@@ -154,10 +154,10 @@ def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
         try:
             is_good = _judge(folder) is not None
         except _NO_GOOD as error:
-            set_aside(folder, str(error), tell)
+            set_aside(folder, str(error), warn)
             continue
         if is_good:
-            raise ValueError(f"{folder.path} can be used; a run does not start over beside it")
+            raise ValueError(f"{folder.path} can be used; a run does not start over next to it")
     begun = run_folder.child(NONE_YET)
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         return str(json.loads(begun.read())["training"])
@@ -168,7 +168,7 @@ def begin_without_checkpoint(run_folder: Location, tell: Tell) -> str:
     return training
 
 
-def set_aside(folder: Location, reason: str, tell: Tell) -> None:
+def set_aside(folder: Location, reason: str, warn: Warn) -> None:
     """Rename a checkpoint's folder, so that nothing reads it or writes into it.
 
     To `step-N.damaged`, or `step-N~2.damaged` if that is taken.
@@ -179,7 +179,7 @@ def set_aside(folder: Location, reason: str, tell: Tell) -> None:
         if not place.exists():
             break
     folder.move_to(place)
-    tell(
+    warn(
         f"{reason}. It was set aside as {place.uri}; nothing in it was deleted. Repair it and "
         "rename it back, or delete it to have its space"
     )
@@ -190,7 +190,7 @@ def prune(
     keep_last: int,
     keep: Collection[int] = (),
     verified: set[int] | None = None,
-    tell: Tell = logger.warning,
+    warn: Warn = logger.warning,
     opened: Container[int] = (),
 ) -> list[int]:
     """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
@@ -218,7 +218,7 @@ def prune(
             is_there = _judge(folder, _read_whole if needs_reading else look) is not None
         except _NO_GOOD as error:
             if good:
-                set_aside(folder, str(error), tell)
+                set_aside(folder, str(error), warn)
             continue
         if not is_there:
             continue

@@ -113,8 +113,8 @@ def published_classes(path: str) -> tuple[str, ...] | None:
     config = _beside(file, FOLDER_CONFIG)
     if not config.exists():
         return None
-    told = parse_settings(config.read(), config.uri)
-    labels = told.get("id2label") or told.get("label_names")
+    settings = parse_settings(config.read(), config.uri)
+    labels = settings.get("id2label") or settings.get("label_names")
     if isinstance(labels, dict):
         labels = [labels.get(str(index)) for index in range(len(labels))]
     if not isinstance(labels, list) or not labels:
@@ -135,7 +135,7 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
         return read_weights(location.path, opener=None if has_values else lambda p: p.open("rb"))
 
     def open_there(path: Path) -> IO[bytes]:
-        """A remote file, or one beside it, that a file of the same name here stands for."""
+        """The remote file, in the same folder, that a local file of this name stands for."""
         return io.BufferedReader(_Ranges(_beside(location, path.name)), LOOK_BYTES)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +153,7 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
 
 
 class _Ranges(io.RawIOBase):
-    """A remote file, of which each range is read again after a fault."""
+    """A remote file; each range is read again after a fault."""
 
     def __init__(self, location: Location) -> None:
         self._location, self._size, self._at = location, location.info().size or 0, 0

@@ -18,7 +18,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     PartialCheckpointError,
     is_committed,
 )
-from vit_ray.checkpoints.run_checkpoints import Tell, begin_without_checkpoint, newest_checkpoint
+from vit_ray.checkpoints.run_checkpoints import Warn, begin_without_checkpoint, newest_checkpoint
 from vit_ray.config.branch_origin import origin_of
 from vit_ray.config.command_sections import StudyConfig
 from vit_ray.experiments.study_cells import Cell
@@ -57,14 +57,14 @@ def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
     return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint={"keep_steps": kept}))
 
 
-def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning) -> str:
+def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning) -> str:
     """Give a cell that has not begun the trunk's checkpoint of a step.
 
     Where there is none that can be used the cell is trained from its own start, with the same
     result.
 
     Args:
-        tell: called with what is set aside, and with why the checkpoint cannot be used.
+        warn: called with what is set aside, and with why the checkpoint cannot be used.
 
     Returns:
         What the cell has branched from, now or at an earlier start, see `origin_of`; empty if it
@@ -85,15 +85,15 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, tell: Tell = logger.warning
             return ""
         alone = f"{cell.name} does not branch off {origin}, and is trained from its start"
         if not is_committed(source):
-            tell(f"{alone}: {trunk.name} has no whole checkpoint of that step")
+            warn(f"{alone}: {trunk.name} has no whole checkpoint of that step")
             return ""
-        begin_without_checkpoint(folder, tell)
+        begin_without_checkpoint(folder, warn)
         note.write(origin.encode())  # before the copy: one that is whole has its note
         try:
             copy_checkpoint(source, folder.child(folder_name(step)), lambda it: _of_cell(it, cell))
         except (DamagedCheckpointError, PartialCheckpointError) as error:
             note.delete()
-            tell(f"{alone}: {error}")
+            warn(f"{alone}: {error}")
             return ""
     return origin
 

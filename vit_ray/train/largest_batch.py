@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
-    """The result of `run`; None if it ran out of memory, all of which is free afterwards."""
+    """The result of `run`; None if it ran out of memory. Its memory is free afterwards."""
     try:
         return run()
     except (RuntimeError, MemoryError) as error:

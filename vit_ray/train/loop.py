@@ -194,7 +194,7 @@ class _Training:
         self.saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
         self._times = StepTimes(clock)
         self._first_step = progress.step + 1
-        # A step that is committed, as the one that the run continues from, is not written again.
+        # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = progress.step, clock()
 
     def step(self) -> _Step:

@@ -26,8 +26,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
     torch's are fused, on a CPU too: one pass over the state, in all threads. Where it is offloaded,
     DeepSpeed's own for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on two
-    (`benchmarks/offload_step.py`), and has to be compiled there for three minutes. All take a
-    refusal as a number (`found_inf`).
+    (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and has to be compiled there for three
+    minutes. All take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
     groups = [

@@ -72,7 +72,7 @@ class TrainingState:
             fragment.weight.copy_(values[fragment.start : fragment.start + len(fragment.weight)])
         rank, world_size, stage = engine.global_rank, engine.world_size, train.zero_stage
         self.owned = owned_fragments(self._local, rank, world_size, stage)
-        """The fragments of which this rank alone saves and averages the values."""
+        """Fragments that this rank alone saves and averages."""
         self._frozen = frozen_fragments(engine, self._frozen_names, exact)
         types = state_types(optim)
         self._kinds = tuple(types)

@@ -22,7 +22,7 @@ RETRIES: Final = RetryPolicy(
 """For each request while the choice is made: an error would end the run."""
 
 ASK_S: Final = 30.0
-"""Interval at which rank 0 tells the others whether the choice has been made."""
+"""Interval at which rank 0 sends the others whether the choice has been made."""
 CHOICE_LIMIT_S: Final = 4 * 3600.0
 """For reading the newest checkpoint back, and older ones if it is damaged."""
 
@@ -66,11 +66,11 @@ def choose_resume_point(
     """
     calls = itertools.count()
 
-    def tell_once(text: str) -> None:
+    def note_once(text: str) -> None:
         if next(calls) == 0:  # of several reading threads, too
             note(EventKind.STORAGE_AWAY, f"{text}; tried again for up to {RETRIES.budget_s:.0f} s")
 
-    with retry_policy(replace(RETRIES, tell=tell_once)):
+    with retry_policy(replace(RETRIES, tell=note_once)):
         newest = newest_verified_checkpoint(
             run_folder, lambda text: note(EventKind.CHECKPOINT_DAMAGED, text)
         )

@@ -58,7 +58,7 @@ class ControlsRun(Protocol):
         """A worker, on a host if that is given, is at `step`; None: no news, as after the end."""
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
-        """Which workers the others wait for; empty where that has been told, None: not known."""
+        """Which workers the others wait for; empty if that was reported before, None: not known."""
 
     def stop_reason(self) -> str | None:
         """Why the run was asked to stop, asked now."""

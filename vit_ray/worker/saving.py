@@ -33,7 +33,7 @@ WRITE_TIMEOUT_S: Final = 1800.0
 REMIND_S: Final = 60.0
 
 RunBeside = Callable[[Callable[[], None]], object]
-"""Runs a function that does not raise, while its caller goes on."""
+"""Runs a function that does not raise, while its caller continues."""
 
 
 def start_thread(work: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ def start_thread(work: Callable[[], None]) -> None:
 
 
 class CheckpointSaver:
-    """Takes snapshots of the training state, and has them written while training goes on."""
+    """Takes snapshots of the training state, and has them written while training continues."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CheckpointSaver:
         self._error: BaseException | None = None
 
     def save(self, progress: Progress) -> float:
-        """Copy the state now and write it beside the training.
+        """Copy the state now and write it while training continues.
 
         Returns:
             Seconds for which training stood still.

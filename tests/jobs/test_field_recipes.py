@@ -194,7 +194,7 @@ def run(rank: int, recipe: Recipe, steps: int, poison: int | None = None) -> Out
     link = RunLink(actor, actor, rank)
     watchdog = Watchdog(progress.step, 600.0, link.beat, link.note_hang)
     writer = CheckpointWriter(folder, recipe.checkpoint, link.note_own, None)
-    saver = CheckpointSaver(job, engine, writer, link, watchdog, write_now)
+    saver = CheckpointSaver(job, engine.state, writer, link, watchdog, write_now)
     nonfinite = NonfinitePolicy(
         recipe.train, link, lambda _: "told", lambda: roll_back(engine, folder, saver, watchdog)
     )

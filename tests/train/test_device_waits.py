@@ -215,7 +215,7 @@ def pretend_a_gpu() -> PretendedStream:
     """Have DeepSpeed take the CPU for a GPU; returns the stream that computes."""
     from deepspeed.accelerator import get_accelerator
 
-    from vit_ray.train import engine as module
+    from vit_ray.train import deepspeed_setup as module
 
     computing, plain = PretendedStream(), module.deepspeed_config
     pretended = {

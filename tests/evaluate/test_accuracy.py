@@ -1,5 +1,7 @@
 """Accuracy sums against scikit-learn's metrics and hand-made cases."""
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
@@ -33,13 +35,7 @@ def test_sums_of_parts_are_the_sum_of_the_whole():
         (AccuracySums.of_batch(logits[p], labels[p], losses[p]) for p in parts), AccuracySums()
     )
     whole = AccuracySums.of_batch(logits, labels, losses)
-    assert total.as_tensor().tolist() == pytest.approx(whole.as_tensor().tolist(), rel=1e-12)
-
-
-def test_an_all_reduced_tensor_becomes_sums_again():
-    first, second = (AccuracySums.of_batch(*_batch(seed=s)) for s in (1, 2))
-    reduced = AccuracySums.from_tensor(first.as_tensor() + second.as_tensor())
-    assert reduced == first + second
+    assert astuple(total) == pytest.approx(astuple(whole), rel=1e-12)
 
 
 def test_padding_of_weight_zero_counts_for_nothing_even_if_its_loss_is_nan():

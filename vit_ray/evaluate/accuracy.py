@@ -60,15 +60,6 @@ class AccuracySums:
     def __add__(self, other: AccuracySums) -> AccuracySums:
         return AccuracySums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def as_tensor(self) -> torch.Tensor:
-        """The four sums, float64 (4,), for an all-reduce."""
-        return torch.tensor(astuple(self), dtype=torch.float64)
-
-    @classmethod
-    def from_tensor(cls, sums: torch.Tensor) -> AccuracySums:
-        """Back from `as_tensor`, such as after an all-reduce."""
-        return cls(*sums.tolist())
-
     def means(self) -> dict[str, float]:
         """`top1`, `top5` (both in [0, 1]) and `loss` per image.
 

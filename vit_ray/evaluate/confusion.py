@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ class Confusion:
     """Counts of (class, predicted class) pairs."""
 
     def __init__(self) -> None:
-        self._parts: list[Int64Array] = []
+        self._counts = Counter[tuple[int, int]]()
 
     def add_batch(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
         """Count the best-scored class of each image.
@@ -41,22 +42,18 @@ class Confusion:
         first = labels.gather(1, (labels >= 0).int().argmax(dim=1, keepdim=True))[:, 0]
         truth = torch.where(is_right, predicted, first)
         counted = (weights > 0) & (truth >= 0)
-        pairs = torch.stack([truth[counted], predicted[counted]], dim=1).cpu().numpy()
-        self._parts.append(np.insert(pairs.astype(np.int64), 2, 1, axis=1))
+        self._counts.update(zip(truth[counted].tolist(), predicted[counted].tolist(), strict=True))
 
     def merge(self, pairs: Int64Array) -> None:
         """Take the counts of all ranks, in the form of `pairs`, in the place of one rank's."""
-        self._parts = [pairs]
+        self._counts.clear()
+        for truth, predicted, count in pairs.tolist():
+            self._counts[truth, predicted] += count
 
     def pairs(self) -> Int64Array:
         """(n, 3): class, predicted class and number of images, each pair once, sorted."""
-        parts = [np.empty((0, 3), np.int64), *self._parts]
-        every = np.concatenate(parts)
-        found, places = np.unique(every[:, :2], axis=0, return_inverse=True)
-        counts = np.bincount(places.ravel(), weights=every[:, 2], minlength=len(found))
-        merged = np.column_stack([found, counts.astype(np.int64)])
-        self._parts = [merged]
-        return merged
+        rows = [(*pair, count) for pair, count in sorted(self._counts.items())]
+        return np.array(rows, np.int64).reshape(-1, 3)
 
     def accuracies(self, num_classes: int) -> NDArray[np.float64]:
         """Top-1 accuracy of each class; nan for one without images."""
@@ -67,41 +64,38 @@ class Confusion:
 
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
         """The table of classes and the table of pairs, as CSV by file name."""
-        return {
-            PER_CLASS_FILE: _csv(
-                ("class", "name", "images", "right", "top1", "most_taken_for", "times"),
-                self._class_rows(classes),
-            ),
-            CONFUSION_FILE: _csv(
-                ("class", "predicted", "images"),
-                [(classes[i], classes[j], n) for i, j, n in self.pairs().tolist()],
-            ),
-        }
-
-    def _class_rows(self, classes: Sequence[str]) -> Iterator[tuple[object, ...]]:
         pairs = self.pairs()
+        names = [_cell(name) for name in classes]
         bounds = np.searchsorted(pairs[:, 0], np.arange(len(classes) + 1))
-        for index, name in enumerate(classes):
+        rows: list[tuple[object, ...]] = []
+        for index, name in enumerate(names):
             _, predicted, counts = pairs[bounds[index] : bounds[index + 1]].T
             is_right = predicted == index
             images, right = int(counts.sum()), int(counts[is_right].sum())
             share = f"{right / images:.6f}" if images else ""
-            taken: tuple[object, ...] = ("", "")
+            mistaken: tuple[object, ...] = ("", "")
             if not is_right.all():
                 most = np.flatnonzero(~is_right)[np.argmax(counts[~is_right])]
-                taken = (classes[predicted[most]], int(counts[most]))
-            yield (index, name, images, right, share, *taken)
+                mistaken = (names[predicted[most]], int(counts[most]))
+            rows.append((index, name, images, right, share, *mistaken))
+        tables: dict[str, list[tuple[object, ...]]] = {
+            PER_CLASS_FILE: [
+                ("class", "name", "images", "right", "top1", "most_taken_for", "times"),
+                *rows,
+            ],
+            CONFUSION_FILE: [
+                ("class", "predicted", "images"),
+                *((names[i], names[j], n) for i, j, n in pairs.tolist()),
+            ],
+        }
+        files = {}
+        for file, table in tables.items():
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(table)
+            files[file] = text.getvalue().encode()
+        return files
 
 
-def _csv(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(heading)
-    writer.writerows([[_cell(value) for value in row] for row in rows])
-    return text.getvalue().encode()
-
-
-def _cell(value: object) -> object:
+def _cell(name: str) -> str:
     """A class name that a spreadsheet would run as a formula gets a quote before it."""
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if is_formula else value
+    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name

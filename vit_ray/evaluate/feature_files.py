@@ -71,21 +71,18 @@ def whole_parts(folder: Location) -> tuple[list[str], list[str], int]:
     """
     names = [info.base_name for info in folder.list_files(recursive=False)]
     found = {name: tuple(map(int, m.groups())) for name in names if (m := _NAME.fullmatch(name))}
+    by_start: dict[int, list[list[str]]] = {}
+    for first, last, _, world_size in sorted(set(found.values())):
+        parts = [part_name(first, last, rank, world_size) for rank in range(world_size)]
+        if all(part in found for part in parts):
+            by_start.setdefault(first, []).append(parts)
     whole: list[str] = []
     end = 0
-    while here := _whole_step(found, end):
+    while end in by_start:
+        here = by_start[end][0]
         whole += here
         end = found[here[0]][1]
     return whole, sorted(found.keys() - set(whole)), end
-
-
-def _whole_step(found: dict[str, tuple[int, ...]], start: int) -> list[str]:
-    """All ranks' files of the positions that begin at `start`; empty if there are none."""
-    for first, last, _, world_size in sorted(set(found.values())):
-        names = [part_name(first, last, rank, world_size) for rank in range(world_size)]
-        if first == start and all(name in found for name in names):
-            return names
-    return []
 
 
 def read_facts(folder: Location) -> dict[str, Any] | None:
@@ -98,10 +95,9 @@ def read_facts(folder: Location) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        facts: dict[str, Any] = json.loads(file.read())
-    except ValueError as error:
+        return dict(json.loads(file.read()))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file.uri} is damaged ({error}); choose another folder") from None
-    return facts
 
 
 def write_facts(folder: Location, facts: dict[str, Any]) -> None:
@@ -130,8 +126,6 @@ def read_features(folder: Location, columns: Sequence[str]) -> Iterator[dict[str
 
 
 def _array(column: pa.Array) -> NDArray[Any]:
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     if not pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.to_numpy(zero_copy_only=False))
-    flat = column.flatten().to_numpy()
-    return np.asarray(flat.reshape(len(column), column.type.list_size))
+    return np.asarray(column.flatten().to_numpy().reshape(len(column), column.type.list_size))

@@ -5,8 +5,8 @@ table 8). Protocol and constants are those of the authors' later code, big_visio
 `evaluators/fewshot_lsr.py`: whiten with the training examples' mean and standard deviation, append
 a constant, regress onto {-1, +1}^K with one fixed penalty, take the argmax.
 
-The system is solved from sums over the examples, which add up over batches and ranks: nobody needs
-the features of a whole set at once.
+The system is solved from sums over the examples, which add up over batches and ranks, so that the
+features of a whole set are never in memory at once.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class LinearClassifier:
 
     def as_type(self, dtype: np.dtype[Any]) -> LinearClassifier:
         """The same in another precision."""
-        arrays = (self.mean, self.weights, self.bias)
-        return LinearClassifier(*(array.astype(dtype, copy=False) for array in arrays))
+        return LinearClassifier(*(a.astype(dtype, copy=False) for a in vars(self).values()))
 
     def predict(self, features: NDArray[np.floating]) -> IntArray:
         """The best-scored class of each row, (N,); computed in float32 where features are."""
@@ -120,7 +119,8 @@ class FewShot:
         Raises:
             ValueError: a class has fewer examples than shots, or a label is out of range.
         """
-        self._labels = _checked_labels("train", pool_labels, num_classes)
+        self._labels = np.asarray(pool_labels, dtype=np.int64)
+        _require_labels("train", self._labels, num_classes)
         self._num_classes, self._l2 = num_classes, l2
         self._shots, self._seeds = sorted(set(shots)), seeds
         drawable = self._labels[self._labels >= 0]
@@ -254,7 +254,7 @@ def few_shot_accuracy(
     """
     x_train, y_train = _checked_pair("train", train_features, train_labels)
     x_test, y_test = _checked_pair("test", test_features, test_labels)
-    _checked_labels("test", y_test, num_classes)
+    _require_labels("test", y_test, num_classes)
     measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
     for rows in _chunks(len(x_train)):
         measured.add_examples(x_train[rows], rows)
@@ -361,22 +361,16 @@ def _checked_pair(
         )
     if len(y) == 0:
         raise ValueError(f"few-shot: no {which} images; evaluate.few_shot_{which} is empty")
-    _require_finite(which, x)
+    if not (is_finite := np.isfinite(x).all(axis=1)).all():
+        bad = int(np.argmin(is_finite))
+        raise ValueError(f"few-shot: {which} feature row {bad} is not finite; {_OVERFLOW}")
     return x, y
 
 
-def _checked_labels(which: str, labels: NDArray[np.integer], num_classes: int) -> IntArray:
-    y = np.asarray(labels, dtype=np.int64)
+def _require_labels(which: str, labels: IntArray, num_classes: int) -> None:
     least = -1 if which == "train" else 0
-    if len(y) and (y.min() < least or y.max() >= num_classes):
+    if len(labels) and (labels.min() < least or labels.max() >= num_classes):
         raise ValueError(
-            f"few-shot: {which} labels run from {y.min()} to {y.max()}, allowed are 0 to "
+            f"few-shot: {which} labels run from {labels.min()} to {labels.max()}, allowed are 0 to "
             f"{num_classes - 1}"
         )
-    return y
-
-
-def _require_finite(which: str, features: NDArray[np.floating]) -> None:
-    if not np.isfinite(features).all():
-        bad = int(np.argmin(np.isfinite(features).all(axis=1)))
-        raise ValueError(f"few-shot: {which} feature row {bad} is not finite; {_OVERFLOW}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ _FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES = (
 OBJECTNET_FILES: Final = (_FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES)
 _IMAGENET_CLASSES: Final = 1000
 _VALIDATION_KEY: Final = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
-_WORDNET_ID: Final = re.compile(r"(n\d{8})\b")
+_WORDNET_ID: Final = re.compile(r"n\d{8}\b")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,10 @@ def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> l
     Raises:
         ValueError: it is no such file, or of another size than the set.
     """
-    if not isinstance(content, list) or not all(_is_label_list(x, num_classes) for x in content):
+    if not isinstance(content, list) or not all(
+        isinstance(one, list) and all(type(k) is int and 0 <= k < num_classes for k in one)
+        for one in content
+    ):
         raise ValueError(
             f"{where} is not a list of lists of labels from 0 to {num_classes - 1}; "
             f"give {REAL_FILE}"
@@ -121,32 +124,20 @@ def real_answers(
     """
     named = named_answers(set_classes, classes)
     assert named.by_class is not None
-    places = np.array([_validation_place(key, len(lists)) for key in keys])
+    places = np.empty(len(keys), np.int64)
+    for sample, key in enumerate(keys):
+        found = _VALIDATION_KEY.search(key)
+        if found is None or not 1 <= int(found[1]) <= len(lists):
+            raise ValueError(
+                f"data.eval: the key {key!r} does not say which of ImageNet's {len(lists)} "
+                "validation images it is; convert the files under their published names, such as "
+                "ILSVRC2012_val_00000001.JPEG"
+            )
+        places[sample] = int(found[1]) - 1
     twice = len(places) - len(np.unique(places))
     if twice:
         raise ValueError(f"data.eval: {twice} images have the name of another one")
     answers = _padded(lists)[places]
-    _check_order(answers, own_labels, where)
-    of_model = np.append(named.by_class[:, 0], np.int32(NO_ANSWER))
-    return replace(named, by_class=None, by_sample=of_model[answers])
-
-
-def _is_label_list(one: Any, num_classes: int) -> bool:
-    return isinstance(one, list) and all(type(k) is int and 0 <= k < num_classes for k in one)
-
-
-def _validation_place(key: str, count: int) -> int:
-    found = _VALIDATION_KEY.search(key)
-    if found is None or not 1 <= int(found[1]) <= count:
-        raise ValueError(
-            f"data.eval: the key {key!r} does not tell which of ImageNet's {count} validation "
-            "images it is; convert the files under their published names, such as "
-            "ILSVRC2012_val_00000001.JPEG"
-        )
-    return int(found[1]) - 1
-
-
-def _check_order(answers: Int32Array, own_labels: Int32Array, where: str) -> None:
     labelled = (answers >= 0).any(axis=1) & (own_labels >= 0)
     if not labelled.any():
         raise ValueError(f"{where} labels none of the images of data.eval")
@@ -157,6 +148,8 @@ def _check_order(answers: Int32Array, own_labels: Int32Array, where: str) -> Non
             "that of the set's classes, is another one. Its lists are in the order of the "
             "validation files' names, its labels those of the classes sorted by WordNet id"
         )
+    of_model = np.append(named.by_class[:, 0], np.int32(NO_ANSWER))
+    return replace(named, by_class=None, by_sample=of_model[answers])
 
 
 def numbered_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers:
@@ -231,40 +224,35 @@ def objectnet_answers(
     """
     _require_imagenet(classes, "objectnet")
     try:
-        outputs = _outputs_of_folders(files)
+        # The challenge numbers classes in an order of its own, in which the names stand.
+        indices = json.loads(files[_INDICES])
+        class_of = {number: _imagenet_class(text) for text, number in indices.items()}
+        names = [line.strip() for line in files[_NAMES].splitlines()]
+        of_name = {name: class_of[number] for number, name in enumerate(names)}
+        overlap = json.loads(files[_OVERLAP]).items()
+        shared = {label: [of_name[name] for name in text.split("; ")] for label, text in overlap}
+        folders = json.loads(files[_FOLDER_LABELS])
+        if not all(isinstance(label, str) for label in folders.values()):
+            raise TypeError(f"{_FOLDER_LABELS} has a label that is no text")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"benchmark.label_file: the mappings of ObjectNet are damaged ({error!r}); give "
             f"{OBJECTNET_FOLDER}"
         ) from None
-    strange = [name for name in set_classes if name not in outputs]
+    strange = [name for name in set_classes if name not in folders]
     if strange:
         raise ValueError(
             f"benchmark.kind=objectnet: the class {strange[0]!r} of data.eval is no folder of "
             "ObjectNet; convert the folder `images` of objectnet-1.0.zip"
         )
-    table = _padded([outputs[name] for name in set_classes])
+    # Folders whose classes ImageNet does not have have no answer.
+    table = _padded([shared.get(folders[name], []) for name in set_classes])
     if table.max() < 0:
         raise ValueError(
             "benchmark.label_file: by the mappings no class of data.eval is one of ImageNet's; "
             f"give {OBJECTNET_FOLDER}"
         )
     return Answers(tuple(classes), len(classes), by_class=table)
-
-
-def _outputs_of_folders(files: Mapping[str, str]) -> dict[str, list[int]]:
-    """ImageNet's classes of each image folder, none where they do not overlap."""
-    overlap = {label: text.split("; ") for label, text in json.loads(files[_OVERLAP]).items()}
-    # The challenge numbers classes in an order of its own, in which the names stand.
-    indices = json.loads(files[_INDICES])
-    class_of = {number: _imagenet_class(text) for text, number in indices.items()}
-    names = [line.strip() for line in files[_NAMES].splitlines()]
-    classes = {name: class_of[number] for number, name in enumerate(names)}
-    shared = {label: [classes[name] for name in found] for label, found in overlap.items()}
-    folders = json.loads(files[_FOLDER_LABELS])
-    if not all(isinstance(label, str) for label in folders.values()):
-        raise TypeError(f"{_FOLDER_LABELS} has a label that is no text")
-    return {folder: shared.get(label, []) for folder, label in folders.items()}
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Int32Array:
@@ -285,30 +273,21 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is in neither form, or names a class twice.
     """
-    if suffix not in _PARSERS:
-        raise ValueError(f"{where}: give a converted set, a .txt or a .json file")
     try:
-        names = _PARSERS[suffix](text)
+        if suffix == ".json":
+            content = json.loads(text)
+            if isinstance(content, dict):
+                content = [content[str(index)] for index in range(len(content))]
+            names = [str(one[0]) if isinstance(one, list) else str(one) for one in content]
+        elif suffix == ".txt":
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            names = [ids[0] if (ids := _WORDNET_ID.match(line)) else line for line in lines]
+        else:
+            raise ValueError("give a converted set, a .txt or a .json file")
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{where} is no list of classes: {error}") from None
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice or not names:
-        told = f"names {twice[0]!r} twice" if twice else "names no class"
-        raise ValueError(f"{where} {told}")
+        problem = f"names {twice[0]!r} twice" if twice else "names no class"
+        raise ValueError(f"{where} {problem}")
     return tuple(names)
-
-
-def _from_lines(text: str) -> list[str]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    ids = [_WORDNET_ID.match(line) for line in lines]
-    return [found[1] if found else line for found, line in zip(ids, lines, strict=True)]
-
-
-def _from_json(text: str) -> list[str]:
-    told = json.loads(text)
-    if isinstance(told, dict):
-        told = [told[str(index)] for index in range(len(told))]
-    return [str(one[0]) if isinstance(one, list) else str(one) for one in told]
-
-
-_PARSERS: Final[dict[str, Callable[[str], list[str]]]] = {".txt": _from_lines, ".json": _from_json}

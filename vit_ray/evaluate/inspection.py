@@ -30,11 +30,8 @@ def first_kernel(model: nn.Module) -> FloatArray:
     """The filters that see the pixels: (D, 3, P, P) of the patch embedding or a ResNet's root."""
     owner = model.embedding if isinstance(model, VisionTransformer) else model
     assert isinstance(owner, nn.Module)
-    layer = owner.get_submodule("projection" if isinstance(owner, PatchEmbedding) else "root")
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    kernel: FloatArray = weight.detach().float().cpu().numpy()
-    return kernel
+    layer = "projection" if isinstance(owner, PatchEmbedding) else "root"
+    return owner.get_parameter(f"{layer}.weight").detach().float().cpu().numpy()
 
 
 def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, FloatArray]:
@@ -65,9 +62,8 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
         return None
     weight = model.norm.weight
     num_positions = model.num_tokens - model.options.registers
-    zeros = weight.new_zeros(1, num_positions, model.size.width)
     with torch.no_grad():
-        added: Tensor = model.positions[0](zeros)
+        added = model.positions[0](weight.new_zeros(1, num_positions, model.size.width))
     num_patches = model.grid[0] * model.grid[1]
     return added[0, -num_patches:].reshape(*model.grid, -1).float().cpu().numpy()
 
@@ -84,8 +80,7 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
     flat = vectors.reshape(-1, vectors.shape[-1]).astype(np.float64)
     unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), np.finfo(float).tiny)
     grid = vectors.shape[:2]
-    similarity: FloatArray = (unit @ unit.T).reshape(*grid, *grid).astype(np.float32)
-    return similarity
+    return (unit @ unit.T).reshape(*grid, *grid).astype(np.float32)
 
 
 def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> FloatArray:
@@ -103,7 +98,9 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
     Returns:
         (H,).
     """
-    distances = _patch_distances(grid, patch_size).to(weights.device)
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    places = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
+    distances = torch.cdist(places, places).to(weights.device)
     num_patches = len(distances)
     means = []
     # Head by head: in float64 all of them would take three times what they take as they are.
@@ -112,13 +109,6 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
         per_query = (patches * distances).sum(dim=-1) / patches.sum(dim=-1)
         means.append(per_query.mean())
     return torch.stack(means).float().cpu().numpy()
-
-
-def _patch_distances(grid: Grid, patch_size: int) -> Tensor:
-    """Pixels between patches, float64 (h * w, h * w)."""
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    places = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
-    return torch.cdist(places, places)
 
 
 def attention_rollout(
@@ -190,7 +180,7 @@ def attention_figures(
     parts += [_look(model, images[i : i + share]) for i in range(1, len(images), share)]
     model.train(was_training)
     totals = [distances * np.float32(len(rollouts)) for distances, rollouts in parts]
-    mean: FloatArray = np.sum(totals, axis=0) / np.float32(len(images))
+    mean = np.sum(totals, axis=0) / np.float32(len(images))
     return mean, np.concatenate([rollouts for _, rollouts in parts])
 
 

@@ -43,7 +43,14 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     results: dict[str, Path | str] = {
         "filters": draw_filters(*filter_components(first_kernel(model)), folder / "filters.png")
     }
-    results["position_similarity"] = _positions(model, folder / "position_similarity.png")
+    vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
+    results["position_similarity"] = (
+        "the model has no table of positions"
+        if vectors is None
+        else draw_position_similarity(
+            position_similarity(vectors), folder / "position_similarity.png"
+        )
+    )
     if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT):
         reason = f"a {type(model).__name__} has no attention over the whole image"
         return {**results, "attention_distance": reason, "attention_rollout": reason}
@@ -59,13 +66,6 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         folder / "attention_rollout.png",
     )
     return results
-
-
-def _positions(model: nn.Module, path: Path) -> Path | str:
-    vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
-    if vectors is None:
-        return "the model has no table of positions"
-    return draw_position_similarity(position_similarity(vectors), path)
 
 
 def draw_filters(components: FloatArray, variance: FloatArray, path: Path) -> Path:
@@ -96,8 +96,11 @@ def draw_position_similarity(similarity: FloatArray, path: Path) -> Path:
     axis.set_title("Position embedding similarity")
     drawn = axis.imshow(tiles, vmin=-1, vmax=1, cmap=COLOR_MAP, interpolation="nearest")
     axis.spines[:].set_visible(False)
-    axis.set_yticks(*_tile_ticks(rows))
-    axis.set_xticks(*_tile_ticks(columns))
+    for one, count in ((axis.yaxis, rows), (axis.xaxis, columns)):
+        # At the middles of about a dozen tiles along a side, which are numbered from 1.
+        shown = range(0, count, -(-count // 14))
+        middles = [index * (count + 1) + (count - 1) / 2 for index in shown]
+        one.set_ticks(middles, [str(index + 1) for index in shown])
     axis.set_ylabel("patch row")
     axis.set_xlabel("patch column")
     figure.colorbar(drawn, label="cosine similarity", aspect=40)
@@ -110,12 +113,6 @@ def tiled(similarity: FloatArray) -> FloatArray:
     spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
     spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
     return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
-
-
-def _tile_ticks(count: int) -> tuple[list[float], list[str]]:
-    """Middles of the tiles along a side, about a dozen of them, and their numbers from 1."""
-    shown = range(0, count, -(-count // 14))
-    return [index * (count + 1) + (count - 1) / 2 for index in shown], [str(i + 1) for i in shown]
 
 
 def draw_attention_distance(distances: FloatArray, num_images: int, path: Path) -> Path:
@@ -161,8 +158,7 @@ def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Arr
     blurred = np.asarray(mask.filter(ImageFilter.GaussianBlur(patch_size)), dtype=np.float32)
     span = max(float(blurred.max() - blurred.min()), 1e-12)
     light = (blurred - blurred.min()) / span
-    lit: UInt8Array = (image * light[..., None]).astype(np.uint8)
-    return lit
+    return (image * light[..., None]).astype(np.uint8)
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -6,6 +6,7 @@ Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple
 from functools import partial
 
 import numpy as np
@@ -200,8 +201,7 @@ def measure_accuracy(
             confusion.add_batch(logits, labels, weights)
     if confusion is not None:
         confusion.merge(all_rows(confusion.pairs(), engine.device))
-    total = all_sum(sums.as_tensor().tolist(), engine.device)
-    return AccuracySums.from_tensor(torch.tensor(total, dtype=torch.float64)).means()
+    return AccuracySums(*all_sum(astuple(sums), engine.device)).means()
 
 
 def measure_few_shot(

@@ -811,7 +811,7 @@ def test_what_a_layout_cannot_name_is_not_saved_without_it(tmp_path: Path) -> No
         (
             "huggingface",
             {"representation": True},
-            "representation=true: .*use layout='jax', 'timm'",
+            r"representation=true \(.*; 'jax' and 'timm' keep it\)",
         ),
     ],
 )

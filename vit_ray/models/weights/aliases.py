@@ -52,46 +52,32 @@ def canonical_names(
     as many rows as the file's `grid` has patches, where that is known. `model_grid` is that of the
     model to fill.
     """
-    renamed: Tensors = {}
-    for name, tensor in _unstacked(tensors).items():
-        for pattern, replacement in _SPELLINGS[layout]:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
+    # big_vision may keep all blocks in one tensor, the block being its first axis.
+    stacked, renamed = "Transformer/encoderblock/", dict[str, Tensor]()
+    for whole_name, whole in tensors.items():
+        for index, tensor in enumerate(whole if stacked in whole_name else [whole]):
+            name = whole_name.replace(stacked, f"Transformer/encoderblock_{index}/")
+            for pattern, replacement in _SPELLINGS[layout]:
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = tensor
+    table_name = JAX_POSITIONS if layout == "jax" else "pos_embed"
+    lacks_class_row = False
     if layout == "jax" and "pos_embedding" in renamed:
         # big_vision adds positions before the class token, which therefore has none.
-        table = renamed.pop("pos_embedding")
-        renamed[JAX_POSITIONS] = _zero_row_before(table) if "cls" in renamed else table
-    if layout == "timm" and {"pos_embed", "cls_token"} <= set(renamed):
+        renamed[JAX_POSITIONS] = renamed.pop("pos_embedding")
+        lacks_class_row = "cls" in renamed
+    elif layout == "timm" and {"pos_embed", "cls_token"} <= set(renamed):
         # So do the timm models that do not embed the class token; only the row count tells.
-        table = renamed["pos_embed"]
-        if _lacks_class_row(table.shape[1], grid, model_grid):
-            renamed["pos_embed"] = _zero_row_before(table)
+        num_rows = renamed["pos_embed"].shape[1]
+        if grid is not None:
+            lacks_class_row = num_rows == grid[0] * grid[1]
+        elif model_grid is None or num_rows != model_grid[0] * model_grid[1] + 1:
+            # A table of n x (n + 2) patches and a class token has a square number of rows, too.
+            lacks_class_row = bool(square_grid(num_rows)) and not square_grid(num_rows - 1)
+    if lacks_class_row:
+        table = renamed[table_name]
+        renamed[table_name] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     return renamed
-
-
-def _lacks_class_row(num_rows: int, grid: Grid | None, model_grid: Grid | None) -> bool:
-    """A table of n x (n + 2) patches and a class token has a square number of rows, too."""
-    if grid is not None:
-        return num_rows == grid[0] * grid[1]
-    if model_grid is not None and num_rows == model_grid[0] * model_grid[1] + 1:
-        return False
-    return square_grid(num_rows) is not None and square_grid(num_rows - 1) is None
-
-
-def _zero_row_before(table: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-
-
-def _unstacked(tensors: Tensors) -> Tensors:
-    """big_vision may keep all blocks in one tensor, the block being its first axis."""
-    marker, flat = "Transformer/encoderblock/", dict[str, Tensor]()
-    for name, tensor in tensors.items():
-        if marker not in name:
-            flat[name] = tensor
-            continue
-        for index, part in enumerate(tensor):
-            flat[name.replace(marker, f"Transformer/encoderblock_{index}/")] = part
-    return flat
 
 
 def without_wrappers(tensors: Tensors) -> Tensors:
@@ -135,5 +121,5 @@ def detect_layout(names: list[str]) -> str:
     shown = ", ".join(sorted(names)[:8])
     raise ValueError(
         f"the tensors are named in no known layout ({', '.join(LAYOUTS)}): {shown}, ...; "
-        "check that the file holds a ViT, a hybrid or a BiT ResNet."
+        "check that the file holds a ViT, a hybrid or a BiT ResNet"
     )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from vit_ray.models.encoder import LAYER_NORM_EPS
 from vit_ray.models.resnet import BitResNet
@@ -43,8 +43,6 @@ GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
 MOST_EPS = 1e-5
 """torch's default epsilon of a layer norm."""
 _JAX_QUERIES = re.compile(r"/MultiHeadDotProductAttention_\d/query/kernel$")
-# numpy's errors too: an empty file is an EOFError, a single array in place of many a TypeError.
-_BROKEN = (ValueError, OSError, EOFError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
     Args:
         path: the file, or a folder that Hugging Face transformers wrote, in one file or several.
         source: what errors call it.
-        opener: opens a file of which names and shapes alone are wanted: tensors are on the device
+        opener: opens a file whose names and shapes alone are wanted: tensors are on the device
             `meta`; None = with their values.
 
     Raises:
@@ -87,17 +85,31 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
         is_split = not (path / FOLDER_WEIGHTS).exists() and (path / FOLDER_INDEX).exists()
         path = path / (FOLDER_INDEX if is_split else FOLDER_WEIGHTS)
     if not path.is_file():
-        raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file.")
+        raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
     if path.name == FOLDER_INDEX:
-        return _read_split(path, source, opener)
+        tensors: Tensors = {}
+        for name, promised in parts_of(path, source).items():
+            found, _ = read_tensors(path.with_name(name), f"{source}, part {name},", opener)
+            if missing := sorted(set(promised) - set(found)):
+                raise ValueError(
+                    f"weights {source} are not whole: {name} lacks {', '.join(missing)}; "
+                    "fetch it again"
+                )
+            tensors.update(found)
+        return tensors, _origin(path, tensors, {})
     if path.suffix not in _READERS:
         raise ValueError(
             f"weights {source} end in {path.suffix!r}; only {' and '.join(_READERS)} are read, "
-            "because other formats can run code. Convert the file first."
+            "because other formats can run code. Convert the file first"
         )
+    read, read_headers = _READERS[path.suffix]
     try:
-        tensors, told = _content(path, opener)
-        return tensors, _origin(path, tensors, told)
+        if opener is None:
+            tensors, metadata = read(path)
+        else:
+            with opener(path) as file:
+                tensors, metadata = read_headers(file)
+        return tensors, _origin(path, tensors, metadata)
     except MemoryError:
         raise
     except Exception as error:  # of zip, numpy, JSON and others, as junk may have it
@@ -106,48 +118,31 @@ def read_tensors(path: Path, source: str, opener: Opener | None = None) -> tuple
         raise ValueError(f"weights {source} cannot be read: {error}") from error
 
 
-def _content(path: Path, opener: Opener | None) -> Content:
-    if opener is None:
-        return _READERS[path.suffix](path)
-    with opener(path) as file:
-        return _HEADER_READERS[path.suffix](file)
-
-
-def _origin(path: Path, tensors: Tensors, told: dict[str, str]) -> Origin:
+def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
     # Kernels of queries are (D, H, K), and (L, D, H, K) where blocks are stacked.
     by_shape = (
         t.shape[-2] for name, t in tensors.items() if _JAX_QUERIES.search(name) and t.dim() > 1
     )
     config = config_beside(path)
-    heads = told.get(_HEADS_KEY) or config.get("num_attention_heads")
-    grid = _grid_of(config)
-    if _GRID_KEY in told:
-        rows, _, columns = told[_GRID_KEY].partition("x")
+    heads = metadata.get(_HEADS_KEY) or config.get("num_attention_heads")
+    grid: Grid | None = None
+    sides, patch = config.get("image_size"), config.get("patch_size")
+    sides = [sides, sides] if isinstance(sides, int) else sides
+    if isinstance(sides, list) and isinstance(patch, int) and len(sides) == 2:
+        grid = sides[0] // patch, sides[1] // patch
+    if _GRID_KEY in metadata:
+        rows, _, columns = metadata[_GRID_KEY].partition("x")
         grid = int(rows), int(columns)
     return Origin(
         grid,
         int(heads) if heads else next(by_shape, None),
-        told.get(_POSITIONS_AT_KEY),
-        told.get(_POSITIONS_KEY),
+        metadata.get(_POSITIONS_AT_KEY),
+        metadata.get(_POSITIONS_KEY),
     )
 
 
-def _read_split(index: Path, source: str, opener: Opener | None) -> tuple[Tensors, Origin]:
-    """Every part that an index names; none may be missing, nor a tensor in it."""
-    tensors: Tensors = {}
-    for name, promised in parts_of(index, source).items():
-        found, _ = read_tensors(index.with_name(name), f"{source}, part {name},", opener)
-        missing = sorted(set(promised) - set(found))
-        if missing:
-            raise ValueError(
-                f"weights {source} are not whole: {name} lacks {', '.join(missing)}; fetch it again"
-            )
-        tensors.update(found)
-    return tensors, _origin(index, tensors, {})
-
-
 def parts_of(index: Path, source: str) -> dict[str, list[str]]:
-    """Files that an index of Hugging Face names, each beside it, and the tensors of each.
+    """Files that an index of Hugging Face names, each in its folder, and the tensors of each.
 
     Raises:
         ValueError: it is no such index, or names files elsewhere.
@@ -158,7 +153,7 @@ def parts_of(index: Path, source: str) -> dict[str, list[str]]:
         for tensor, file in files:
             parts.setdefault(file, []).append(tensor)
         strange = sorted(name for name in parts if Path(name).name != name)
-    except (*_BROKEN, KeyError, AttributeError) as error:
+    except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"weights {source}: {FOLDER_INDEX} is damaged: {error!r}") from None
     if strange:
         raise ValueError(f"weights {source}: {FOLDER_INDEX} names files elsewhere: {strange}")
@@ -167,20 +162,27 @@ def parts_of(index: Path, source: str) -> dict[str, list[str]]:
 
 def _read_npz(path: Path) -> Content:
     with np.load(path, allow_pickle=False) as arrays:
-        return {name: _from_numpy(arrays[name]) for name in arrays.files}, {}
-
-
-def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """numpy has no bfloat16 and writes it as two nameless bytes."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        tensors = {}
+        for name, array in arrays.items():
+            if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+                # numpy has no bfloat16 and writes it as two nameless bytes.
+                tensors[name] = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            else:
+                tensors[name] = torch.from_numpy(array)
+        return tensors, {}
 
 
 def _read_safetensors(path: Path) -> Content:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, file.metadata() or {}
+
+
+_READERS: dict[str, tuple[Callable[[Path], Content], Callable[[IO[bytes]], Content]]] = {
+    ".npz": (_read_npz, npz_headers),
+    ".safetensors": (_read_safetensors, safetensors_headers),
+}
+"""By suffix: of tensors with their values, and without."""
 
 
 def config_beside(path: Path) -> dict[str, Any]:
@@ -229,15 +231,6 @@ def differences_of(config: dict[str, Any]) -> list[str]:
     return found + [f"{name}=gelu" for name in allowed if settings.get(name) == "gelu"]
 
 
-def _grid_of(config: dict[str, Any]) -> Grid | None:
-    """Patches of the images that a model of transformers was built for."""
-    sides, patch = config.get("image_size"), config.get("patch_size")
-    sides = [sides, sides] if isinstance(sides, int) else sides
-    if not isinstance(sides, list) or not isinstance(patch, int) or len(sides) != 2:
-        return None
-    return sides[0] // patch, sides[1] // patch
-
-
 def read_settings(file: Path) -> dict[str, Any]:
     """What a JSON file beside weights says; nothing where there is none.
 
@@ -254,32 +247,10 @@ def parse_settings(content: bytes, source: str) -> dict[str, Any]:
         ValueError: as `read_settings`.
     """
     try:
-        told = json.loads(content)
+        settings = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{source} is not JSON ({error}); fetch it again") from None
-    return told if isinstance(told, dict) else {}
-
-
-def _told(origin: Origin) -> dict[str, str]:
-    """The metadata that `_origin` reads."""
-    told: dict[str, Any] = {
-        _HEADS_KEY: origin.num_heads,
-        _POSITIONS_KEY: origin.positions,
-        _POSITIONS_AT_KEY: origin.positions_at,
-    }
-    if origin.grid is not None:
-        told[_GRID_KEY] = f"{origin.grid[0]}x{origin.grid[1]}"
-    return {key: str(value) for key, value in told.items() if value is not None}
-
-
-_READERS: dict[str, Callable[[Path], Content]] = {
-    ".npz": _read_npz,
-    ".safetensors": _read_safetensors,
-}
-_HEADER_READERS: dict[str, Callable[[IO[bytes]], Content]] = {
-    ".npz": npz_headers,
-    ".safetensors": safetensors_headers,
-}
+    return settings if isinstance(settings, dict) else {}
 
 
 def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -> None:
@@ -289,16 +260,33 @@ def write_tensors(path: Path, tensors: Tensors, layout: str, model: nn.Module) -
         ValueError: if the suffix does not fit the layout, or nothing can be written there.
     """
     check_suffix(path, layout)
-    if _is_folder(path, layout):
+    if layout == "huggingface" and not path.suffix:
         config = json.dumps(_huggingface_config(model), indent=2)
         _replace(path / FOLDER_CONFIG, lambda partial: partial.write_text(config + "\n"))
         path = path / FOLDER_WEIGHTS
     if layout == "jax":
-        arrays = {name: _to_numpy(tensor) for name, tensor in tensors.items()}
-        _replace(path, lambda partial: _save_npz(partial, arrays))
+        # numpy has no bfloat16; every such number is one of float32.
+        arrays = {
+            name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in tensors.items()
+        }
+
+        def save_npz(partial: Path) -> None:
+            with partial.open("wb") as file:  # given a path, numpy would change its suffix
+                np.savez(file, allow_pickle=False, **arrays)
+
+        _replace(path, save_npz)
         return
-    metadata = {"format": "pt", **_told(origin_of(model))}
-    _replace(path, lambda partial: save_file(tensors, partial, metadata))
+    origin = origin_of(model)
+    metadata: dict[str, Any] = {
+        "format": "pt",
+        _HEADS_KEY: origin.num_heads,
+        _POSITIONS_KEY: origin.positions,
+        _POSITIONS_AT_KEY: origin.positions_at,
+        _GRID_KEY: origin.grid and f"{origin.grid[0]}x{origin.grid[1]}",
+    }
+    known = {key: str(value) for key, value in metadata.items() if value is not None}
+    _replace(path, lambda partial: save_file(tensors, partial, known))
 
 
 def check_suffix(path: Path, layout: str) -> None:
@@ -308,12 +296,9 @@ def check_suffix(path: Path, layout: str) -> None:
         ValueError: telling the layout's.
     """
     suffix = ".npz" if layout == "jax" else ".safetensors"
-    if path.suffix != suffix and not _is_folder(path, layout):
-        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}.")
-
-
-def _is_folder(path: Path, layout: str) -> bool:
-    return layout == "huggingface" and not path.suffix
+    is_folder = layout == "huggingface" and not path.suffix
+    if path.suffix != suffix and not is_folder:
+        raise ValueError(f"layout={layout!r} is written to {suffix} files, not to {path}")
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
@@ -324,23 +309,15 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
         partial.touch()
         mode = partial.stat().st_mode
         write(partial)
-        partial.chmod(mode)  # as of any new file: safetensors' own nobody else may read
+        partial.chmod(
+            mode
+        )  # as of any new file: safetensors' own are readable by their owner alone
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"weights cannot be written to {path}: {error}") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def _save_npz(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """float32 where numpy has no such type; every bfloat16 number is one of float32."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _huggingface_config(model: nn.Module) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def statistics_beside(path: Path) -> InputStatistics | None:
     hub = read_settings(folder / FOLDER_PREPROCESSOR)
     if hub.get("do_normalize") is False:
         return InputStatistics((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    for told, names in ((hub, ("image_mean", "image_std")), (timm, ("mean", "std"))):
-        if all(name in told for name in names):
-            mean, std = (_three(told[name], name, folder) for name in names)
+    for settings, names in ((hub, ("image_mean", "image_std")), (timm, ("mean", "std"))):
+        if all(name in settings for name in names):
+            mean, std = (_three(settings[name], name, folder) for name in names)
             return InputStatistics(mean, std)
     return None
 

@@ -3,7 +3,6 @@
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,14 +37,12 @@ from vit_ray.models.weights.name_maps import (
     Tensors,
     check_layout,
     rules_for,
-    to_own,
-    to_published,
 )
 from vit_ray.models.weights.state_dicts import (
     SPARE_PREFIXES,
     LoadReport,
     NewHead,
-    Problems,
+    check_fit,
     fit_state_dict,
 )
 
@@ -84,17 +81,14 @@ class WeightFile:
         source = f"{self.source} (layout {self.layout})"
         origin = replace(self.origin, grid=source_grid or self.origin.grid)
         model_grid = getattr(model, "grid", None)
-        renamed = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
-        own, left_over, missing = _to_own_names(model, self.layout, renamed)
-        problems = Problems(source, model)
-        problems.add("unexpected", left_over)
-        problems.add("missing", missing)
-        problems.raise_if_any()
-        table = own.get("positions.0.table")
-        if origin.grid is None and self.layout != "vit_ray" and table is not None:
-            # Published positions are those of square images where the file does not say otherwise.
-            num_patches = table.shape[1] - ("class_token.token" in own)
-            origin = replace(origin, grid=square_grid(num_patches))
+        own = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
+        if self.layout != "vit_ray":
+            own = _own_names(model, self.layout, own, source)
+            table = own.get("positions.0.table")
+            if origin.grid is None and table is not None:
+                # Published positions are of square images where the file does not say otherwise.
+                num_patches = table.shape[1] - ("class_token.token" in own)
+                origin = replace(origin, grid=square_grid(num_patches))
         own = with_our_inputs(own, model, self.inputs, source)
         if not self.inputs.is_ours:
             source += f"; its inputs' {self.inputs} are folded into the first layer"
@@ -157,8 +151,9 @@ def load_weights(
         ValueError: if the file is not whole, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    file = read_weights(path, layout)
-    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
+    return read_weights(path, layout).load_into(
+        model, new_head, resize=resize, source_grid=source_grid
+    )
 
 
 def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> None:
@@ -180,13 +175,13 @@ def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> Non
     nameless = sorted(set(state) - {rule.own for rule in rules})
     if nameless:
         raise ValueError(
-            f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'."
+            f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'"
         )
     num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
     published: Tensors = {}
     for rule in rules:
         if rule.own in state:
-            parts = to_published(rule, state[rule.own], num_heads)
+            parts = rule.to_published(state[rule.own], num_heads)
             published.update(zip(rule.published, parts, strict=True))
     write_tensors(path, published, layout, model)
 
@@ -199,50 +194,45 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     """
     if layout == "vit_ray" or not isinstance(model, VisionTransformer):
         return
-    options = model.options
-    if options.positions == "sincos_2d":
-        lost = "positions='sincos_2d'"
-    elif options.positions_at == "every_layer_shared":
-        lost = "positions_at='every_layer_shared'"
-    elif (
-        layout == "jax"
-        and len(model.positions)
-        and square_grid(math.prod(model.grid)) not in (None, model.grid)
-    ):  # which other files record
-        lost = f"positions of {model.grid[0]} x {model.grid[1]} patches, as many as of a square"
-    elif layout == "huggingface" and options.pool == "gap":
-        lost = "pool='gap'"
-    elif layout == "huggingface" and options.representation:
-        # transformers' classifier leaves its tanh layer, the pooler, out.
-        raise ValueError(
-            "layout='huggingface' cannot express representation=true: ViTForImageClassification "
-            "would give other logits without a word; use layout='jax', 'timm' or 'vit_ray'."
-        )
-    elif layout == "huggingface" and options.positions == "none":
-        lost = "positions='none'"
-    else:
-        return
-    raise ValueError(f"layout={layout!r} cannot express {lost}; use layout='vit_ray'.")
+    options, (rows, columns) = model.options, model.grid
+    is_not_square = square_grid(rows * columns) not in (None, model.grid)
+    is_hub = layout == "huggingface"
+    lost = {
+        "positions='sincos_2d'": options.positions == "sincos_2d",
+        "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
+        # Which other files record.
+        f"positions of {rows} x {columns} patches, as many as of a square": layout == "jax"
+        and is_not_square
+        and len(model.positions) > 0,
+        "pool='gap'": is_hub and options.pool == "gap",
+        # Its tanh layer, the pooler, is left out by transformers' classifier.
+        "representation=true (ViTForImageClassification would give other logits without a word; "
+        "'jax' and 'timm' keep it)": is_hub and options.representation,
+        "positions='none'": is_hub and options.positions == "none",
+    }
+    for what, is_lost in lost.items():
+        if is_lost:
+            raise ValueError(f"layout={layout!r} cannot express {what}; use layout='vit_ray'")
 
 
-def _to_own_names(
-    model: nn.Module, layout: str, tensors: Tensors
-) -> tuple[Tensors, list[str], list[str]]:
-    """Tensors under our names; published names without a use; published names not found.
+def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
+    """Tensors under our names.
 
     Head, representation layer and class token may be missing here: whether they are needed is
-    for `fit_state_dict` to say, as is all of a file that has our names.
+    for `fit_state_dict` to say.
+
+    Raises:
+        ValueError: listing published names without a use, and those that are not there.
     """
-    if layout == "vit_ray":
-        return dict(tensors), [], []
     own: Tensors = {}
     missing: list[str] = []
-    used: set[str] = set()
+    unused = set(tensors)
     for rule in rules_for(model, layout):
         absent = [name for name in rule.published if name not in tensors]
-        used.update(rule.published)
+        unused.difference_update(rule.published)
         if not absent:
-            own[rule.own] = to_own(rule, [tensors[name] for name in rule.published])
+            own[rule.own] = rule.to_own([tensors[name] for name in rule.published])
         elif len(absent) < len(rule.published) or not rule.own.startswith(SPARE_PREFIXES):
             missing += absent
-    return own, sorted(set(tensors) - used), missing
+    check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
+    return own

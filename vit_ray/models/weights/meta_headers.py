@@ -25,19 +25,17 @@ def npz_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
     Raises:
         ValueError, zipfile.BadZipFile: it is no such file, or has objects, which can run code.
     """
+    tensors = {}
     with zipfile.ZipFile(file) as archive:
-        names = archive.namelist()
-        return {name.removesuffix(".npy"): _array_header(archive, name) for name in names}, {}
-
-
-def _array_header(archive: zipfile.ZipFile, name: str) -> Tensor:
-    with archive.open(name) as member:
-        is_first = np.lib.format.read_magic(member) == (1, 0)
-        header = np.lib.format.read_array_header_1_0 if is_first else _read_header_2
-        shape, _, dtype = header(member)
-    if dtype.hasobject:
-        raise ValueError(f"{name} has objects, which can run code")
-    return _without_values(shape)
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                is_first = np.lib.format.read_magic(member) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if is_first else _read_header_2
+                shape, _, dtype = header(member)
+            if dtype.hasobject:
+                raise ValueError(f"{name} has objects, which can run code")
+            tensors[name.removesuffix(".npy")] = _without_values(shape)
+    return tensors, {}
 
 
 _read_header_2 = np.lib.format.read_array_header_2_0
@@ -57,7 +55,7 @@ def safetensors_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
         raise ValueError("it has no head of safetensors")
     try:
         head = json.loads(file.read(length))
-        told = head.pop("__metadata__", {})
+        metadata = head.pop("__metadata__", {})
         tensors = {name: _without_values(one["shape"]) for name, one in head.items()}
         promised = max((one["data_offsets"][1] for one in head.values()), default=0)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
@@ -66,7 +64,7 @@ def safetensors_headers(file: IO[bytes]) -> tuple[Tensors, dict[str, str]]:
         raise ValueError(
             f"its tensors have {rest - length:,} bytes of {promised:,}; fetch it again"
         )
-    return tensors, told
+    return tensors, metadata
 
 
 def _without_values(shape: Iterable[Any]) -> Tensor:

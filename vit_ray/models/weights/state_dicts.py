@@ -82,88 +82,92 @@ def fit_state_dict(
             would be another function of the same tensors.
     """
     if isinstance(model, MaskedPatchObjective):
+        inner = model.model
         report = fit_state_dict(
-            model.model, state_dict, new_head, resize=resize, origin=origin, source=source
+            inner, state_dict, new_head, resize=resize, origin=origin, source=source
         )
-        _fill_objective(model, state_dict, report)
+        outer = {n: t for n, t in model.state_dict().items() if n.startswith(_OBJECTIVE_PREFIXES)}
+        fits = all(n in state_dict and state_dict[n].shape == t.shape for n, t in outer.items())
+        (report.loaded if fits else report.new).extend(outer)
+        if fits:
+            report.ignored = [name for name in report.ignored if name not in outer]
+            _fill(outer, state_dict)
         return report
-    _check_origin(origin, model, source)
-    state = _inner_model(state_dict)
-    wanted = model.state_dict()
-    fresh = _fresh_names(wanted, state, new_head)
-    # A head that is demanded means nothing without the layers that it was trained behind.
-    prefixes = () if new_head is False else SPARE_PREFIXES
-    spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
-    torn = _torn_head(wanted, state) if new_head is not True else set()
-    problems = Problems(source, model)
-    problems.add("missing", [n for n in wanted if n not in state and (n not in fresh or n in torn)])
-    problems.add("unexpected", [n for n in state if n not in wanted and n not in spare])
-    positions = _Positions(model, "class_token.token" in state, resize, origin.grid)
-    report = LoadReport(source, new=sorted(fresh))
-    report.ignored = sorted(spare | (fresh & set(state)) | _outer_names(state_dict))
-    fitted: Tensors = {}
-    for name in [n for n in wanted if n not in fresh and n in state]:
-        if not state[name].is_meta and not bool(state[name].isfinite().all()):
-            problems.add("not finite", [name])
-        fitted[name] = positions.fit(name, state[name], wanted[name].shape)
-        before, after = _shape(state[name]), _shape(wanted[name])
-        if fitted[name].shape != wanted[name].shape:
-            problems.add("of another shape", [f"{name} is {before}, the model has {after}"])
-        elif fitted[name] is state[name]:
-            report.loaded.append(name)
-        else:
-            report.resized.append(f"{name} {before} to {after}")
-    problems.raise_if_any()
-    report.grids = positions.grids
-    with torch.no_grad():
-        for name, tensor in fitted.items():
-            wanted[name].copy_(tensor)
-    return report
-
-
-def _check_origin(origin: Origin, model: nn.Module, source: str) -> None:
-    """Refuse what would make another function of tensors of the same names and shapes.
-
-    Raises:
-        ValueError: telling what to build the model with.
-    """
     own = origin_of(model)
     for name in ("num_heads", "positions_at", "positions"):
         there, here = getattr(origin, name), getattr(own, name)
         if there is not None and here is not None and there != here:
             raise ValueError(
                 f"{source} is of a model with {name}={there}, and this one has {name}={here}; "
-                f"build it with {name}={there}."
+                f"build it with {name}={there}"
             )
-
-
-def _fill_objective(model: MaskedPatchObjective, state_dict: Tensors, report: LoadReport) -> None:
-    """Mask token and prediction of an objective, where the state dict has those of this target."""
-    outer = {n: t for n, t in model.state_dict().items() if n.startswith(_OBJECTIVE_PREFIXES)}
-    fits = all(n in state_dict and state_dict[n].shape == t.shape for n, t in outer.items())
-    (report.loaded if fits else report.new).extend(outer)
-    if fits:
-        report.ignored = [name for name in report.ignored if name not in outer]
-        with torch.no_grad():
-            for name, tensor in outer.items():
-                tensor.copy_(state_dict[name])
-
-
-def _inner_model(state_dict: Tensors) -> Tensors:
-    """The tensors of the model, where they are those of a masked-patch objective around it."""
-    if not any(name.startswith("model.") for name in state_dict):
-        return dict(state_dict)
-    return {
-        name.removeprefix("model."): tensor
-        for name, tensor in state_dict.items()
-        if not name.startswith(_OBJECTIVE_PREFIXES)
-    }
-
-
-def _outer_names(state_dict: Tensors) -> set[str]:
-    """Names of a masked-patch objective that are not the model's."""
     is_objective = any(name.startswith("model.") for name in state_dict)
-    return {name for name in state_dict if is_objective and name.startswith(_OBJECTIVE_PREFIXES)}
+    beside = {n for n in state_dict if is_objective and n.startswith(_OBJECTIVE_PREFIXES)}
+    state = {n.removeprefix("model."): t for n, t in state_dict.items() if n not in beside}
+    wanted = model.state_dict()
+    fresh = _fresh_names(wanted, state, new_head)
+    # A head that is demanded means nothing without the layers that it was trained behind.
+    prefixes = () if new_head is False else SPARE_PREFIXES
+    spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
+    # A kernel without its bias, or the reverse.
+    head = {name for name in wanted if name.startswith("head.")}
+    torn = head - set(state) if new_head is not True and head & set(state) else set()
+    problems: dict[str, list[str]] = {
+        "missing": [n for n in wanted if n not in state and (n not in fresh or n in torn)],
+        "unexpected": [n for n in state if n not in wanted and n not in spare],
+        "not finite": [],
+        "of another shape": [],
+    }
+    report = LoadReport(source, new=sorted(fresh))
+    report.ignored = sorted(spare | (fresh & set(state)) | beside)
+    grid: Grid | None = getattr(model, "grid", None)
+    has_class_row = "class_token.token" in state
+    drops_class_row = has_class_row and getattr(model, "class_token", None) is None
+    trained_at, fitted = origin.grid, dict[str, Tensor]()
+    for name in [n for n in wanted if n not in fresh and n in state]:
+        tensor, shape, leaf = state[name], wanted[name].shape, name.rpartition(".")[2]
+        if not tensor.is_meta and not bool(tensor.isfinite().all()):
+            problems["not finite"].append(name)
+        if name.startswith("positions.") and leaf == "table" and tensor.dim() == 3:
+            assert grid is not None
+            tensor = tensor[:, 1:] if drops_class_row else tensor
+            if origin.grid is not None or tensor.shape[1] != shape[1]:
+                num_patches = tensor.shape[1] - (has_class_row and not drops_class_row)
+                trained_at = origin.grid or _square(name, num_patches)
+                tensor = resize_table(tensor, trained_at, grid, resize)
+        elif leaf.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
+            tensor = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
+        fitted[name] = tensor
+        before, after = ("x".join(map(str, one)) for one in (state[name].shape, shape))
+        if tensor.shape != shape:
+            problems["of another shape"].append(f"{name} is {before}, the model has {after}")
+        elif tensor is state[name]:
+            report.loaded.append(name)
+        else:
+            report.resized.append(f"{name} {before} to {after}")
+    check_fit(source, model, problems)
+    if trained_at is not None and grid is not None and trained_at != grid:
+        report.grids = (trained_at, grid)
+    _fill(wanted, fitted)
+    return report
+
+
+def _square(name: str, num_patches: int) -> Grid:
+    grid = square_grid(num_patches)
+    if grid is None:
+        raise ValueError(
+            f"{name} has {num_patches} patches, which are not a square; give "
+            "source_grid=(rows, columns) of the checkpoint, or its weights as a "
+            ".safetensors file of ours, which records its grid"
+        )
+    return grid
+
+
+def _fill(wanted: Tensors, given: Tensors) -> None:
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if name in given:
+                tensor.copy_(given[name])
 
 
 def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]:
@@ -184,79 +188,15 @@ def _fresh_names(wanted: Tensors, state: Tensors, new_head: NewHead) -> set[str]
     return fresh
 
 
-def _torn_head(wanted: Tensors, state: Tensors) -> set[str]:
-    """What a head lacks that is there only in part: kernel without bias, or the reverse."""
-    head = {name for name in wanted if name.startswith("head.")}
-    return head - set(state) if head & set(state) else set()
+def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:
+    """Name all that does not fit in one error.
 
-
-class _Positions:
-    """Fits tensors that depend on the resolution to that of a model; leaves others alone."""
-
-    def __init__(
-        self, model: nn.Module, has_class_row: bool, resize: ResizeMode, source_grid: Grid | None
-    ) -> None:
-        self.grid: Grid | None = getattr(model, "grid", None)
-        self.has_class_row = has_class_row
-        self.drops_class_row = has_class_row and getattr(model, "class_token", None) is None
-        self.resize = resize
-        self.source_grid = source_grid
-        self.grids: tuple[Grid, Grid] | None = None
-        self._note(source_grid)
-
-    def _note(self, trained: Grid | None) -> None:
-        if trained is not None and self.grid is not None and trained != self.grid:
-            self.grids = (trained, self.grid)
-
-    def fit(self, name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """The very tensor where nothing has to change."""
-        leaf = name.rpartition(".")[2]
-        if name.startswith("positions.") and leaf == "table" and tensor.dim() == 3:
-            return self._fit_table(name, tensor, shape)
-        is_line = leaf in ("rows", "columns") or leaf.endswith("table")
-        if is_line and tensor.dim() == 2 and tensor.shape[0] != shape[0]:
-            return resize_line(tensor, shape[0])
-        return tensor
-
-    def _fit_table(self, name: str, table: Tensor, shape: torch.Size) -> Tensor:
-        assert self.grid is not None
-        if self.drops_class_row:
-            table = table[:, 1:]
-        if self.source_grid is None and table.shape[1] == shape[1]:
-            return table
-        num_patches = table.shape[1] - (self.has_class_row and not self.drops_class_row)
-        old_grid = self.source_grid or square_grid(num_patches)
-        if old_grid is None:
-            raise ValueError(
-                f"{name} has {num_patches} patches, which are not a square; "
-                "give source_grid=(rows, columns) of the checkpoint, or its weights as a "
-                ".safetensors file of ours, which tells its grid."
-            )
-        self._note(old_grid)
-        return resize_table(table, old_grid, self.grid, self.resize)
-
-
-class Problems:
-    """Collects what does not fit, so that one error names all of it."""
-
-    def __init__(self, source: str, model: nn.Module) -> None:
-        self.source = source
-        self.kind = describe(model)
-        self.found: dict[str, list[str]] = {}
-
-    def add(self, title: str, names: list[str]) -> None:
-        if names:
-            self.found.setdefault(title, []).extend(names)
-
-    def raise_if_any(self) -> None:
-        if not self.found:
-            return
-        lines = [f"  {title}: {', '.join(names)}" for title, names in self.found.items()]
+    Raises:
+        ValueError: there are names under some title.
+    """
+    lines = [f"  {title}: {', '.join(names)}" for title, names in problems.items() if names]
+    if lines:
         raise ValueError(
-            f"{self.source} does not fit this {self.kind}:\n" + "\n".join(lines) + "\n"
-            "Build the model by the name and options that the weights were trained with."
+            f"{source} does not fit this {describe(model)}:\n" + "\n".join(lines) + "\n"
+            "Build the model by the name and options that the weights were trained with"
         )
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(str(side) for side in tensor.shape)

@@ -14,10 +14,9 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from tests.data.stream.reading import read_training, streams_of
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
-from vit_ray.data.stream import executor_pace
+from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.executor_pace import PauseWhileFull
-from vit_ray.data.stream.ray_datasets import HostRanks, training_segments
+from vit_ray.data.stream.ray_datasets import HostRanks, PauseWhileFull, training_segments
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.streams import resolve_run
 
@@ -85,7 +84,7 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
         has_paused.set()
         sleep(seconds)
 
-    monkeypatch.setattr(executor_pace, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=pause))
     spec = slow_stream(dataset, 24, tmp_path)
     readers = HostRanks("one", range(1), 1)
     (one,) = training_segments(spec, readers, batch_size_per_rank=20, start=0, stop=1500)
@@ -104,11 +103,11 @@ def test_the_loop_pauses_only_where_its_next_turn_would_not_wait(
     monkeypatch: pytest.MonkeyPatch, active: int, has_ended: bool, pauses: int
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(executor_pace, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=slept.append))
     source = SimpleNamespace(num_active_tasks=lambda: 0, has_completed=lambda: True)
     reading = SimpleNamespace(num_active_tasks=lambda: active, has_completed=lambda: has_ended)
     PauseWhileFull().on_execution_step(SimpleNamespace(_topology=[source, reading]))
-    assert slept == [executor_pace.PAUSE_S] * pauses
+    assert slept == [ray_datasets.PAUSE_S] * pauses
 
 
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(

@@ -36,31 +36,23 @@ class BadRowLimit:
         Raises:
             ValueError: if more than the allowed fraction of the data set is bad.
         """
+        folder = f"{_PREFIX}/{self.stream}"
         new = {sample: text for sample, text in bad.items() if sample not in self._known}
         for sample, description in new.items():
             _LOG.warning("not decodable, another row takes its place: %s", description)
-            _internal_kv_put(f"{self._folder}/{sample}".encode(), description.encode())
+            _internal_kv_put(f"{folder}/{sample}".encode(), description.encode())
         self._known.update(new)
         self._uncounted += len(new)
-        if new and self._uncounted >= self._until_count:
-            self._check(next(iter(new.values())))
-
-    def _check(self, example: str) -> None:
-        """Count over all processes; that reads every key, so it is done again only when needed.
-
-        While no process has found its share of the rows that are left, all together have not
-        found as many either.
-        """
-        total = len(_internal_kv_list(f"{self._folder}/".encode()))
+        # Counting over all processes reads every key. While no process has found its share of the
+        # rows that are left, all together have not found as many either.
+        if not new or self._uncounted < self._until_count:
+            return
+        total = len(_internal_kv_list(f"{folder}/".encode()))
         allowed = self.max_fraction * self.num_images
         if total > allowed:
             raise ValueError(
                 f"{total} of {self.num_images} images cannot be decoded, above "
                 f"data.max_bad_fraction={self.max_fraction}; one of them is "
-                f"{example}; run jobs/verify.py, or raise the limit."
+                f"{next(iter(new.values()))}; run jobs/verify.py, or raise the limit"
             )
         self._uncounted, self._until_count = 0, (allowed - total) / _PROCESSES
-
-    @property
-    def _folder(self) -> str:
-        return f"{_PREFIX}/{self.stream}"

@@ -7,9 +7,8 @@ Where the device decodes, training batches have the columns of `encoded` in the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -125,15 +124,58 @@ class BatchReader:
         )
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
-        """Rows [first, last) of a rank, and a description of each bad row that was replaced."""
-        offsets = self._job.partition.offsets(rank, first, last)
-        rows = self._rows_at(self._job.start + offsets)
-        return _BatchMaker(self._job, self._plan, self._read, last - first).make(rows)
+        """Rows [first, last) of a rank, and a description of each bad row.
 
-    def _rows_at(self, positions: NDArray[np.int64]) -> Rows:
+        A bad row is replaced in training, and padding in evaluation.
+        """
+        positions = self._job.start + self._job.partition.offsets(rank, first, last)
         if not self._job.is_training:
             positions = positions[positions < self._plan.num_images]
-        return self._plan.rows_at(positions)
+        rows, spec = self._plan.rows_at(positions), self._job.spec
+        batch = _Batch(self._job, last - first)
+        # So many rows at a time that their row groups are kept together.
+        groups = np.unique(rows.groups)
+        turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
+        turn_of_place = turns[np.searchsorted(groups, rows.groups)]
+        for turn in np.unique(turns):
+            self._write(batch, rows, np.flatnonzero(turn_of_place == turn))
+        return batch.columns(), batch.bad
+
+    def _write(self, batch: "_Batch", rows: Rows, places: NDArray[np.intp]) -> None:
+        """Rows at some places of the batch, whose crops are drawn at once."""
+        spec, manifest = self._job.spec, self._job.spec.manifest
+        epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
+        stored = [
+            manifest.stored_row(group, row)
+            for group, row in zip(groups.tolist(), rows.rows[places].tolist(), strict=True)
+        ]
+        read = {group: self._read(group) for group in np.unique(groups).tolist()}
+        encoded = [read[group] for group in groups.tolist()]
+        sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
+        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
+        columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
+        for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
+            if not batch.try_row(i, *row) and self._job.is_training:
+                its_rows, epoch, group, *_ = row
+                self._fill_with_neighbour(batch, i, its_rows, epoch, group, int(rows.rows[i]))
+
+    def _fill_with_neighbour(
+        self, batch: "_Batch", i: int, encoded: EncodedRows, epoch: int, group: int, row: int
+    ) -> None:
+        """Write the next row of the row group that can be decoded."""
+        spec, manifest = self._job.spec, self._job.spec.manifest
+        others = self._plan.rows_of_group(group)
+        after = int(np.searchsorted(others, row)) + 1
+        for other in np.roll(others, -after)[:-1].tolist():
+            stored = manifest.stored_row(group, other)
+            sample = int(manifest.first_samples[group]) + other
+            box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
+            if batch.try_row(i, encoded, epoch, group, stored, sample, box):
+                return
+        raise ValueError(
+            f"shard {manifest.shard_location(group).path!r}: no image of its row group "
+            f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py"
+        )
 
 
 class _RowGroupCache:
@@ -160,131 +202,70 @@ class _PixelColumns:
 
     def __init__(self, augmentation: Augmentation, size: int) -> None:
         self._augmentation = augmentation
-        self._images = np.empty((size, *augmentation.shape), np.uint8)
+        self._images = np.zeros((size, *augmentation.shape), np.uint8)
 
     def set(self, i: int, crop: DrawnCrop) -> None:
         pixels = cut_crop(crop.image, crop.box, self._augmentation, self._images[i])
         augmented(pixels, self._augmentation, crop.rng_key)
 
-    def blank(self, i: int) -> None:
-        self._images[i] = 0
-
     def columns(self) -> Batch:
         return {"image": self._images}
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row of a batch: where it is stored, and the crop that it is to give."""
+class _Batch:
+    """A batch that is being filled; what is never written is padding.
 
-    encoded: EncodedRows
-    epoch: int
-    group: int
-    stored: int
-    sample: int
-    box: CropBox
+    Attributes:
+        bad: a description of each bad row, by its sample number.
+    """
 
-
-class _BatchMaker:
-    """Makes one batch of `size` rows."""
-
-    def __init__(
-        self, job: StreamJob, plan: Plan, read: Callable[[int], EncodedRows], size: int
-    ) -> None:
-        self._job, self._spec, self._size = job, job.spec, size
-        self._plan = plan
-        self._read = read
-        self._bad: dict[int, str] = {}
+    def __init__(self, job: StreamJob, size: int) -> None:
+        self._job, self._spec = job, job.spec
+        self.bad: dict[int, str] = {}
         columns = EncodedColumns if job.is_encoded else _PixelColumns
         self._images = columns(job.spec.augmentation, size)
         self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
         self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
         self._keys = [b""] * size
 
-    def make(self, rows: Rows) -> tuple[Batch, dict[int, str]]:
-        """The batch: a bad row is replaced in training, and padding in evaluation."""
-        for places in self._by_cache(rows):
-            self._write(rows, places)
-        for i in range(len(rows.samples), self._size):
-            self._images.blank(i)
-        batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
-        if not self._job.is_training:
-            batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
-            if self._spec.gives_keys:
-                batch["key"] = _padded_bytes(self._keys)
-        return batch, self._bad
+    def try_row(
+        self,
+        i: int,
+        encoded: EncodedRows,
+        epoch: int,
+        group: int,
+        stored: int,
+        sample: int,
+        box: CropBox,
+    ) -> bool:
+        """Write a stored row at a place, unless it is bad."""
 
-    def _by_cache(self, rows: Rows) -> Iterator[NDArray[np.intp]]:
-        """Places in the batch, so many at a time that their row groups are kept together."""
-        groups = np.unique(rows.groups)
-        ends = np.cumsum(self._spec.manifest.bytes[groups])
-        turns = ends // max(1, self._spec.cache_mib << 20)
-        turn_of_place = turns[np.searchsorted(groups, rows.groups)]
-        return (np.flatnonzero(turn_of_place == turn) for turn in np.unique(turns))
+        def name() -> str:
+            manifest = self._spec.manifest
+            shard = manifest.files[int(manifest.file_index[group])].path
+            number = int(manifest.row_group[group])
+            return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"
 
-    def _write(self, rows: Rows, places: NDArray[np.intp]) -> None:
-        """Rows at some places of the batch, whose crops are drawn at once."""
-        spec, manifest = self._spec, self._spec.manifest
-        epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
-        stored = [
-            manifest.stored_row(group, row)
-            for group, row in zip(groups.tolist(), rows.rows[places].tolist(), strict=True)
-        ]
-        read = {group: self._read(group) for group in np.unique(groups).tolist()}
-        encoded = [read[group] for group in groups.tolist()]
-        sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
-        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
-        columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
-        for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
-            if self._try_row(i, _Row(*row)):
-                continue
-            if self._job.is_training:
-                self._fill_with_neighbour(i, _Row(*row), int(rows.rows[i]))
-            else:
-                self._images.blank(i)
-
-    def _fill_with_neighbour(self, i: int, bad: _Row, row: int) -> None:
-        """Write the next row of the row group that can be decoded."""
-        spec, manifest, group = self._spec, self._spec.manifest, bad.group
-        others = self._plan.rows_of_group(group)
-        after = int(np.searchsorted(others, row)) + 1
-        for other in np.roll(others, -after)[:-1].tolist():
-            stored = manifest.stored_row(group, other)
-            sample = int(manifest.first_samples[group]) + other
-            rng_key = (spec.seed, bad.epoch, sample)
-            box = draw_box(bad.encoded.size(stored), spec.augmentation, rng_key)
-            if self._try_row(i, _Row(bad.encoded, bad.epoch, group, stored, sample, box)):
-                return
-        raise ValueError(
-            f"shard {manifest.shard_location(group).path!r}: no image of its row group "
-            f"{int(manifest.row_group[group])} can be decoded; run jobs/verify.py."
-        )
-
-    def _try_row(self, i: int, row: _Row) -> bool:
-        encoded, stored = row.encoded, row.stored
-        name = partial(self._where, encoded, row.group, stored)
-        rng_key = (self._spec.seed, row.epoch, row.sample)
+        rng_key = (self._spec.seed, epoch, sample)
         try:
-            self._images.set(i, DrawnCrop(encoded.stored(stored), row.box, rng_key, name))
+            self._images.set(i, DrawnCrop(encoded.stored(stored), box, rng_key, name))
         except ValueError as error:
-            self._bad[row.sample] = f"{name()}: {error}"
+            self.bad[sample] = f"{name()}: {error}"
             return False
         labels = encoded.labels_of(stored)
         self._labels[i, : len(labels)] = labels
-        self._samples[i] = row.sample
+        self._samples[i] = sample
         if self._spec.gives_keys:
             self._keys[i] = encoded.key(stored).encode()
         return True
 
-    def _where(self, encoded: EncodedRows, group: int, stored: int) -> str:
-        manifest = self._spec.manifest
-        shard = manifest.files[int(manifest.file_index[group])].path
-        number = int(manifest.row_group[group])
-        return f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group {number}"
-
-
-def _padded_bytes(texts: list[bytes]) -> NDArray[np.uint8]:
-    """uint8 (b, w): each text in a row as long as the longest."""
-    width = max(1, *map(len, texts)) if texts else 1
-    joined = b"".join(text.ljust(width, b"\0") for text in texts)
-    return np.frombuffer(joined, np.uint8).reshape(len(texts), width)
+    def columns(self) -> Batch:
+        """The batch as it stands."""
+        batch = {**self._images.columns(), "labels": self._labels, "sample": self._samples}
+        if not self._job.is_training:
+            batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
+            if self._spec.gives_keys:  # each in a row as long as the longest
+                width = max(1, *map(len, self._keys), 0)
+                joined = b"".join(key.ljust(width, b"\0") for key in self._keys)
+                batch["key"] = np.frombuffer(joined, np.uint8).reshape(-1, width)
+        return batch

@@ -67,9 +67,6 @@ class EncodedColumns:
             self._encoded[i], self._is_flipped[i] = bytes(content), box.is_flipped
         self._where[i] = crop.name()
 
-    def blank(self, i: int) -> None:
-        """Rows are blank to begin with."""
-
     def columns(self) -> dict[str, NDArray[Any]]:
         """Everything as columns of a batch."""
         return {
@@ -82,7 +79,13 @@ class EncodedColumns:
 
 def packed(batch: dict[str, NDArray[Any]]) -> pa.Table:
     """A batch as the one row in which it travels."""
-    return packed_table(pa.table({name: _arrow(column) for name, column in batch.items()}))
+    columns = {
+        name: pa.array(column)
+        if column.ndim == 1
+        else pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), column.shape[1])
+        for name, column in batch.items()
+    }
+    return packed_table(pa.table(columns))
 
 
 def packed_table(table: pa.Table) -> pa.Table:
@@ -94,9 +97,3 @@ def packed_table(table: pa.Table) -> pa.Table:
     ends = pa.py_buffer(np.array([0, content.size], np.int64))
     row = pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, content])
     return pa.table({"packed": row})
-
-
-def _arrow(column: NDArray[Any]) -> pa.Array:
-    if column.ndim == 1:
-        return pa.array(column)
-    return pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), column.shape[1])

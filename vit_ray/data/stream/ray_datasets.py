@@ -5,12 +5,11 @@ starting costs the same however long the run and wherever it resumes. `batches` 
 contract; `stream_server` executes the sets and deals their blocks to the ranks.
 """
 
-import contextlib
 import importlib
 import itertools
 import math
 import os
-from collections import OrderedDict
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,12 +29,14 @@ from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 from vit_ray.data.stream.blocks import as_one_row
 from vit_ray.data.stream.encoded import packed
-from vit_ray.data.stream.executor_pace import PauseWhileFull
+from vit_ray.ray_internals import ExecutionCallback
 
 _WARM_WORKERS: Final = 64
 _BLOCKS_READY: Final = 2
 """Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
 _LARGE_BLOCKS: Final = 2
+PAUSE_S: Final = 0.02
+"""Short beside the time that a full buffer lasts, unless it is of a block or two."""
 _SEGMENT_TASKS: Final = 1024
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. What is planned
 stays in memory, where Python's garbage collector walks it again and again: with 8,192 tasks it took
@@ -90,7 +91,7 @@ def training_segments(
         raise ValueError(
             f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
             f"multiple of workers x batch size per rank ({world_size} x {batch_size_per_rank} = "
-            f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}."
+            f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}"
         )
     counts = rows_per_group(spec.manifest, spec.rows)
     # A host of a large group has ranks that take many blocks, each of which costs its server time.
@@ -117,22 +118,49 @@ def evaluation_segments(
 
 
 def _segments(job: StreamJob, readers: HostRanks, rows_per_rank: int) -> Iterator[Segment]:
-    most = reading_tasks(job.spec, readers.share)
+    spec, share = job.spec, readers.share
+    most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
+    most_tasks = max(1, int(share * spec.concurrency)) if spec.concurrency else None
+    if most_bytes is not None:
+        # What tasks have ready takes at most half of it. Ray Data counts it only once it knows the
+        # size of the blocks, and starts with as many tasks as there are CPUs.
+        tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * _block_bytes(job)))
+        most_tasks = min(tasks, most_tasks or tasks)
+    last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    tasks = read_tasks(job.partition, 0, rows_per_rank, job.shape, readers.ranks)
-    while planned := list(itertools.islice(tasks, _SEGMENT_TASKS)):
-        with _scheduling(readers.share):
+    tasks_left = read_tasks(job.partition, 0, rows_per_rank, job.shape, readers.ranks)
+    while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
+        # A set takes from the context where its tasks run. A block that is made on its ranks' host
+        # crosses no network; where there is one server alone, Ray Data spreads the tasks.
+        current = DataContext.get_current()
+        plain = current.scheduling_strategy
+        if share < 1:
+            current.scheduling_strategy = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
+            )
+        try:
             dataset = ray.data.read_datasource(
                 _BlockSource(readers.name, job_ref, planned),
-                num_cpus=job.spec.num_cpus,
-                concurrency=_most_tasks(job, readers.share),
+                num_cpus=spec.num_cpus,
+                concurrency=most_tasks,
                 override_num_blocks=1,
             )
-        _configure(dataset.context, job.spec, readers.share)
+        finally:
+            current.scheduling_strategy = plain
+        context = dataset.context
+        # Ray Data's output buffer joins what is below this size, and slices what is above, by whole
+        # rows. A block of ours is one row: it is neither joined nor sliced, and is emitted at once.
+        context.target_max_block_size = 1
+        limits = ExecutionResources.inf()
+        if most_bytes is not None:
+            limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
+        context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
+        context.enable_progress_bars = False
+        context.custom_execution_callback_classes = [PauseWhileFull]
         block_ranks = [rank for task in planned for rank in task.ranks]
         next_at = 0  # two sets under way would take twice the object store of one
-        if job.spec.object_store_mib is None:
-            last = sum(len(task.ranks) for task in planned[-most:])
+        if most_bytes is None:
+            last = sum(len(task.ranks) for task in planned[-last_tasks:])
             next_at = min(last, len(block_ranks) - 1)
         yield Segment(dataset, block_ranks, next_at)
 
@@ -144,38 +172,6 @@ def reading_tasks(spec: StreamSpec, share: float = 1.0) -> int:
     return max(1, min(int(cpus / spec.num_cpus), int(most), _WARM_WORKERS))
 
 
-@contextlib.contextmanager
-def _scheduling(share: float) -> Iterator[None]:
-    """Where the tasks of a set that is made in the block run: it takes that from the context.
-
-    A block that is made on its ranks' host crosses no network. Where there is one server alone, the
-    tasks are spread as Ray Data does it.
-    """
-    context = DataContext.get_current()
-    plain = context.scheduling_strategy
-    if share < 1:
-        context.scheduling_strategy = NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
-        )
-    try:
-        yield
-    finally:
-        context.scheduling_strategy = plain
-
-
-def _configure(context: DataContext, spec: StreamSpec, share: float) -> None:
-    # Ray Data's output buffer joins what is below this size, and slices what is above, by whole
-    # rows. A block of ours is one row: it is neither joined nor sliced, and is emitted at once.
-    context.target_max_block_size = 1
-    limits = ExecutionResources.inf()
-    if spec.object_store_mib is not None:
-        most_bytes = int(share * (spec.object_store_mib << 20))
-        limits = ExecutionResources.for_limits(object_store_memory=most_bytes)
-    context.execution_options = ExecutionOptions(preserve_order=True, resource_limits=limits)
-    context.enable_progress_bars = False
-    context.custom_execution_callback_classes = [PauseWhileFull]
-
-
 def _block_bytes(job: StreamJob) -> int:
     """Size of a full block; of encoded images, on average."""
     spec = job.spec
@@ -185,19 +181,20 @@ def _block_bytes(job: StreamJob) -> int:
     return rows * math.prod(spec.augmentation.shape)
 
 
-def _most_tasks(job: StreamJob, share: float) -> int | None:
-    """Tasks at a time: what they have ready takes at most half of their share of object store.
+class PauseWhileFull(ExecutionCallback):
+    """A callback of Ray Data, one object for each execution, called after each turn of its loop.
 
-    Ray Data counts it only once it knows the size of the blocks, and starts with as many tasks as
-    there are CPUs.
+    A turn of the loop waits for its tasks. While the buffer is full none may be started, and
+    nothing waits: the loop would take a core from training (Ray 2.60,
+    `streaming_executor_state.process_completed_tasks`).
     """
-    spec = job.spec
-    most = max(1, int(share * spec.concurrency)) if spec.concurrency else None
-    if spec.object_store_mib is None:
-        return most
-    ready = _BLOCKS_READY * _block_bytes(job)
-    tasks = max(1, int(share * (spec.object_store_mib << 20)) // 2 // ready)
-    return min(tasks, most or tasks)
+
+    def on_execution_step(self, executor: Any) -> None:
+        """Wait if the next turn would not, and there is one."""
+        operators = executor._topology
+        has_tasks = any(op.num_active_tasks() for op in operators)
+        if not has_tasks and not all(op.has_completed() for op in operators):
+            time.sleep(PAUSE_S)
 
 
 @ray.remote
@@ -250,31 +247,12 @@ class _BlockSource(Datasource):
 _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
 
 
-class _Reader:
-    """What a process keeps of a stream between tasks."""
-
-    def __init__(self, job: StreamJob, name: str) -> None:
-        # A task has one core; the threads of OpenCV's pool would only spin beside it.
-        cv2.setNumThreads(0)
-        self.batches = BatchReader(job)
-        self.limit = BadRowLimit(name, job.spec.num_images, job.spec.max_bad_fraction)
-        self.is_encoded = job.is_encoded
-
-
 _STREAMS_HELD: Final = 2
-_READERS: Final[OrderedDict[str, _Reader]] = OrderedDict()
-"""Of the streams that this process last worked for: training, and an evaluation beside it."""
+_READERS: Final[dict[str, tuple[BatchReader, BadRowLimit]]] = {}
+"""Of the streams that this process last worked for: training, and an evaluation beside it.
 
-
-def _reader_of(name: str, job_ref: Any) -> _Reader:
-    """The job itself is fetched once: it holds the manifest, and is the same for all servers."""
-    if name not in _READERS:
-        # no limit: the driver has put it there before the task began
-        _READERS[name] = _Reader(ray.get(job_ref), name)
-        if len(_READERS) > _STREAMS_HELD:
-            _READERS.popitem(last=False)
-    _READERS.move_to_end(name)
-    return _READERS[name]
+The job itself is fetched once: it holds the manifest, and is the same for all servers.
+"""
 
 
 @dataclass(frozen=True)
@@ -284,8 +262,17 @@ class _Blocks:
     task: BlockTask
 
     def __call__(self) -> Iterator[Block]:
-        reader = _reader_of(self.name, self.job_ref)
+        if self.name not in _READERS:
+            # A task has one core; the threads of OpenCV's pool would only spin beside it.
+            cv2.setNumThreads(0)
+            # no limit: the driver has put it there before the task began
+            job: StreamJob = ray.get(self.job_ref)
+            limit = BadRowLimit(self.name, job.spec.num_images, job.spec.max_bad_fraction)
+            _READERS[self.name] = BatchReader(job), limit
+            if len(_READERS) > _STREAMS_HELD:
+                del _READERS[next(iter(_READERS))]
+        reader, limit = _READERS[self.name] = _READERS.pop(self.name)
         for rank, first, last in self.task.blocks():
-            batch, bad = reader.batches.batch(rank, first, last)
-            reader.limit.note(bad)
-            yield packed(batch) if reader.is_encoded else as_one_row(batch)
+            batch, bad = reader.batch(rank, first, last)
+            limit.note(bad)
+            yield packed(batch) if "encoded" in batch else as_one_row(batch)

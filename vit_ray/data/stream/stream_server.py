@@ -124,25 +124,22 @@ class DealtBlocks:
         mine = self._ready[rank]
         while not mine:
             with self._lock:
-                if not mine and not self._deal():
+                if mine:
+                    break
+                if self._error is not None:
+                    raise self._error  # to every rank: a stream that failed has not ended
+                try:
+                    found = next(self._blocks, None)
+                except BaseException as error:
+                    self._error = error
+                    raise
+                if self._is_closed:
+                    self._blocks.close()
+                if found is None or self._is_closed:
                     return None
+                self._ready[found.rank].append(found.block)
         self._num_taken[rank] += 1
         return mine.popleft()
-
-    def _deal(self) -> bool:
-        if self._error is not None:
-            raise self._error  # to every rank: a stream that failed has not ended
-        try:
-            found = next(self._blocks, None)
-        except BaseException as error:
-            self._error = error
-            raise
-        if self._is_closed:
-            self._blocks.close()
-        if found is None or self._is_closed:
-            return False
-        self._ready[found.rank].append(found.block)
-        return True
 
     def close(self) -> None:
         """Stop reading, at the latest with the block that is being waited for."""
@@ -157,26 +154,23 @@ def blocks_of(segments: Iterator[Segment]) -> Generator[RankBlock, None, None]:
 
     Closing it drops the executions under way, which ends their tasks.
     """
+
+    def start_next() -> tuple[Segment, Iterator[Any]] | None:
+        """Plan and execute a set, whose execution ends when the iterator is dropped."""
+        if (segment := next(segments, None)) is None:
+            return None
+        bundles = segment.dataset.iter_internal_ref_bundles()
+        return segment, (entry for bundle in bundles for entry in bundle.blocks)
+
     with ThreadPoolExecutor(1, "segments") as planner:
-        started = planner.submit(_start_next, segments)
+        started = planner.submit(start_next)
         while (found := started.result()) is not None:  # no limit: planning reads nothing
-            segment, blocks = found
+            segment, entries = found
             left = range(len(segment.ranks) - 1, -1, -1)
-            for rank, (block, size), num_left in zip(segment.ranks, blocks, left, strict=True):
+            for rank, entry, num_left in zip(segment.ranks, entries, left, strict=True):
                 if num_left == segment.next_at:
-                    started = planner.submit(_start_next, segments)
-                yield RankBlock(rank, block, size)
-
-
-def _start_next(
-    segments: Iterator[Segment],
-) -> tuple[Segment, Iterator[tuple[ray.ObjectRef[Block], int]]] | None:
-    """Plan and execute the next of them; what it gives ends the execution when it is dropped."""
-    segment = next(segments, None)
-    if segment is None:
-        return None
-    entries = (e for one in segment.dataset.iter_internal_ref_bundles() for e in one.blocks)
-    return segment, ((entry.ref, entry.metadata.size_bytes or 0) for entry in entries)
+                    started = planner.submit(start_next)
+                yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
 
 
 class KeptBlocks:
@@ -208,12 +202,9 @@ class KeptBlocks:
                 else:
                     reading.clear()
                 yield block
-        if size <= self._most_bytes:
-            self._keep(key, reading)
-
-    def _keep(self, key: bytes, reading: list[RankBlock]) -> None:
         with self._lock:
-            self._readings[key] = reading
+            if size <= self._most_bytes:
+                self._readings[key] = reading
             while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
                 self._readings.popitem(last=False)
 
@@ -245,7 +236,16 @@ class StreamServer:
         The first call for a pass starts reading it, and ends the passes that it replaces. Later
         calls give its name alone, which costs the server less.
         """
-        block = self._blocks(one).next_block(rank, index)
+        name = one.name if isinstance(one, Pass) else one
+        with self._lock:
+            if name not in self._open:
+                if not isinstance(one, Pass):
+                    raise StreamLostError(f"{name} has ended here: another one has replaced it")
+                for other in [open_one for open_one in self._open if name.replaces(open_one)]:
+                    self._open.pop(other).close()
+                self._open[name] = DealtBlocks(self._read(one), one.ranks)
+            blocks = self._open[name]
+        block = blocks.next_block(rank, index)
         return [] if block is None else [block]
 
     def close(self) -> None:
@@ -255,58 +255,33 @@ class StreamServer:
                 blocks.close()
             self._open = {}
 
-    def _blocks(self, one: Pass | PassName) -> DealtBlocks:
-        name = one.name if isinstance(one, Pass) else one
-        with self._lock:
-            if name not in self._open:
-                if not isinstance(one, Pass):
-                    raise StreamLostError(f"{name} has ended here: another one has replaced it")
-                for other in [open_one for open_one in self._open if name.replaces(open_one)]:
-                    self._open.pop(other).close()
-                self._open[name] = DealtBlocks(self._read(one), one.ranks)
-            return self._open[name]
-
     def _read(self, one: Pass) -> Generator[RankBlock, None, None]:
         # no limit: the driver has put it there before the stream began
         spec = ray.get(one.specs)[one.name.stream]
         size = one.batch_size_per_rank
         readers = HostRanks("/".join(map(str, one.name)), one.ranks, one.world_size)
         give_datasets(readers.share, one.world_size * self._cpus_per_rank)
-        if one.name.stream == "train":
-            self._warm_up(spec, readers)
-            segments = training_segments(
-                spec, readers, batch_size_per_rank=size, start=one.start, stop=one.stop
-            )
-            return blocks_of(segments)
 
         def read() -> Generator[RankBlock, None, None]:
-            self._warm_up(spec, readers)
-            segments = evaluation_segments(spec, readers, batch_size=size, start=one.start)
+            if self._warms_up:
+                warm_up(spec, readers.share)
+            if one.name.stream != "train":
+                segments = evaluation_segments(spec, readers, batch_size=size, start=one.start)
+            else:
+                segments = training_segments(
+                    spec, readers, batch_size_per_rank=size, start=one.start, stop=one.stop
+                )
             return blocks_of(segments)
 
-        if spec.object_store_mib is not None or not _is_one_node():
+        # Where there are more nodes, blocks may be lost with one, and a worker group go on.
+        is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]
+        if one.name.stream == "train" or spec.object_store_mib is not None or not is_one_node:
             return read()
-        return self._kept.blocks(_reading_key(one, spec), read)
-
-    def _warm_up(self, spec: StreamSpec, readers: HostRanks) -> None:
-        if self._warms_up:
-            warm_up(spec, readers.share)
-
-
-def _reading_key(one: Pass, spec: StreamSpec) -> bytes:
-    """Equal for evaluations of the same blocks by the same start of a worker group."""
-    workers = one.name.group.partition(" ")[0]
-    facts = (
-        spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
-    )  # fmt: skip
-    ranks = one.ranks, one.world_size
-    how = (workers, ranks, one.batch_size_per_rank, one.start, spec.gives_keys)
-    return hashlib.sha256(pickle.dumps((facts, how))).digest()
-
-
-def _is_one_node() -> bool:
-    """Where there are more, blocks may be lost with one of them, and a worker group go on."""
-    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]
+        # Equal for evaluations of the same blocks by the same start of a worker group.
+        workers = one.name.group.partition(" ")[0]
+        what = spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
+        how = workers, one.ranks, one.world_size, size, one.start, spec.gives_keys
+        return self._kept.blocks(hashlib.sha256(pickle.dumps((what, how))).digest(), read)
 
 
 def _most_kept_bytes() -> float:

@@ -15,7 +15,7 @@ VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 # Each takes a tenth of a second or more to import.
 HEAVY = {
     "alembic", "botocore", "cv2", "deepspeed", "fastapi", "matplotlib", "mlflow", "pandas",
-    "pyarrow", "ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "rich", "s3fs",
+    "pyarrow", "ray", "ray.data", "ray.train", "ray.train.torch", "ray.tune", "rich",
     "scipy", "sklearn", "sqlalchemy", "tensorboardX", "torch", "torch._inductor.lowering",
     "transformers",
 }  # fmt: skip

@@ -194,7 +194,12 @@ def _acquire(folder: Location) -> tuple[int, Owner]:
         number = before.number + 1 if before else 1
         if _create(folder, number, mine, looked_s):
             if max(_numbers(folder)) == number:
-                _delete_older(folder, number)
+                try:
+                    for older in _numbers(folder):
+                        if older < number:
+                            _file(folder, older).delete()
+                except OSError as error:  # the next holder deletes them
+                    logger.info("old lock files of %s could not be deleted: %s", folder.uri, error)
                 return number, mine
             # It was free again: others have held it and a later one since it was looked at.
             _file(folder, number).delete()
@@ -228,20 +233,13 @@ def _create(folder: Location, number: int, mine: Owner, looked_s: float) -> bool
     if creation is Creation.EXISTS:
         # A create whose answer was lost on the way, and which was sent again, meets itself.
         return _read(folder, number).token == mine.token
-    if creation is Creation.NOT_EXCLUSIVE:
-        return _has_settled(folder, number, mine, looked_s)
-    return True
-
-
-def _has_settled(folder: Location, number: int, mine: Owner, looked_s: float) -> bool:
-    """Whether, of all who wrote the file after they saw that it was free, this was the last.
-
-    Everybody's writing is done within half of the time that everybody waits, or is taken back.
-    """
+    if creation is Creation.CREATED:
+        return True
+    # Of all who wrote the file after they saw that it was free, the last one holds it. Everybody's
+    # writing is done within half of the time that everybody waits, or is taken back.
     _warn_of_store()
-    is_slow = time.monotonic() - looked_s > SETTLE_S / 2
-    if is_slow:
-        _file(folder, number).write(_content(replace(mine, is_released=True)))
+    if time.monotonic() - looked_s > SETTLE_S / 2:
+        file.write(_content(replace(mine, is_released=True)))
         return False
     time.sleep(SETTLE_S)
     return _read(folder, number).token == mine.token
@@ -279,11 +277,7 @@ def _keep(
             if not has_warned:
                 logger.warning("the lock of %s cannot be renewed: %s", folder.uri, error)
             has_warned = True
-    _release(folder, number, mine)
-
-
-def _release(folder: Location, number: int, mine: Owner) -> None:
-    """Say so in the file, which stays: its number is never used again."""
+    # Said in the file, which stays: its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
             _file(folder, number).write(_content(replace(mine, is_released=True)))
@@ -292,9 +286,8 @@ def _release(folder: Location, number: int, mine: Owner) -> None:
 
 
 def _numbers(folder: Location) -> list[int]:
-    names = [info.base_name for info in folder.list_files(recursive=False)]
-    matches = [_FILE.fullmatch(name) for name in names]
-    return [int(match[1]) for match in matches if match]
+    found = (_FILE.fullmatch(info.base_name) for info in folder.list_files(recursive=False))
+    return [int(match[1]) for match in found if match]
 
 
 def _newest(folder: Location) -> _Held | None:
@@ -333,34 +326,20 @@ def _file(folder: Location, number: int) -> Location:
     return folder.child(f"lock-{number:08d}.json")
 
 
-def _delete_older(folder: Location, number: int) -> None:
-    try:
-        for older in _numbers(folder):
-            if older < number:
-                _file(folder, older).delete()
-    except OSError as error:  # the next holder deletes them
-        logger.info("old lock files of %s could not be deleted: %s", folder.uri, error)
-
-
 def _started(pid: int) -> str | None:
     """Empty if there is no such process; None if it is hidden."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return None if _is_hidden(pid) else ""
+        try:
+            os.kill(pid, 0)
+        except PermissionError:  # there, of another user whose /proc is not shown (hidepid)
+            return None
+        except ProcessLookupError:
+            pass
+        return ""
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, and not yet reaped
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether the process is there, of another user whose /proc is not shown (hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return False
 
 
 def _pids() -> str:

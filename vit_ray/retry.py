@@ -108,7 +108,8 @@ def with_retries(
         except OSError as error:
             if hasattr(error, _GIVEN_UP):
                 raise
-            delay_s = _delay_s(policy, attempt)
+            delay_s = min(policy.max_delay_s, policy.first_delay_s * 2.0 ** (attempt - 1))
+            delay_s *= random.uniform(0.5, 1.5)
             is_last = attempt >= _allowed_attempts(error, policy)
             if is_last or clock() - start_s + delay_s > policy.budget_s:
                 error.add_note(f"{what} failed after {attempt} attempts.")
@@ -158,8 +159,3 @@ def _allowed_attempts(error: OSError, policy: RetryPolicy) -> int:
         return min(policy.denied_attempts, policy.attempts)
     is_tried = policy.tries_every_error or is_transient(error)
     return policy.attempts if is_tried else 1
-
-
-def _delay_s(policy: RetryPolicy, attempt: int) -> float:
-    delay_s = min(policy.max_delay_s, policy.first_delay_s * 2.0 ** (attempt - 1))
-    return delay_s * random.uniform(0.5, 1.5)

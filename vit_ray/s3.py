@@ -75,12 +75,10 @@ def put_if_none(path: str, content: bytes) -> bool:
     return True
 
 
-def delete(path: str) -> None:
-    """Delete `bucket/key` and every key below it; nothing if there is none."""
-    _delete_keys(path, [path.partition("/")[2], *(found.key for found in list_objects(path))])
-
-
-def _delete_keys(path: str, keys: list[str]) -> None:
+def delete(path: str, keys: list[str] | None = None) -> None:
+    """Delete `bucket/key` and every key below it, or some keys; nothing if there is none."""
+    if keys is None:
+        keys = [path.partition("/")[2], *(found.key for found in list_objects(path))]
     for first in range(0, len(keys), _DELETES_AT_ONCE):
         objects = [{"Key": key} for key in keys[first : first + _DELETES_AT_ONCE]]
         answer = _request("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
@@ -96,14 +94,13 @@ def move(path: str, target: str) -> None:
         OSError: what could not be copied is still where it was.
     """
     sizes = {found.key: found.size for found in list_objects(path)}
-    root, new_root = path.partition("/")[2], target.partition("/")[2]
-    bucket = path.partition("/")[0]
+    (bucket, _, root), new_root = path.partition("/"), target.partition("/")[2]
     for key, size in sizes.items():
         _copy(bucket, key, new_root + key.removeprefix(root), size)
     copied = {root + f.key.removeprefix(new_root): f.size for f in list_objects(target)}
     if not sizes.items() <= copied.items():
         raise OSError(f"{path} could not be copied to {target}; it stays as it is")
-    _delete_keys(path, list(sizes))  # and nothing that has come since
+    delete(path, list(sizes))  # and nothing that has come since
 
 
 def _copy(bucket: str, key: str, new_key: str, size: int) -> None:
@@ -193,7 +190,8 @@ class Upload(io.RawIOBase):
         self._position += len(view)
         taken = 0
         while taken < len(view):
-            size = self._part_bytes()
+            count = len(self._parts) + len(self._pending)
+            size = _PART_BYTES << (count // _PARTS_OF_A_SIZE)
             piece = view[taken : taken + size - len(self._buffer)]
             self._buffer += piece
             taken += len(piece)
@@ -224,7 +222,9 @@ class Upload(io.RawIOBase):
         if not self._upload_id:
             return
         try:
-            with_retries(lambda: self._multipart("abort"), f"giving up {self._path}")
+            with_retries(
+                lambda: self._multipart("abort_multipart_upload"), f"giving up {self._path}"
+            )
         except OSError as error:
             logger.warning(
                 "%s: parts of the unfinished upload %s stay in the bucket (%s); delete them by "
@@ -237,43 +237,37 @@ class Upload(io.RawIOBase):
     def copy_part(self, source: dict[str, str], first: int, byte_count: int) -> None:
         """The next part is these bytes of an object of this bucket."""
         self._start_upload()
-        number = len(self._parts) + 1
-        values = {
-            "CopySource": source,
-            "CopySourceRange": f"bytes={first}-{first + byte_count - 1}",
-        }
+        number, last = len(self._parts) + 1, first + byte_count - 1
+        values = {"CopySource": source, "CopySourceRange": f"bytes={first}-{last}"}
         answer = with_retries(
-            lambda: self._multipart("copy", PartNumber=number, **values), f"copying {self._path}"
+            lambda: self._multipart("upload_part_copy", PartNumber=number, **values),
+            f"copying {self._path}",
         )
         self._parts.append({"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]})
         self._position += byte_count
 
     def _complete(self) -> None:
         try:
-            self._multipart("complete", MultipartUpload={"Parts": self._parts})
+            self._multipart("complete_multipart_upload", MultipartUpload={"Parts": self._parts})
         except FileNotFoundError:  # done before, by a request whose answer was lost
             head = _request("head_object", self._path)
             if head["ContentLength"] != self._position:
                 raise
-
-    def _part_bytes(self) -> int:
-        count = len(self._parts) + len(self._pending)
-        return _PART_BYTES << (count // _PARTS_OF_A_SIZE)
 
     def _send_part(self) -> None:
         self._start_upload()
         self._collect(_UPLOADS_AT_ONCE - 1)
         number = len(self._parts) + len(self._pending) + 1
         body, self._buffer = bytes(self._buffer), bytearray()
-        sending = self._threads.submit(copy_context().run, self._put_part, number, body)
-        self._pending.append(sending)
 
-    def _put_part(self, number: int, body: bytes) -> dict[str, Any]:
-        answer = with_retries(
-            lambda: self._multipart("part", PartNumber=number, Body=body),
-            f"writing part {number} of {self._path}",
-        )
-        return {"PartNumber": number, "ETag": answer["ETag"]}
+        def put_part() -> dict[str, Any]:
+            answer = with_retries(
+                lambda: self._multipart("upload_part", PartNumber=number, Body=body),
+                f"writing part {number} of {self._path}",
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        self._pending.append(self._threads.submit(copy_context().run, put_part))
 
     def _collect(self, most_pending: int) -> None:
         while len(self._pending) > most_pending:
@@ -288,15 +282,9 @@ class Upload(io.RawIOBase):
             self._upload_id = answer["UploadId"]
 
     def _multipart(self, operation: str, **values: Any) -> Any:
-        return _request(_MULTIPART[operation], self._path, UploadId=self._upload_id, **values)
+        return _request(operation, self._path, UploadId=self._upload_id, **values)
 
 
-_MULTIPART: Final = {
-    "part": "upload_part",
-    "copy": "upload_part_copy",
-    "complete": "complete_multipart_upload",
-    "abort": "abort_multipart_upload",
-}
 _WHOLE_BUCKET: Final = {"list_objects_v2", "delete_objects"}
 
 
@@ -304,14 +292,11 @@ def _request(operation: str, path: str, **values: Any) -> Any:
     bucket, _, key = path.partition("/")
     where = {"Bucket": bucket} if operation in _WHOLE_BUCKET else {"Bucket": bucket, "Key": key}
     if "Body" in values:
-        values["ContentMD5"] = _content_md5(values["Body"])
+        # By this checksum every store rejects corrupted content; not all support newer ones.
+        digest = hashlib.md5(values["Body"], usedforsecurity=False).digest()
+        values["ContentMD5"] = base64.b64encode(digest).decode()
     with _as_os_errors(path):
         return getattr(client(), operation)(**where, **values)
-
-
-def _content_md5(body: bytes) -> str:
-    """Checksum by which every store rejects corrupted content; not all support newer ones."""
-    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow
 from pyarrow import fs
@@ -80,67 +80,93 @@ class Location:
 
     def read_twice(self) -> list[bytes]:
         """The whole file, asked for twice by one opening, which on S3 is a request too."""
-        return with_retries(self._read_twice_once, f"reading {self.path}")
+
+        def read_once() -> list[bytes]:
+            with self.filesystem.open_input_file(self.path) as file:
+                return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
+
+        return with_retries(read_once, f"reading {self.path}")
 
     def read_range(self, offset: int, length: int) -> bytes:
         """Some bytes of the file."""
-        return with_retries(lambda: self._read_range_once(offset, length), f"reading {self.path}")
+
+        def read_once() -> bytes:
+            with self.filesystem.open_input_file(self.path) as file:
+                return bytes(file.read_at(length, offset))
+
+        return with_retries(read_once, f"reading {self.path}")
 
     def _read_once(self) -> bytes:
         with self.filesystem.open_input_stream(self.path) as stream:
             return bytes(stream.read())
 
-    def _read_twice_once(self) -> list[bytes]:
-        with self.filesystem.open_input_file(self.path) as file:
-            return [bytes(file.read_at(file.size(), 0)) for _ in range(2)]
-
-    def _read_range_once(self, offset: int, length: int) -> bytes:
-        with self.filesystem.open_input_file(self.path) as file:
-            return bytes(file.read_at(length, offset))
-
     def write(self, content: bytes) -> None:
         """Write a file so that no reader ever sees half of it."""
-        with_retries(lambda: self._write_once(content), f"writing {self.path}")
 
-    def _write_once(self, content: bytes) -> None:
-        with (
-            self.atomic_output() as target,
-            closed_after(target.filesystem.open_output_stream(target.path)) as stream,
-        ):
-            stream.write(content)
+        def write_once() -> None:
+            with (
+                self.atomic_output() as target,
+                closed_after(target.filesystem.open_output_stream(target.path)) as stream,
+            ):
+                stream.write(content)
+
+        with_retries(write_once, f"writing {self.path}")
 
     def create(self, content: bytes) -> "Creation":
         """Write a small file if there is none of this name; of several that try, one succeeds.
 
         A reader on a disk may see it before its content is there.
         """
-        once = self._create_once if self.is_local else self._put_new
-        return with_retries(lambda: once(content), f"creating {self.path}")
 
-    def _create_once(self, content: bytes) -> "Creation":
+        def create_once() -> Creation:
+            if not self.is_local:
+                # By a PUT that must not replace; made twice, to see whether the store honours it.
+                if not s3.put_if_none(self.path, content):
+                    return Creation.EXISTS
+                is_exclusive = not s3.put_if_none(self.path, content)
+                return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
+            folder = os.path.dirname(self.path)
+            os.makedirs(folder, exist_ok=True)
+            try:
+                file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            except FileExistsError:
+                return Creation.EXISTS
+            with os.fdopen(file, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            _sync_folder(folder)
+            return Creation.CREATED
+
+        return with_retries(create_once, f"creating {self.path}")
+
+    @contextlib.contextmanager
+    def atomic_output(self) -> Iterator["Location"]:
+        """A place to write to that becomes this file when the block ends without an error.
+
+        A file of another name, on the disk before it takes its own; on S3 an upload that is
+        published at the end, and given up with all its parts if the block raises.
+        """
+        if not self.is_local:
+            upload = s3.Upload(self.path)
+            try:
+                yield Location(fs.PyFileSystem(_OneUpload(upload)), self.path)
+                upload.publish()
+            except BaseException:
+                upload.abort()
+                raise
+            return
         folder = os.path.dirname(self.path)
         os.makedirs(folder, exist_ok=True)
+        target = f"{self.path}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return Creation.EXISTS
-        with os.fdopen(file, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync_folder(folder)
-        return Creation.CREATED
-
-    def _put_new(self, content: bytes) -> "Creation":
-        """By a PUT that must not replace; made twice, to see whether the store honours it."""
-        if not s3.put_if_none(self.path, content):
-            return Creation.EXISTS
-        is_exclusive = not s3.put_if_none(self.path, content)
-        return Creation.CREATED if is_exclusive else Creation.NOT_EXCLUSIVE
-
-    def atomic_output(self) -> "AtomicOutput":
-        """A context whose target becomes this file when the block ends without an error."""
-        return AtomicOutput(self)
+            yield Location(self.filesystem, target)
+            _sync_file(target)
+            os.replace(target, self.path)
+            _sync_folder(folder)
+        finally:
+            with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
+                os.remove(target)
 
     def list_files(self, *, recursive: bool = True) -> list[fs.FileInfo]:
         """All files below this folder, or directly in it, sorted by path."""
@@ -169,17 +195,17 @@ class Location:
         On S3 keys and nothing else: pyarrow writes and deletes folder markers besides, which some
         servers take for files (rclone 1.75).
         """
-        with_retries(self._delete_once, f"deleting {self.path}")
 
-    def _delete_once(self) -> None:
-        if not self.is_local:
-            s3.delete(self.path)
-            return
-        with contextlib.suppress(FileNotFoundError):  # somebody else deletes it, too
-            if os.path.isdir(self.path):
-                shutil.rmtree(self.path)
-            else:
-                Path(self.path).unlink()
+        def delete_once() -> None:
+            with contextlib.suppress(FileNotFoundError):  # somebody else deletes it, too
+                if not self.is_local:
+                    s3.delete(self.path)
+                elif os.path.isdir(self.path):
+                    shutil.rmtree(self.path)
+                else:
+                    os.unlink(self.path)
+
+        with_retries(delete_once, f"deleting {self.path}")
 
     def move_to(self, target: "Location") -> None:
         """Give this folder another name on the same file system.
@@ -206,57 +232,7 @@ class Location:
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
 
-class AtomicOutput:
-    """A place to write to that becomes the destination when the block ends without an error.
-
-    A file beside the destination, on the disk before it takes the name; on S3 an upload that is
-    published at the end, and given up with all its parts if the block raises.
-    """
-
-    def __init__(self, destination: Location) -> None:
-        self._destination = destination
-        self._upload: s3.Upload | None = None
-        self._target = Location(
-            destination.filesystem, f"{destination.path}.{uuid.uuid4().hex[:8]}.tmp"
-        )
-
-    def __enter__(self) -> Location:
-        if not self._destination.is_local:
-            self._upload = s3.Upload(self._destination.path)
-            return Location(fs.PyFileSystem(_OneUpload(self._upload)), self._destination.path)
-        os.makedirs(os.path.dirname(self._destination.path), exist_ok=True)
-        return self._target
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if self._upload is not None:
-            self._finish_upload(self._upload, publishes=error_type is None)
-            return
-        try:
-            if error_type is None:
-                _sync_file(self._target.path)
-                os.replace(self._target.path, self._destination.path)
-                _sync_folder(os.path.dirname(self._destination.path))
-        finally:
-            with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
-                os.remove(self._target.path)
-
-    def _finish_upload(self, upload: s3.Upload, *, publishes: bool) -> None:
-        try:
-            if publishes:
-                upload.publish()
-        except BaseException:
-            publishes = False
-            raise
-        finally:
-            if not publishes:
-                upload.abort()
-
-
-class _Closable(Protocol):
-    def close(self) -> object: ...
-
-
-Resource = TypeVar("Resource", bound=_Closable)
+Resource = TypeVar("Resource", bound=Any)
 
 
 @contextlib.contextmanager
@@ -278,9 +254,9 @@ class _OneUpload(fs.FSSpecHandler):
     """A file system in which everything that is opened for writing is one upload."""
 
     def __init__(self, upload: s3.Upload) -> None:
-        from s3fs import S3FileSystem
+        import fsspec  # only writers need it
 
-        super().__init__(S3FileSystem(**_s3fs_options()))
+        super().__init__(fsspec.filesystem("memory"))  # in which nothing is ever put
         self._upload = upload
 
     def open_output_stream(self, path: str, metadata: object) -> pyarrow.PythonFile:
@@ -332,18 +308,18 @@ def locate(path: str) -> Location:
     """
     if path.startswith("s3://"):
         if not path.split("/")[2]:
-            raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder.")
+            raise ValueError(f"{path!r} names no bucket; give s3://bucket/folder")
         if is_placeholder(path):
             raise ValueError(
                 f"{path!r} is a placeholder of a shipped recipe: give the key that has it "
-                "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one."
+                "(`--dry-run` shows which) a folder of yours, s3://my-bucket/folder or a local one"
             )
         # A secret may itself have a slash in it, so that its @ comes later.
         if set("@:") & set(path.split("/")[2]):
             raise ValueError(
                 "an s3:// address has an @ or a : in its bucket; credentials come from the "
                 "environment only: give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its "
-                "secret."
+                "secret"
             )
         return Location(_s3(), path.removeprefix("s3://").rstrip("/"))
     if path.startswith(("gs://", "gcs://")):
@@ -351,20 +327,15 @@ def locate(path: str) -> Location:
             "a gs:// address is not served; Google's storage answers to S3, too: give "
             "s3://bucket/folder, and set AWS_ENDPOINT_URL=https://storage.googleapis.com, "
             "AWS_REQUEST_CHECKSUM_CALCULATION=when_required, and an HMAC key as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if "://" in path and not path.startswith("file://"):
         raise ValueError(
             f"an address with the scheme {path.partition('://')[0]!r} has a scheme that is not "
-            "served; use a local path or s3://bucket/folder."
+            "served; use a local path or s3://bucket/folder"
         )
     local = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
     return Location(fs.LocalFileSystem(), local)
-
-
-def _s3fs_options() -> dict[str, Any]:
-    region = {"region_name": s3.region()} if s3.region() else {}
-    return {"use_listings_cache": False, "client_kwargs": region}
 
 
 @lru_cache(maxsize=1)

@@ -33,12 +33,15 @@ GPUS_PER_SERVER = 8
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the data make of a recipe, and its work."""
+    """What the data make of a recipe, and its work.
+
+    Attributes:
+        source: where the two counts are from.
+    """
 
     num_images: int
     num_classes: int
     source: str
-    """Where the two counts are from."""
     total_steps: int
     forward_macs: int
     exaflops: float
@@ -141,13 +144,16 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One ZeRO stage on the cluster."""
+    """One ZeRO stage on the cluster.
+
+    Attributes:
+        largest_micro_batch: None: not even one image fits.
+        micro_batch: the recipe's, or the largest; 1 where none fits.
+    """
 
     stage: int
     largest_micro_batch: int | None
-    """None: not even one image fits."""
     micro_batch: int
-    """The recipe's, or the largest; 1 where none fits."""
     memory: MemoryEstimate
     traffic: Traffic
     time: StepTime

@@ -14,16 +14,19 @@ import torch
 
 @dataclass(frozen=True)
 class AccuracySums:
-    """Weighted sums over images; `AccuracySums()` is the empty sum."""
+    """Weighted sums over images; `AccuracySums()` is the empty sum.
+
+    Attributes:
+        top1: weight of images whose best-scored class is right.
+        top5: weight of images with a right class among the five best-scored.
+        loss: sum of weight x loss.
+        images: weight of the images that counted.
+    """
 
     top1: float = 0.0
-    """Weight of images whose best-scored class is right."""
     top5: float = 0.0
-    """Weight of images with a right class among the five best-scored."""
     loss: float = 0.0
-    """Sum of weight x loss."""
     images: float = 0.0
-    """Weight of the images that counted."""
 
     @classmethod
     def of_batch(

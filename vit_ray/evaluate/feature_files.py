@@ -28,15 +28,18 @@ _NAME: Final = re.compile(r"features-(\d{12})-(\d{12})-(\d{5})-of-(\d{5})\.parqu
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Some images: columns of equal length."""
+    """Some images: columns of equal length.
+
+    Attributes:
+        features: (n, D).
+        logits: (n, K); None where they are not kept.
+    """
 
     keys: Sequence[str]
     labels: NDArray[np.integer]
     samples: NDArray[np.int64]
     features: NDArray[np.float32]
-    """(n, D)."""
     logits: NDArray[np.float32] | None
-    """(n, K); None where they are not kept."""
 
 
 def part_name(first: int, last: int, rank: int, world_size: int) -> str:

@@ -45,18 +45,21 @@ _WORDNET_ID: Final = re.compile(r"n\d{8}\b")
 
 @dataclass(frozen=True)
 class Answers:
-    """What counts as right; labels stand for places in `classes`."""
+    """What counts as right; labels stand for places in `classes`.
+
+    Attributes:
+        classes: names of the classes that compete, in the order in which their logits are compared.
+        num_outputs: of the model.
+        competing: the model's outputs that compete; None for all.
+        by_sample: (images, L), padded with -1: right classes by sample number.
+        by_class: (classes of the set, L), padded with -1: right classes by the set's own label.
+    """
 
     classes: tuple[str, ...]
-    """Names of the classes that compete, in the order in which their logits are compared."""
     num_outputs: int
-    """Of the model."""
     competing: NDArray[np.int64] | None = None
-    """The model's outputs that compete; None for all."""
     by_sample: Int32Array | None = None
-    """(images, L), padded with -1: right classes by sample number."""
     by_class: Int32Array | None = None
-    """(classes of the set, L), padded with -1: right classes by the set's own label."""
 
     def of_batch(self, labels: Int32Array, samples: NDArray[np.int64]) -> Int32Array:
         """Right classes of a batch, int32 (B, L) padded with -1.

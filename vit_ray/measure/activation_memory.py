@@ -39,19 +39,13 @@ class ActivationMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation and count what it allocated."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+            if isinstance(leaf, Tensor) and (key := _storage_key(leaf)) not in self._known:
+                storage = leaf.untyped_storage()
+                self._known.add(key)
+                self.current += storage.nbytes()
+                self.peak = max(self.peak, self.current)
+                weakref.finalize(storage, self._forget, key, storage.nbytes())
         return result
-
-    def _count(self, tensor: Tensor) -> None:
-        key = _storage_key(tensor)
-        if key in self._known:
-            return
-        storage = tensor.untyped_storage()
-        self._known.add(key)
-        self.current += storage.nbytes()
-        self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._forget, key, storage.nbytes())
 
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
@@ -62,23 +56,17 @@ def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
 ) -> Tensor:
     """Flash attention; memory-efficient attention for fp32 and for a bias. Neither keeps N x N."""
+    aten = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
-        mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-        return mixed
-    mixed = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True
-    )[0]
-    return mixed
+        return aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True)[0]
 
 
 def _fused_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Keeps a mask of one byte per element, as on CUDA."""
-    if not training or p == 0.0:
-        return input
-    dropped: Tensor = torch.native_dropout(input, p, True)[0]
-    return dropped
+    return torch.native_dropout(input, p, True)[0] if training and p > 0.0 else input
 
 
 @contextlib.contextmanager
@@ -113,8 +101,7 @@ def kept_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward()
-    total: int = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    return total
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:
@@ -128,23 +115,21 @@ def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:
         forward().backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()
-    peak: int = memory.peak
-    return peak
+    return memory.peak
 
 
 def drop_gradients(weights: Iterable[Tensor]) -> list[Any]:
     """Have each gradient go as soon as it is whole; returns the hooks."""
+
+    def drop(weight: Tensor) -> None:
+        weight.grad = None
+
     return [
-        weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
         for weight in weights
         if weight.requires_grad
     ]
 
 
-def _drop_gradient(weight: Tensor) -> None:
-    weight.grad = None
-
-
 def _storage_key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return tensor.untyped_storage()._cdata

@@ -22,11 +22,6 @@ def best_key(key: str) -> str:
     return key.replace("/", BEST, 1)
 
 
-def last_key(key: str) -> str:
-    """Of a metric of an evaluation, in the last one, beside that of the best."""
-    return key.replace("/", "/last_", 1)
-
-
 def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics without those of a best evaluation."""
     return {k: v for k, v in metrics.items() if BEST not in k and k not in (STEP, EVALUATIONS)}
@@ -42,6 +37,6 @@ def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
         if BEST in key:
             plain = key.replace(BEST, "/", 1)
             if plain in metrics:
-                found[last_key(plain)] = metrics[plain]
+                found[plain.replace("/", "/last_", 1)] = metrics[plain]
             found[plain] = value
     return found

@@ -8,17 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """One accelerator.
+
+    Attributes:
+        bf16_flops: dense bf16 FLOP/s, without sparsity.
+        fp32_flops: fp32 FLOP/s as torch runs it by default (TF32 off).
+        memory_gib: device memory.
+        link_gb_per_s: GB/s (1000^3) that it sends to its neighbours in one server, one way: half of
+            the data sheet's figure, which adds both ways. NVLink, or PCIe where there is none.
+    """
 
     bf16_flops: float
-    """Dense bf16 FLOP/s, without sparsity."""
     fp32_flops: float
-    """fp32 FLOP/s as torch runs it by default (TF32 off)."""
     memory_gib: float
-    """Device memory."""
     link_gb_per_s: float
-    """GB/s (1000^3) that it sends to its neighbours in one server, one way: half of the data
-    sheet's figure, which adds both ways. NVLink, or PCIe where there is none."""
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense FLOP/s in "bf16" or "fp32"."""
+        return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
 
 # Words of the name that the driver reports -> figures, from NVIDIA's data sheets; SXM variants
@@ -61,14 +68,10 @@ def find_device(name: str) -> Device | None:
 
     Only whole words count: a GH200 is no H200, and an A1000 no A100.
     """
-    return next(
-        (device for words, device in _DEVICES.items() if re.search(rf"\b{words}\b", name)), None
-    )
+    return next((one for words, one in _DEVICES.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Dense peak in FLOP/s for "bf16" or "fp32", or None if the device is not listed."""
     device = find_device(name)
-    if device is None:
-        return None
-    return device.bf16_flops if precision == "bf16" else device.fp32_flops
+    return device.peak_flops(precision) if device else None

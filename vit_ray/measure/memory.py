@@ -4,7 +4,7 @@ Bytes per parameter follow the ZeRO paper (Rajbhandari et al., arXiv:1910.02054,
 weights 2, gradients 4 (the paper's 2 are of bf16; a step's passes are summed in fp32), fp32 master
 weights and the optimizer's moments 12 (Adam); stage 1 shards the optimizer's part over the workers,
 stage 2 the gradients too, stage 3 the weights too.
-What DeepSpeed 0.19.8 needs beside that is in `_backward_buffers` and `_step_buffers`.
+DeepSpeed 0.19.8 needs buffers in the backward pass and in the step, too.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from typing import Final
 from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
 
 GIB = 1024**3
-# One in use, one that waits for its turn, and one that waits for a place (`worker/prefetch.py`).
+# One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
 BATCHES_ON_DEVICE: Final = 3
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB per worker at the worst moment of a step."""
+    """GiB per worker at the worst moment of a step.
+
+    Attributes:
+        optimizer: fp32 master weights and moments.
+        batches: a worker's whole share of the step's images, and of those that are read ahead.
+        activations: kept by the forward pass for the backward pass.
+        buffers: temporaries of the backward pass, recomputed blocks, and DeepSpeed's own buffers.
+    """
 
     weights: float
     gradients: float
     optimizer: float
-    """fp32 master weights and moments."""
     averages: float
     batches: float
-    """A worker's whole share of the step's images, and of those that are read ahead."""
     activations: float
-    """Kept by the forward pass for the backward pass."""
     buffers: float
-    """Temporaries of the backward pass, recomputed blocks, and DeepSpeed's own buffers."""
 
     @property
     def total(self) -> float:
@@ -47,35 +50,41 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one worker."""
+    """Bytes of one micro-batch on one worker.
+
+    Attributes:
+        kept: alive when the forward pass ends.
+        peak: alive at the worst moment of forward and backward pass.
+    """
 
     kept: int
-    """Alive when the forward pass ends."""
     peak: int
-    """Alive at the worst moment of forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What decides the memory of the training state."""
+    """What decides the memory of the training state.
+
+    Attributes:
+        num_parameters: trained ones.
+        moment_bytes: that the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum.
+        num_frozen: parameters without gradient and optimizer state.
+        overlaps: reduction runs beside the backward pass, with a second bucket (on GPUs).
+        largest_parameter: elements of the largest trained parameter.
+        batch_bytes: images of one batch on a worker, as pixels.
+    """
 
     num_parameters: int
-    """Trained ones."""
     stage: int
     world_size: int
     precision: str
     moment_bytes: int
-    """That the optimizer keeps per parameter: 8 for Adam in fp32, 4 for momentum."""
     has_average: bool
     offload: bool
     num_frozen: int = 0
-    """Parameters without gradient and optimizer state."""
     overlaps: bool = True
-    """Reduction runs beside the backward pass, with a second bucket (on GPUs)."""
     largest_parameter: int = 0
-    """Elements of the largest trained parameter."""
     batch_bytes: int = 0
-    """Images of one batch on a worker, as pixels."""
 
     @property
     def weight_bytes(self) -> int:
@@ -87,10 +96,6 @@ class StateShape:
         """Sizes of the collective operations, as the engine sets them."""
         return zero_settings(self.num_parameters, self.largest_parameter)
 
-    def share(self, sharded_from: int) -> float:
-        """Share that one worker holds of what is sharded from this stage on."""
-        return 1 / self.world_size if self.stage >= sharded_from else 1.0
-
 
 def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     """Memory of the state, and of one micro-batch on top of it.
@@ -98,59 +103,31 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
     Activations are gone when gradients are unpacked for the optimizer's step, so of the two
     kinds of buffers only the larger excess counts.
     """
-    backward = _backward_buffers(shape) + activations.peak - activations.kept
-    in_step = _step_buffers(shape) - activations.kept
+    trained, stage, size = shape.num_parameters, shape.stage, shape.world_size
+    everything, sent, settings = trained + shape.num_frozen, shape.weight_bytes, shape.settings
+    # fp32 without ZeRO steps the weights themselves; everything else keeps masters apart.
+    masters = 4 if shape.precision == "bf16" or stage > 0 else 0
+    share = [1.0 if stage < sharded_from else 1 / size for sharded_from in range(4)]
+    optimizer = trained * (shape.moment_bytes + masters) * share[1]
+    if stage == 0:
+        backward = trained * sent if size > 1 else 0.0
+    elif stage < 3:  # buckets that gradients are summed in
+        held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
+        copied = held + (sent if held != sent else 0)
+        backward = settings.reduce_bucket * (held * (2 if shape.overlaps else 1) + copied)
+    else:  # and the gathered weights; a single worker computes with its shard directly
+        gathered = min(everything, settings.held + shape.largest_parameter) if size > 1 else 0
+        backward = (2 * settings.reduce_bucket + gathered) * sent
+    # Copies of a worker's share of the gradients, in fp32 to apply.
+    in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
+    # Averages are sharded under every stage (`train/ema.py`).
+    averages = 4 * trained / size if shape.has_average and not shape.offload else 0.0
     return MemoryEstimate(
-        weights=_weights(shape) / GIB,
-        gradients=_gradients(shape) / GIB,
-        optimizer=0.0 if shape.offload else _optimizer(shape) / GIB,
-        averages=_averages(shape) / GIB,
+        weights=everything * sent * share[3] / GIB,
+        gradients=trained * 4 * share[2] / GIB,
+        optimizer=0.0 if shape.offload else optimizer / GIB,
+        averages=averages / GIB,
         batches=shape.batch_bytes * BATCHES_ON_DEVICE / GIB,
         activations=activations.kept / GIB,
-        buffers=max(backward, in_step) / GIB,
+        buffers=(max(backward + activations.peak, in_step) - activations.kept) / GIB,
     )
-
-
-def _weights(shape: StateShape) -> float:
-    count = shape.num_parameters + shape.num_frozen
-    return count * shape.weight_bytes * shape.share(3)
-
-
-def _gradients(shape: StateShape) -> float:
-    return shape.num_parameters * 4 * shape.share(2)
-
-
-def _optimizer(shape: StateShape) -> float:
-    # fp32 without ZeRO steps the weights themselves; everything else keeps masters apart.
-    has_masters = shape.precision == "bf16" or shape.stage > 0
-    return shape.num_parameters * (shape.moment_bytes + 4 * has_masters) * shape.share(1)
-
-
-def _averages(shape: StateShape) -> float:
-    """Sharded under every stage (`train/ema.py`)."""
-    on_device = shape.has_average and not shape.offload
-    return 4 * shape.num_parameters / shape.world_size if on_device else 0.0
-
-
-def _backward_buffers(shape: StateShape) -> float:
-    """Buckets that gradients are summed in, and the weights that stage 3 has gathered."""
-    settings, sent = shape.settings, shape.weight_bytes
-    if shape.stage == 0:
-        return shape.num_parameters * sent if shape.world_size > 1 else 0.0
-    if shape.stage < 3:
-        held = 4 if shape.stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
-        copied = held + (sent if held != sent else 0)
-        buckets = 2 if shape.overlaps else 1
-        return settings.reduce_bucket * (held * buckets + copied)
-    everything = shape.num_parameters + shape.num_frozen
-    gathered = min(everything, settings.held + shape.largest_parameter)
-    # A single worker computes with its shard directly.
-    whole = gathered if shape.world_size > 1 else 0
-    return (2 * settings.reduce_bucket + whole) * sent
-
-
-def _step_buffers(shape: StateShape) -> float:
-    """Copies of a worker's share of the gradients, in fp32 to apply."""
-    if shape.stage == 0 or shape.offload:
-        return 0.0
-    return 4 * shape.num_parameters / shape.world_size

@@ -17,15 +17,17 @@ Clock = Callable[[], float]
 
 @dataclass
 class StepTimes:
-    """Durations in seconds of the steps since the last `reset`, on this worker."""
+    """Durations in seconds of a window of steps, on this worker.
 
-    clock: Clock = time.perf_counter
+    Attributes:
+        steps: whole steps, waiting for data included.
+        waits: the part of each step spent waiting for its batch.
+        forwards: the part of each step that its forward passes took.
+    """
+
     steps: list[float] = field(default_factory=list)
-    """Whole steps, waiting for data included."""
     waits: list[float] = field(default_factory=list)
-    """The part of each step spent waiting for its batch."""
     forwards: list[float] = field(default_factory=list)
-    """The part of each step that its forward passes took."""
 
     def record(self, step_s: float, wait_s: float, forward_s: float = 0.0) -> None:
         """One finished step."""
@@ -41,24 +43,17 @@ class StepTimes:
     @property
     def wait_fraction(self) -> float:
         """Share of the steps' time that waited for data."""
-        return sum(self.waits) / self.total_s if self.steps else 0.0
+        return sum(self.waits) / self.total_s
 
     @property
     def median_s(self) -> float:
         """Median step."""
-        return statistics.median(self.steps) if self.steps else 0.0
+        return statistics.median(self.steps)
 
     @property
     def own_median_s(self) -> float:
         """Median of what a step takes before it may wait for other workers: batch and forward."""
-        own = [wait + forward for wait, forward in zip(self.waits, self.forwards, strict=True)]
-        return statistics.median(own) if own else 0.0
-
-    def reset(self) -> None:
-        """Start a new window."""
-        self.steps.clear()
-        self.waits.clear()
-        self.forwards.clear()
+        return statistics.median(map(sum, zip(self.waits, self.forwards, strict=True)))
 
 
 class DeviceTimes:
@@ -93,14 +88,18 @@ class DeviceTimes:
 
 @dataclass(frozen=True)
 class Compute:
-    """Work per image, for rates in FLOP/s."""
+    """Work per image, for rates in FLOP/s.
+
+    Attributes:
+        model_macs: multiply-adds that the model needs for one image, forward and backward pass.
+        recomputed_macs: multiply-adds of the forward pass that are done again (activation
+            checkpointing).
+        peak_flops: dense peak of one worker's device in FLOP/s; None where it is not known.
+    """
 
     model_macs: int
-    """Multiply-adds that the model needs for one image, forward and backward pass."""
     recomputed_macs: int = 0
-    """Multiply-adds of the forward pass that are done again (activation checkpointing)."""
     peak_flops: float | None = None
-    """Dense peak of one worker's device in FLOP/s; None where it is not known."""
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
         """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""

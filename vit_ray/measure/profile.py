@@ -6,6 +6,7 @@ import gzip
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,41 +34,37 @@ def profiled(
         keep: takes the trace's file name and its gzipped JSON.
     """
     first, last = steps
-    tracer: Any = None
-    try:
+    with ExitStack() as tracing:
+        is_tracing = False
         while True:
-            if tracer is None and first <= next_step <= last:
-                tracer = _started()
-            elif tracer is not None and next_step > last:
-                _finish(tracer, steps, keep)
-                tracer = None
+            if not is_tracing and first <= next_step <= last:
+                tracing.enter_context(_traced(steps, keep))
+                is_tracing = True
+            elif is_tracing and next_step > last:
+                tracing.close()
+                is_tracing = False
             batch = next(batches, None)
             if batch is None:
                 return
             next_step += 1
             yield batch
-    finally:
-        if tracer is not None:
-            _finish(tracer, steps, keep)
 
 
-def _started() -> Any:
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    tracer = profile(activities=activities, record_shapes=True)
+@contextmanager
+def _traced(steps: tuple[int, int], keep: Callable[[str, bytes], Any]) -> Iterator[None]:
+    on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
     tracer.start()
-    return tracer
-
-
-def _finish(tracer: Any, steps: tuple[int, int], keep: Callable[[str, bytes], Any]) -> None:
-    tracer.stop()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            tracer.export_chrome_trace(str(path))
-            content = gzip.compress(path.read_bytes())
-    except OSError as error:  # it costs itself, not the training
-        logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
-        return
-    keep(f"trace-steps-{steps[0]}-{steps[1]}.json.gz", content)
+        yield
+    finally:
+        tracer.stop()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                tracer.export_chrome_trace(str(path))
+                content = gzip.compress(path.read_bytes())
+        except OSError as error:  # which costs the trace, not the training
+            logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
+        else:
+            keep(f"trace-steps-{steps[0]}-{steps[1]}.json.gz", content)

@@ -16,12 +16,15 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one worker sends in one optimizer step."""
+    """Bytes that one worker sends in one optimizer step.
+
+    Attributes:
+        gradients: to sum gradients over workers.
+        weights: to give all workers the new weights, or the weights of the layer at work (stage 3).
+    """
 
     gradients: float
-    """To sum gradients over workers."""
     weights: float
-    """To give all workers the new weights, or the weights of the layer at work (stage 3)."""
 
     @property
     def total(self) -> float:
@@ -56,14 +59,17 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a cluster is assumed to work."""
+    """How fast a cluster is assumed to work.
+
+    Attributes:
+        peak_flops: dense peak of one worker's device in FLOP/s.
+        mfu: share of the peak that model FLOPs reach while a worker computes.
+        link_gb_per_s: GB/s (1000^3) that a worker sends.
+    """
 
     peak_flops: float
-    """Dense peak of one worker's device in FLOP/s."""
     mfu: float
-    """Share of the peak that model FLOPs reach while a worker computes."""
     link_gb_per_s: float
-    """GB/s (1000^3) that a worker sends."""
 
     def step_time(self, macs: int, images: float, traffic: Traffic) -> StepTime:
         """Expected time of one optimizer step.

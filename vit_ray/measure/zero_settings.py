@@ -26,19 +26,24 @@ HELD: Final = 1_000_000_000  # 2 GB of bf16: every model of the paper, whole
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Sizes in elements, as DeepSpeed's configuration has them."""
+    """Sizes in elements, as DeepSpeed's configuration has them.
+
+    Attributes:
+        reduce_bucket: gradients that are summed over workers at a time. DeepSpeed allocates it
+            whole.
+        prefetch: weights that stage 3 gathers ahead in each module, up to `held` altogether.
+        held: weights that stage 3 holds gathered, to which those of one module may come. What is
+            held when the forward pass ends, the backward pass uses; the others are gathered again.
+        persistence: tensors up to this size stay whole on every rank under stage 3. None need to: a
+            norm or a bias is gathered in one operation with the matrices that are prefetched beside
+            it, so that whole copies would save no operation, and would have to be gathered anew
+            after every step.
+    """
 
     reduce_bucket: int
-    """Gradients that are summed over workers at a time. DeepSpeed allocates it whole."""
     prefetch: int
-    """Weights that stage 3 gathers ahead in each module, up to `held` altogether."""
     held: int
-    """Weights that stage 3 holds gathered, to which those of one module may come. What is held when
-    the forward pass ends, the backward pass uses; the others are gathered again."""
     persistence: int = 0
-    """Tensors up to this size stay whole on every rank under stage 3. None need to: a norm or a
-    bias is gathered in one operation with the matrices that are prefetched beside it, so that
-    whole copies would save no operation, and would have to be gathered anew after every step."""
 
     @property
     def reuse_distance(self) -> int:

@@ -35,12 +35,15 @@ def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **opt
 
 @dataclass(frozen=True)
 class TrainingMacs:
-    """Multiply-adds of one image in a training step, as computed."""
+    """Multiply-adds of one image in a training step, as computed.
+
+    Attributes:
+        recomputed: of the forward pass, done again in the backward pass (activation checkpointing).
+    """
 
     forward: int
     backward: int
     recomputed: int = 0
-    """Of the forward pass, done again in the backward pass (activation checkpointing)."""
 
     @property
     def model(self) -> int:
@@ -83,23 +86,29 @@ def training_macs(
 
 
 class _Unit(NamedTuple):
-    """A unit or block that may be recomputed."""
+    """A unit or block that may be recomputed.
+
+    Attributes:
+        tail: its last product, where the backward pass needs nothing that comes after it: torch
+            stops recomputing before it.
+    """
 
     macs: int
     tail: int = 0
-    """Its last product, where the backward pass needs nothing that comes after it: torch stops
-    recomputing before it."""
 
 
 class _Parts(NamedTuple):
-    """Multiply-adds of a forward pass."""
+    """Multiply-adds of a forward pass.
+
+    Attributes:
+        first: the product with the pixels.
+        chains: units or blocks one after the other, as recomputation counts them.
+        last: everything else.
+    """
 
     first: int
-    """The product with the pixels."""
     chains: list[list[_Unit]]
-    """Units or blocks one after the other, as recomputation counts them."""
     last: int
-    """Everything else."""
 
     @property
     def forward(self) -> int:

@@ -192,7 +192,7 @@ class _Training:
         self._engine, self._batches, self._recipe, self._context = engine, batches, recipe, context
         self._hooks, self._progress, self._compute, self._clock = hooks, progress, compute, clock
         self.saving = Cadence(recipe.checkpoint.every_steps, recipe.checkpoint.every_minutes)
-        self._times = StepTimes(clock)
+        self._times = StepTimes()
         self._first_step = progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = progress.step, clock()
@@ -272,7 +272,7 @@ class _Training:
         }
         progress.metrics |= metrics
         self._hooks.log(progress.step, metrics)
-        times.reset()
+        self._times = StepTimes()
 
     def evaluate_if_due(self) -> bool:
         """Evaluate by cadence and at the end; whether the validation loss is the best so far."""

@@ -49,16 +49,19 @@ from vit_ray.models.weights.state_dicts import (
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Tensors of a file in a published layout, under its names."""
+    """Tensors of a file in a published layout, under its names.
+
+    Attributes:
+        beside: what the file holds of the training that made it; it is ignored.
+        inputs: what its inputs were normalised by.
+    """
 
     source: str
     layout: str
     tensors: Tensors
     origin: Origin
     beside: tuple[str, ...] = ()
-    """What the file holds of the training that made it; it is ignored."""
     inputs: InputStatistics = OURS
-    """What its inputs were normalised by."""
 
     @property
     def num_classes(self) -> int | None:

@@ -81,7 +81,7 @@ def test_lengths_in_steps_and_images_are_the_lengths_of_cells() -> None:
     tree = study_tree("/x", [row("a")], epochs=None)
     (paper,) = study_cells(recipe_from_dict(tree, "test"))
     assert paper.recipe.optim.epochs == 7.0
-    with pytest.raises(ValueError, match="lengths are given in epochs and in steps; keep one"):
+    with pytest.raises(ValueError, match="lengths are given in steps and in epochs; keep one"):
         study(row("a"), epochs=[1.0], steps=[10])
 
 

@@ -3,7 +3,7 @@
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
 one process. A run's opening is sent to it once. If it dies, Ray starts it again; it answers
 `NoRun.UNKNOWN`, and whoever gets that answer sends the opening again. What is to be recorded names
-the log of the run: where that has the opening, it is written there at once, so nothing is lost.
+the log of the run, which has the opening, and is written there at once, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 CONCURRENT_CALLS: Final = 64
 HEARTBEAT_S: Final = 30.0
-OPENING_S: Final = 60.0
-"""Longest wait of a record for the opening that was sent before it."""
 NAMESPACE: Final = "vit_ray"
 """Ray namespace of the hosts' names, by which they can be inspected from outside."""
 
@@ -55,7 +53,7 @@ class RunEndedError(RuntimeError):
 
 
 class _Run:
-    """What the host has of a run from the first call that names it; its log, read once."""
+    """What the host has of a run from the first call that names it."""
 
     def __init__(self, key: str, log_path: Path) -> None:
         self.control = ControlState()
@@ -65,63 +63,41 @@ class _Run:
         self.tracker: Tracker | None = None
         self.is_sent: bool | None = None
         """Set at its end: whether MLflow has everything."""
-        self.error: RuntimeError | None = None
-        """Why it could not be opened."""
-        self._changed = threading.Condition()
         self._key, self._is_read, self._has_opening = key, False, False
+        self._reading = threading.Lock()
         self._held: list[Callable[[], None]] = []
         """Ends what runs and is held until its end: the lock of the log, system metrics."""
 
-    def read_log(self) -> None:
-        """Take over what the log has of this opening."""
-        with self._changed:
+    def has_opening(self) -> bool:
+        """Whether it was opened, in this life of the host or before; the log is read once."""
+        with self._reading:
             if not self._is_read:
                 for record in self.log.opened(self._key):
                     self.control.note(record)
                     self._has_opening = True
                 self._is_read = True
-
-    def wait_for_opening(self) -> None:
-        """Return once the log has the run's opening.
-
-        Raises:
-            RuntimeError: it cannot be opened, or has not been in time.
-        """
-        self.read_log()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._has_opening or self.error, OPENING_S):
-                raise RuntimeError(
-                    f"the opening of {self.log.path} has not come in {OPENING_S:g} s"
-                )
-            if not self._has_opening:
-                raise RuntimeError("nothing can be recorded of the run") from self.error
+        return self._has_opening
 
     def open(self, opening: RunOpening) -> None:
-        """Record it, and send the record; system metrics are of a run that has not ended."""
+        """Record it, and send the record; system metrics are of a run that has not ended.
+
+        Raises:
+            RuntimeError: the process of an earlier driver still writes its log.
+        """
         # Here and not above: the driver and the workers, which have this module, need no MLflow.
         from vit_ray.tracking.system_metrics import sample_nodes
         from vit_ray.tracking.tracker import Tracker
 
-        self.error = None
-        try:
-            lock = lock_log(opening.log_path, opening.run_name)
-        except RuntimeError as error:
-            self.error = error
-            raise
-        finally:
-            with self._changed:
-                self._changed.notify_all()
+        lock = lock_log(opening.log_path, opening.run_name)
         self._held = [lock.close]
-        self.read_log()
-        tracker = Tracker.start(opening, self.log)
-        with self._changed:
-            self.tracker, self._has_opening = tracker, True
-            self._changed.notify_all()
+        self.has_opening()
+        self.tracker = Tracker.start(opening, self.log)
+        self._has_opening = True
         if self.control.has_finished:  # before the process died
             self.close()
         # Nodes are shared by what runs under a sweep or study, which samples them itself.
-        elif opening.config.system_metrics and opening.parent is None and tracker.run_id:
-            self._held = [*sample_nodes(tracker.run_id, opening.config.uri), lock.close]
+        elif opening.config.system_metrics and opening.parent is None and self.tracker.run_id:
+            self._held = [*sample_nodes(self.tracker.run_id, opening.config.uri), lock.close]
 
     def close(self) -> None:
         """Send what is recorded; the run has ended."""
@@ -148,7 +124,7 @@ class RunHost:
         """Open a run, or do nothing where it is open or has ended; returns once MLflow has it.
 
         Raises:
-            RuntimeError: the process of an earlier driver still writes its log.
+            RuntimeError: as `_Run.open`.
         """
         run = self._run(opening.key, opening.log_path)
         if opening.parent is not None:  # it may have been lost with the process, too
@@ -159,14 +135,20 @@ class RunHost:
             if run.tracker is None and run.is_sent is None:
                 run.open(opening)
 
-    def record(self, key: str, log_path: Path, kind: str, values: dict[str, Any]) -> None:
+    def record(
+        self, key: str, log_path: Path, opened: None, kind: str, values: dict[str, Any]
+    ) -> None:
         """Write a record; nothing after the run's end.
 
+        Args:
+            opened: what `open` has returned where it may not have yet: Ray waits for it.
+
         Raises:
-            RuntimeError: the run is not open, and nothing was written.
+            RuntimeError: the run was never opened, and nothing was written.
         """
         run = self._run(key, log_path)
-        run.wait_for_opening()
+        if not run.has_opening():
+            raise RuntimeError(f"nothing can be recorded in {log_path}, which has no such run")
         if not run.control.has_finished:
             write = run.log.content if kind == "content" else partial(run.log.append, kind)
             write(**values)
@@ -219,7 +201,8 @@ class HostedRun:
         Raises:
             RuntimeError, RayError: it was waited for in vain.
         """
-        call = self.host.record.remote(self.opening.key, self.opening.log_path, kind, values)
+        opening = self.opening
+        call = self.host.record.remote(opening.key, opening.log_path, self.opened, kind, values)
         if wait_s:
             self.answer(call, wait_s)
 

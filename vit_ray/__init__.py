@@ -25,10 +25,10 @@ __all__ = [
     "training_exaflops",
 ]
 
-# Said before mlflow is imported anywhere: nobody but one's own server is told of a training.
+# Before mlflow is imported anywhere: only one's own server hears of a training.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # Before Ray is imported: under `uv run` it would start every worker by another `uv run`, in an
-# environment without Ray, for ever. The workers have the driver's environment.
+# environment without Ray, without end. The workers have the driver's environment.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """How a run or a trial ends, and what happens to it before: values that cross processes.
 
-Decisions follow these values; the texts beside them are for people. MLflow's tags, the histories
+Decisions follow these values; their texts are for people. MLflow's tags, the histories
 and logs on disk and `sweep/trials.csv` hold the values of the enums, which therefore stay.
 """
 

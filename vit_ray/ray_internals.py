@@ -163,7 +163,7 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.stats", "_StatsManager",
         "It keeps numbers for a dashboard in a process of its own; on a Ray without a dashboard "
-        "nobody sees them.", "",
+        "they are not seen.", "",
         {
             "register_dataset_to_stats_actor": (
                 "dataset_tag", "operator_tags", "topology", "data_context",
@@ -277,7 +277,7 @@ STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
 _MANY_ACTORS: Final = "worker processes have been started"
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
-"""In a text of several lines, of which the last is of Ray's settings."""
+"""In a text of several lines; the last is of Ray's settings."""
 
 
 def is_startup_timeout(error: Exception) -> bool:
@@ -390,7 +390,7 @@ def name_placement_groups(name: str) -> None:
 
 
 def refresh_reserved_resources(policy: Any, timeout_s: float) -> None:
-    """Have the nodes and requests counted now, of which an elastic policy asks what it may take."""
+    """Have the nodes and requests counted now, by which an elastic policy takes its places."""
     counted = policy._autoscaling_coordinator.get_reserved_resources.remote(
         policy._requester_id, recompute=True
     )

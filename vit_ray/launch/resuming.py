@@ -37,7 +37,7 @@ def find_resume_point(
 
     Raises:
         ValueError: a run of this name exists and may not be continued, or should exist and does
-            not; or it has had checkpoints, none of which can be used.
+            not; or none of its checkpoints can be used.
     """
     folder = locate(recipe.run_folder)
     if recipe.resume is False and not all(

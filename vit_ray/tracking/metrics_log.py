@@ -111,7 +111,7 @@ class Recorder(ABC):
     def metrics(
         self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool
     ) -> None:
-        """Values at a step, the first of which counts; others than finite ones are counted."""
+        """Values at a step, where the first one counts; values that are not finite are counted."""
         if values:
             plain = {key: float(value) for key, value in values.items()}
             self.append("metrics", wait_s, step=int(step), values=plain, **options)

@@ -120,7 +120,7 @@ def reached_client(uri: str) -> MlflowClient:
 
 
 def unusable(uri: str, error: Exception) -> RuntimeError:
-    """What is told of a store with which nothing can be done, without the address's secrets."""
+    """The error of a store with which nothing can be done, without the address's secrets."""
     reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
     if getattr(error, "error_code", "") in _REFUSALS:
         return RuntimeError(
@@ -147,7 +147,7 @@ def asking(uri: str) -> Iterator[None]:
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     """Id of the experiment, which is created when there is none.
 
-    Runs of a SQLite file keep their artifacts in `mlruns/` beside it; a server decides itself.
+    Runs of a SQLite file keep their artifacts in `mlruns/` next to it; a server decides itself.
 
     Raises:
         ValueError: the experiment has been deleted.
@@ -175,7 +175,7 @@ def page_hint(uri: str, experiment: str | None = None) -> str:
     """How to see the runs: a link, for a SQLite file with the command that serves it.
 
     Args:
-        experiment: its id. MLflow's own start page is about traces, of which there are none here.
+        experiment: its id. MLflow's own start page is about traces, and there are none here.
     """
     is_file = _sqlite_path(uri) is not None
     link = "http://127.0.0.1:5000" if is_file else safe_uri(uri).rstrip("/")

@@ -167,7 +167,7 @@ class RunWriter:
         self._seen = self._steps_of(run, record["resume_step"])
         if run.info.status != "RUNNING":
             self.client.update_run(self.run_id, status="RUNNING")
-        if FAILURE in run.data.tags:  # of an attempt that this one goes on from
+        if FAILURE in run.data.tags:  # of an attempt that this one continues
             self.client.delete_tag(self.run_id, FAILURE)
         # MLflow never changes a parameter, so what a restart changed becomes a tag.
         known = run.data.params

@@ -16,12 +16,13 @@ from transformers import ViTForImageClassification
 from tests.models.small import FAMILIES, small_model
 from vit_ray.evaluate.inspection import (
     attention_figures,
-    attention_rollout,
     filter_components,
     first_kernel,
     mean_attention_distance,
+    output_row,
     position_similarity,
     position_vectors,
+    roll,
 )
 from vit_ray.evaluate.inspection_figures import inspect_model, overlay, tiled
 from vit_ray.models.weights import save_weights
@@ -172,14 +173,14 @@ def test_rollout_follows_a_hand_made_path() -> None:
     first, second = torch.eye(5)[None, None].clone(), torch.eye(5)[None, None].clone()
     first[0, 0, 2] = torch.eye(5)[3]
     second[0, 0, 0] = torch.eye(5)[2]
-    rollout = attention_rollout([first, second], (2, 2))
+    rollout = output_row(roll(roll(None, first), second), (2, 2), has_class_token=True)
     np.testing.assert_allclose(rollout[0], [[0, 0.25], [0.25, 0]])
 
 
 def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
     heads = torch.zeros(1, 2, 4, 4)
     heads[0, 0, :, 1], heads[0, 1, :, 2] = 1, 1
-    rollout = attention_rollout([heads], (2, 2))
+    rollout = output_row(roll(None, heads), (2, 2), has_class_token=False)
     # Half residual: each row keeps 1/2; patches 1 and 2 get 1/4 of every row more.
     np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
 

@@ -23,7 +23,7 @@ def run_extract(recipe: Recipe) -> int:
     try:
         folder = extract_features(recipe)
     except RunStoppedError:
-        print("stopped on request; the same command goes on behind the files that are whole")
+        print("stopped on request; the same command continues after the files that are whole")
         return 3
     facts = read_facts(folder)
     assert facts is not None
@@ -36,10 +36,22 @@ def run_few_shot_job(recipe: Recipe) -> int:
     try:
         rows = run_few_shot(recipe)
     except RunStoppedError:
-        print("stopped on request; the same command goes on behind the features that are whole")
+        print("stopped on request; the same command continues after the features that are whole")
         return 3
     print_few_shot(rows)
-    _record(recipe, rows)
+    name = f"{recipe.name}-few-shot"
+    log = metrics_log_path(recipe.with_changes(name=name).run_folder)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
+    params = trained_params(recipe)
+    tracker = Tracker.start(RunOpening(recipe.tracking, name, log, params=params, tags=tags))
+    for row in rows:
+        tracker.log.metrics(0, row.metrics())
+    file = Path(log).with_name("few_shot.csv")
+    file.write_text(table_csv(rows))
+    tracker.log.artifact(file)
+    tracker.finish()
+    print(f"MLflow page: {tracker.hint}")
     return 0
 
 
@@ -56,19 +68,3 @@ def print_few_shot(rows: list[FewShotRow]) -> None:
 def _spread(values: list[float]) -> str:
     mean = f"{statistics.fmean(values):.2%}"
     return f"{mean} +- {statistics.stdev(values):.2%}" if len(values) > 1 else mean
-
-
-def _record(recipe: Recipe, rows: list[FewShotRow]) -> None:
-    name = f"{recipe.name}-few-shot"
-    log = metrics_log_path(recipe.with_changes(name=name).run_folder)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    tags = {"vit_ray.kind": "few_shot", "init_from": str(recipe.init_from)}
-    params = trained_params(recipe)
-    tracker = Tracker.start(RunOpening(recipe.tracking, name, log, params=params, tags=tags))
-    for row in rows:
-        tracker.log.metrics(0, row.metrics())
-    file = Path(log).with_name("few_shot.csv")
-    file.write_text(table_csv(rows))
-    tracker.log.artifact(file)
-    tracker.finish()
-    print(f"MLflow page: {tracker.hint}")

@@ -28,47 +28,41 @@ def inspect(recipe: Recipe) -> int:
     """Draw the figures, print where they are, and keep them with an MLflow run of their own.
 
     Raises:
-        ValueError: weights or images are not given, missing or unreadable.
+        ValueError: weights or images are not given, missing or unreadable; or there can be no local
+            folder at `inspect.path`.
     """
-    config = _inspect_of(recipe)
+    hint = "inspect.images, such as inspect='{images: pictures/}'"
+    config = require(recipe.inspect, "inspect", hint)
     images = read_images(recipe, config)
-    place = _local_place(config)
-    model, report = load_trained_model(recipe, config.averaged)
-    print(report)
-    folder = _made_folder(place, config)
-    results = inspect_model(model, images, folder)
-    for name, result in results.items():
-        print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
-    _keep(recipe, folder, [file for file in results.values() if isinstance(file, Path)])
-    return 0
-
-
-def _local_place(config: InspectConfig) -> Location:
-    """Where the figures go.
-
-    Raises:
-        ValueError: it is remote, or a file is there.
-    """
-    location = locate(config.path)
-    if not location.is_local:
+    place = locate(config.path)
+    if not place.is_local:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
-    location.refuse_file_in_its_place("inspect.path")
-    return location
-
-
-def _made_folder(place: Location, config: InspectConfig) -> Path:
-    """The folder of a place, made where it is missing.
-
-    Raises:
-        ValueError: no folder can be there.
-    """
+    place.refuse_file_in_its_place("inspect.path")
+    model, report = load_trained_model(recipe, config.averaged)
+    print(report)
+    folder = Path(place.path)
     try:
-        Path(place.path).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"inspect.path={config.path!r} cannot be made a folder: {error}") from None
-    return Path(place.path)
+    opening = RunOpening(
+        recipe.tracking,
+        f"{recipe.name}-inspection",
+        folder / ".mlflow.jsonl",
+        params=trained_params(recipe),
+        tags={"vit_ray.kind": "inspection"},
+    )
+    results = inspect_model(model, images, folder)
+    tracker = Tracker.start(opening)
+    for name, result in results.items():
+        print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
+        if isinstance(result, Path):
+            tracker.log.artifact(result, "inspection")
+    tracker.finish()
+    print(f"MLflow page: {tracker.hint}")
+    return 0
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
@@ -80,8 +74,13 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
         ValueError: the folder holds no image that can be decoded.
     """
     augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
-    crops = []
-    for file in _spread(_image_files(locate(config.images)), config.num_images):
+    folder, crops = locate(config.images), []
+    is_file = folder.info().type == fs.FileType.File
+    paths = [] if is_file else [info.path for info in folder.list_files()]
+    images = sorted(path for path in paths if path.lower().endswith(IMAGE_SUFFIXES))
+    count = min(config.num_images, len(images))
+    for index in range(count):
+        file = Location(folder.filesystem, images[index * len(images) // count])
         try:
             crops.append(training_crop(file.read(), augmentation, (0, 0, 0)))
         except BadImageError as error:
@@ -92,38 +91,3 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
             f"({', '.join(IMAGE_SUFFIXES)}); give a folder of images"
         )
     return np.stack(crops)
-
-
-def _image_files(folder: Location) -> list[Location]:
-    """Images by name; none where there is no such folder."""
-    if folder.info().type == fs.FileType.File:
-        return []
-    paths = [info.path for info in folder.list_files()]
-    images = sorted(path for path in paths if path.lower().endswith(IMAGE_SUFFIXES))
-    return [Location(folder.filesystem, path) for path in images]
-
-
-def _spread(files: list[Location], count: int) -> list[Location]:
-    count = min(count, len(files))
-    return [files[index * len(files) // count] for index in range(count)]
-
-
-def _keep(recipe: Recipe, folder: Path, files: list[Path]) -> None:
-    tracker = Tracker.start(
-        RunOpening(
-            recipe.tracking,
-            f"{recipe.name}-inspection",
-            folder / ".mlflow.jsonl",
-            params=trained_params(recipe),
-            tags={"vit_ray.kind": "inspection"},
-        )
-    )
-    for file in files:
-        tracker.log.artifact(file, "inspection")
-    tracker.finish()
-    print(f"MLflow page: {tracker.hint}")
-
-
-def _inspect_of(recipe: Recipe) -> InspectConfig:
-    hint = "inspect.images, such as inspect='{images: pictures/}'"
-    return require(recipe.inspect, "inspect", hint)

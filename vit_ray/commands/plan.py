@@ -60,24 +60,16 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     """From the data set in `data.train`; before it is there, from its source, or from `plan`.
 
     Raises:
-        ValueError: there is no such model; the data set is broken, or nothing tells the counts.
+        ValueError: there is no such model; the data set is broken, or nothing gives the counts.
     """
     check_model(recipe)
-    train = recipe.data.train
+    train, convert = recipe.data.train, recipe.convert
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
         return _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
-    return _source_facts(recipe) or _told_facts(recipe)
-
-
-def _source_facts(recipe: Recipe) -> TrainingFacts | None:
-    """From what `data.train` would be converted from; None if that is not there either."""
-    convert = recipe.convert
-    if convert is None or convert.destination != recipe.data.train:
-        return None
-    if not is_source(convert.source):
-        return None
+    if convert is None or convert.destination != train or not is_source(convert.source):
+        return _told_facts(recipe)
     count = count_source(convert.source, convert.format, convert.split)
     num_classes = len(convert.classes or ()) or count.num_classes
     where = f"counted in {convert.source}, which is not converted yet"
@@ -88,7 +80,7 @@ def _told_facts(recipe: Recipe) -> TrainingFacts:
     plan, train = recipe.plan, recipe.data.train
     if plan.num_images is None or plan.num_classes is None:
         raise ValueError(
-            f"data.train={train!r} is no data set; give the folder of a converted one, or tell "
+            f"data.train={train!r} is no data set; give the folder of a converted one, or "
             "plan.num_images and plan.num_classes"
         )
     return _facts(recipe, _share(recipe, plan.num_images), plan.num_classes, "plan.num_images")
@@ -136,7 +128,7 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
             f"{max(n for n in range(1, num_gpus + 1) if batch % n == 0)} or another divisor"
         )
     default_link = device.link_gb_per_s if num_gpus <= GPUS_PER_SERVER else NETWORK_GB_PER_S
-    peak = device.bf16_flops if recipe.train.precision == "bf16" else device.fp32_flops
+    peak = device.peak_flops(recipe.train.precision)
     return PlannedCluster(
         device, num_gpus, Pace(peak, plan.mfu, plan.link_gb_per_s or default_link)
     )
@@ -189,12 +181,8 @@ def describe_plan(recipe: Recipe) -> str:
     facts = told_facts(recipe)
     cluster = planned_cluster(recipe)
     stages = [plan_stage(recipe, facts, cluster, stage) for stage in STAGES]
-    lines = [
-        *describe_work(recipe, facts, cluster),
-        "",
-        *_stage_table(recipe, facts, stages, cluster),
-    ]
-    return "\n".join(lines)
+    table = _stage_table(recipe, facts, stages, cluster)
+    return "\n".join([*describe_work(recipe, facts, cluster), "", *table])
 
 
 def print_plan(recipe: Recipe) -> int:
@@ -208,6 +196,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
     batch, pace = recipe.train.global_batch_size, cluster.pace
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
+    hours = pace.device_hours(facts.exaflops)
     warning = averaging_warning(recipe, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
@@ -215,20 +204,12 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"steps                   {facts.total_steps:,} of {batch:,} images: {epochs:.2f} epochs",
         f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
         f"{facts.forward_macs / 1e9:.4g} GMAC per image",
-        f"training                {describe_cost(recipe, facts)}",
+        f"training                {facts.exaflops:,.4g} exaFLOPs, {hours:,.4g} "
+        f"{recipe.plan.device}-hours at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each, {pace.link_gb_per_s:g} GB/s sent by each",
         *([f"warning                 {warning}"] if warning else []),
     ]
-
-
-def describe_cost(recipe: Recipe, facts: TrainingFacts) -> str:
-    """exaFLOPs and device hours, as headers of recipes state them."""
-    hours = planned_cluster(recipe).pace.device_hours(facts.exaflops)
-    return (
-        f"{facts.exaflops:,.4g} exaFLOPs, {hours:,.4g} {recipe.plan.device}-hours at "
-        f"{recipe.plan.mfu * 100:g} % MFU"
-    )
 
 
 def _stage_table(

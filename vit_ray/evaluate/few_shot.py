@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -54,12 +54,7 @@ class ExampleSums:
         """The sums themselves, for an all-reduce in place."""
         return [self.counts, self.sums, self.products]
 
-    def __iadd__(self, other: ExampleSums) -> ExampleSums:
-        for mine, its in zip(self.arrays, other.arrays, strict=True):
-            mine += its
-        return self
-
-    def classifier(self, l2: float) -> LinearClassifier:
+    def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> LinearClassifier:
         """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
 
         Whitened features have mean zero, so the constant's equation stands by itself.
@@ -75,7 +70,7 @@ class ExampleSums:
         weights = np.linalg.solve(gram, right) * scale[:, None]
         of_constant = BIAS_CONSTANT * (2.0 * self.counts - total)
         bias = BIAS_CONSTANT * of_constant / (total * BIAS_CONSTANT**2 + l2)
-        return LinearClassifier(mean, weights, bias)
+        return LinearClassifier(*(array.astype(dtype) for array in (mean, weights, bias)))
 
 
 @dataclass(frozen=True)
@@ -86,15 +81,10 @@ class LinearClassifier:
     weights: NDArray[np.floating]
     bias: NDArray[np.floating]
 
-    def as_type(self, dtype: np.dtype[Any]) -> LinearClassifier:
-        """The same in another precision."""
-        return LinearClassifier(*(a.astype(dtype, copy=False) for a in vars(self).values()))
-
     def predict(self, features: NDArray[np.floating]) -> IntArray:
-        """The best-scored class of each row, (N,); computed in float32 where features are."""
-        dtype = np.result_type(features, np.float32)
-        its = self.as_type(dtype)
-        return np.argmax((features.astype(dtype) - its.mean) @ its.weights + its.bias, axis=1)
+        """The best-scored class of each row, (N,), computed in the classifier's precision."""
+        whitened = features.astype(self.mean.dtype) - self.mean
+        return np.argmax(whitened @ self.weights + self.bias, axis=1)
 
 
 class FewShot:
@@ -153,9 +143,7 @@ class FewShot:
 
     def sum_arrays(self) -> Iterator[FloatArray]:
         """All sums over examples, which ranks add up in place before they solve."""
-        for sums in self._sums:
-            for one in sums:
-                yield from one.arrays
+        return (array for sums in self._sums for one in sums for array in one.arrays)
 
     def solve(self) -> None:
         """Train a classifier for every draw; no examples come after this.
@@ -167,9 +155,10 @@ class FewShot:
             raise ValueError(f"few-shot: a train feature is not finite; {_OVERFLOW}")
         for seed, sums in enumerate(self._sums):
             for index, one in enumerate(sums):
-                if index:
-                    one += sums[index - 1]  # draws of one seed are nested
-                self._classifiers[seed, index] = one.classifier(self._l2).as_type(self._dtype)
+                if index:  # draws of one seed are nested
+                    for array, part in zip(one.arrays, sums[index - 1].arrays, strict=True):
+                        array += part
+                self._classifiers[seed, index] = one.classifier(self._l2, self._dtype)
         self._sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:

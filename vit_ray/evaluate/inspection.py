@@ -7,8 +7,6 @@ Pure functions turn weights and attention into arrays; `inspection_figures.py` d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -111,33 +109,13 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
     return torch.stack(means).float().cpu().numpy()
 
 
-def attention_rollout(
-    weights: Sequence[Tensor], grid: Grid, has_class_token: bool | None = None
-) -> FloatArray:
-    """How much of each patch reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020).
+def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
+    """A rollout (B, N, N) in float64 taken through one more layer (B, H, N, N), or the first.
 
-    Heads are averaged, the residual path is added as an identity, rows are brought to a sum of 1,
-    and layers are multiplied.
-
-    Args:
-        weights: (B, H, N, N) for each layer.
-        grid: (h, w) of the patches, which are the last tokens.
-        has_class_token: None = where there are more tokens than patches.
-
-    Returns:
-        (B, h, w): the class token's row; without a class token, the mean row of the patches.
+    How much of each token reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020): heads are
+    averaged, the residual path is added as an identity, rows are brought to a sum of 1, and layers
+    are multiplied.
     """
-    rollout: Tensor | None = None
-    for layer in weights:
-        rollout = _roll(rollout, layer)
-    assert rollout is not None
-    if has_class_token is None:
-        has_class_token = rollout.shape[-1] > grid[0] * grid[1]
-    return _output_row(rollout, grid, has_class_token)
-
-
-def _roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
-    """A rollout (B, N, N) in float64 taken through one more layer (B, H, N, N)."""
     mixed = torch.zeros_like(layer[:, 0], dtype=torch.float64)
     for head in layer.unbind(1):
         mixed += head
@@ -147,8 +125,11 @@ def _roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
     return mixed if rollout is None else mixed @ rollout
 
 
-def _output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
-    """What of each patch (B, h, w) a rollout brings to the output."""
+def output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
+    """What of each patch (B, h, w) a rollout brings to the output.
+
+    The class token's row; without a class token, the mean row of the patches, the last tokens.
+    """
     patches = rollout[:, :, -grid[0] * grid[1] :]
     row = patches[:, 0] if has_class_token else patches[:, -grid[0] * grid[1] :].mean(dim=1)
     return row.reshape(-1, *grid).float().cpu().numpy()
@@ -192,7 +173,7 @@ def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, Flo
     def add(weights: Tensor) -> None:
         nonlocal rollout
         distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
-        rollout = _roll(rollout, weights)
+        rollout = roll(rollout, weights)
 
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -200,4 +181,4 @@ def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, Flo
         model.encode(model.embed(pixels), add)
     assert rollout is not None
     has_class_token = model.class_token is not None
-    return np.stack(distances), _output_row(rollout, model.grid, has_class_token)
+    return np.stack(distances), output_row(rollout, model.grid, has_class_token)

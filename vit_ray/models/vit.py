@@ -5,10 +5,9 @@
 import torch
 from torch import Tensor, nn
 
-from vit_ray.models.attention_pool import AttentionPool
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
-from vit_ray.models.encoder import Block, WeightsSink, layer_norm
+from vit_ray.models.encoder import AttentionPool, Block, WeightsSink, layer_norm
 from vit_ray.models.hybrid import ResNetEmbedding
 from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (

@@ -60,7 +60,7 @@ class AxialBlock(nn.Module):
         row_keys = line_keys(numbered_keys(keys, 0), self.grid[0])
         column_keys = line_keys(numbered_keys(keys, 1), self.grid[1])
         return along_both(
-            x_BND.view(len(x_BND), *self.grid, -1),
+            x_BND.view(x_BND.shape[0], *self.grid, -1),
             lambda x_LND: self.row(x_LND, weights_to, None, row_keys),
             lambda x_LND: self.column(x_LND, weights_to, None, column_keys),
         ).flatten(1, 2)

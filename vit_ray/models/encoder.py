@@ -153,7 +153,7 @@ class AttentionPool(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Encoder outputs (B, N, D) to (B, D)."""
-        probe = self.probe.to(x_BND.dtype).expand(len(x_BND), -1, -1)
+        probe = self.probe.to(x_BND.dtype).expand(x_BND.shape[0], -1, -1)
         q_BHNK, k_BHNK, v_BHNK = (
             part.view(*part.shape[:2], self.num_heads, -1).transpose(1, 2)
             for part in (self.query(probe), self.key(x_BND), self.value(x_BND))

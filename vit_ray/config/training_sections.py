@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from vit_ray.config.model_aliases import resolved_model
 from vit_ray.config.section import (
     Fraction,
     ImageSize,
@@ -35,8 +36,9 @@ class ModelConfig(Section):
     """Which model, and the options that the paper varies."""
 
     name: str = "ViT-B/16"
-    """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or a family with its size in full: `ViT`,
-    `Axial-ViT`, `R+ViT`, `ResNet`, `AxialResNet`."""
+    """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or timm's or Hugging Face's for the same
+    (`vit_base_patch16_224`), or a family with its size in full: `ViT`, `Axial-ViT`, `R+ViT`,
+    `ResNet`, `AxialResNet`."""
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
     depth: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] | None = None
@@ -72,6 +74,14 @@ class ModelConfig(Section):
     stochastic_depth: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """Share of images for which the last block's attention and MLP are left out in training; the
     first block's never, linearly between. Not of axial ViTs."""
+
+    @model_validator(mode="after")
+    def _take_catalog_name(self) -> Self:
+        given = self.image_size if "image_size" in self.model_fields_set else None
+        name, image_size = resolved_model(self.name, given)
+        # The section is frozen, and its own validators are what makes it.
+        self.__dict__.update(name=name, image_size=image_size or self.image_size)
+        return self
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from vit_ray.config.model_aliases import resolved_model
 from vit_ray.models.axial import AxialResNet, AxialViT
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.hybrid import ResNetEmbedding
@@ -18,7 +19,8 @@ def build_model(
     """A model with fresh weights from torch's generator.
 
     Args:
-        name: one of `model_names()`.
+        name: one of `model_names()`, or timm's or Hugging Face's name of one, whose size in pixels
+            is then that of `image_size`.
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
@@ -35,6 +37,7 @@ def build_model(
     """
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
+    name, _ = resolved_model(name, image_size)
     spec, sides = find_spec(name, options), as_grid(image_size)
     encoder, resnet = spec.encoder, spec.resnet
     if encoder is None:

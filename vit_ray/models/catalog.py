@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 from typing import Any
 
+from vit_ray.config.model_aliases import canonical_model
 from vit_ray.models.sizes import (
     AxialVitOptions,
     EncoderSize,
@@ -96,12 +97,13 @@ def model_names() -> list[str]:
 
 
 def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
-    """The sizes and options behind a name, with the arguments of `build_model`.
+    """The sizes and options behind a name, timm's too, with the arguments of `build_model`.
 
     Raises:
         ValueError: for an unknown name, a family without its sizes, or an option that the family
             does not have.
     """
+    name, _ = canonical_model(name)
     needed = _FAMILIES.get(name, ())
     if name not in _SPECS and not needed:
         near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()

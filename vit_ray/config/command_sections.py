@@ -47,9 +47,14 @@ class ConvertConfig(Section):
     """Fields of the source to pass through as text, such as captions and ids: columns of parquet
     and CSV, keys of JSON, suffixes of a tar's text files."""
     label_field: str | None = None
-    """Feature of TFRecord files that is the label, such as `label_azimuth`; or a task of VTAB whose
-    label is made of several: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist, snorb-azim,
-    snorb-elev; unset = `label`."""
+    """Field of the source that has the label: a column of parquet or CSV, a key of JSON, a suffix
+    of a tar's text files, a feature of TFRecord; or, for TFRecord, a task of VTAB whose label is
+    made of several: clevr-count, clevr-dist, dspr-loc, dspr-ori, kitti-dist, snorb-azim,
+    snorb-elev. Unset = the only one that is called as labels are, such as `label`, or declared."""
+    image_field: str | None = None
+    """Field of the source that has the image: a column of parquet, a suffix of a tar's files, a
+    feature of TFRecord, or the field of CSV or JSON that has its path; unset = the only one that is
+    called as images are, such as `image` or `path`."""
     extend: bool = False
     """Add what is new in the source to the data set that the destination holds, in shards of its
     own: the images that it has keep their bytes and numbers, and the manifest before stays in

@@ -89,7 +89,7 @@ def test_multiple_labels_in_parquet(serial: None, tmp_path: Path) -> None:
 
 def test_a_foreign_parquet_source_is_refused(serial: None, tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=r"x.parquet' is no Hugging Face image data set"):
+    with pytest.raises(ValueError, match=r"x.parquet' has no field image or img"):
         convert(str(tmp_path / "x.parquet"), str(tmp_path / "set"))
 
 
@@ -119,7 +119,7 @@ def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, format: str) ->
 
 def test_a_list_without_paths_is_refused(serial: None, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("name,label\na.jpg,cat\n")
-    with pytest.raises(ValueError, match=r"no column of .* holds the image's path"):
+    with pytest.raises(ValueError, match=r"has no field path or file .*convert.image_field"):
         convert(str(tmp_path / "list.csv"), str(tmp_path / "set"))
 
 

@@ -63,7 +63,8 @@ def compare_with_source(
     except (ValueError, OSError) as error:
         why = "cannot be read" if _why_unread(error) else "is gone"
         return Comparison(0, [], _NOT_COMPARED.format(f"the source {why} ({error})"))
-    units = [replace(unit, label_field=settings.get("label_field")) for unit in units]
+    label, image = settings.get("label_field"), settings.get("image_field")
+    units = [replace(unit, label_field=label, image_field=image) for unit in units]
     wanted = {r.key: r for r in rewritten if shrink_to is None or r.shorter_side < shrink_to}
     results = run_tasks(_compare_part, _parts(units, wanted), num_cpus)
     equal = {key for found, _, _ in results for key in found}

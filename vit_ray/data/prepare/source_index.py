@@ -119,8 +119,13 @@ class SourceIndex:
 
 def units_of(config: ConvertConfig) -> list[SourceUnit]:
     """The units of the source of a conversion, as it is now."""
+    fields = {
+        "columns": config.columns,
+        "label_field": config.label_field,
+        "image_field": config.image_field,
+    }
     found = list_units(config.source, config.format, config.split)
-    return [replace(unit, columns=config.columns, label_field=config.label_field) for unit in found]
+    return [SourceUnit(**vars(unit) | fields) for unit in found]
 
 
 def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> SourceIndex:
@@ -132,16 +137,12 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
     """
     units = units_of(config)
     format = units[0].format
-    if config.columns and format in _FOLDERS:
-        raise ValueError(
-            f"convert.columns={list(config.columns)}: class folders have nothing beside their "
-            "images; leave it out, or give a list (CSV, JSONL) of the images"
-        )
-    if config.label_field is not None and format != "tfrecord":
-        raise ValueError(
-            f"convert.label_field={config.label_field!r} is of TFRecord files, and convert.source "
-            f"is of the format {format}; leave it out"
-        )
+    for key in ("columns", "label_field", "image_field"):
+        if (value := getattr(config, key)) and format in _FOLDERS:
+            raise ValueError(
+                f"convert.{key}={value!r}: class folders have nothing beside their images; leave "
+                "it out, or give a list (CSV, JSONL) of the images"
+            )
     facts = index_units(units, staging, config)
     parts = [staging.child(f"{unit.staged}.parquet") for unit in units]
     rows = [fact.rows for fact in facts]

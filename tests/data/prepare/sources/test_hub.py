@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -107,7 +108,10 @@ def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> Non
     [
         ({"image": ["a.jpg"], "label": [1]}, "expected encoded images"),
         ({"image": [b"x"], "label": [1.5]}, "expected integers, text"),
-        ({"image": [b"x"], "caption": ["a cat"]}, "no Hugging Face image data set"),
+        (
+            {"image": [b"x"], "caption": ["a cat"]},
+            "has no field label or .*only caption, image; choose",
+        ),
     ],
 )
 def test_columns_that_are_not_understood_are_refused(
@@ -160,3 +164,34 @@ def test_an_index_is_one_in_whatever_integers(
     write_hub_file(tmp_path / "train.parquet", IMAGES, labels, feature)
     found = labels_of(converted(tmp_path / "train.parquet", tmp_path / "set"))
     assert [found[f"train/{i:08d}"] for i in range(12)] == expected
+
+
+def cifar_100(file: Path) -> None:
+    fine, coarse = (["apple", "bee", "cat"], ["fruit", "animal"])
+    labels = {name: {"names": names, "_type": "ClassLabel"}
+              for name, names in (("fine_label", fine), ("coarse_label", coarse))}  # fmt: skip
+    images = pa.array([{"bytes": image} for image in IMAGES])
+    columns = {"img": images, "small": images.take(pa.array([0] * 12)),
+               "fine_label": [i % 3 for i in range(12)],
+               "coarse_label": [min(i % 3, 1) for i in range(12)]}  # fmt: skip
+    metadata = {"huggingface": json.dumps({"info": {"features": labels}})}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
+
+
+def test_of_several_labels_one_is_chosen_by_the_user(serial: None, tmp_path: Path) -> None:
+    cifar_100(tmp_path / "train.parquet")
+    why = r"several fields that may be the label: fine_label, coarse_label; .*convert.label_field"
+    with pytest.raises(ValueError, match=why):
+        converted(tmp_path / "train.parquet", tmp_path / "set")
+    for field, names in (("coarse_label", ["fruit", "animal"]), ("fine_label", ["apple", "bee"])):
+        rows = converted(tmp_path / "train.parquet", tmp_path / field, label_field=field)
+        assert [labels_of(rows)[f"train/{i:08d}"] for i in range(2)] == names
+    with pytest.raises(ValueError, match=r"has no convert.label_field='kind', only coarse_label"):
+        converted(tmp_path / "train.parquet", tmp_path / "set", label_field="kind")
+
+
+def test_the_column_of_images_may_have_any_name(serial: None, tmp_path: Path) -> None:
+    cifar_100(tmp_path / "train.parquet")
+    options = {"label_field": "fine_label", "image_field": "small"}
+    rows = converted(tmp_path / "train.parquet", tmp_path / "set", **options)
+    assert {row["image"] for row in rows.values()} == {IMAGES[0]}

@@ -136,8 +136,9 @@ def test_each_bad_line_of_json_is_rejected_alone(serial: None, folder: Path) -> 
     bad = {
         b"[1, 2]": "a JSON list", b"3": "a JSON int", b"null": "a JSON NoneType",
         b'{"path": "a.jpg"': "not JSON", b"\xff\xfe": "not JSON", b"[" * 10**5: "too deeply",
-        b'{"path": "", "label": "c"}': "has no path", b'{"path": 3, "label": "c"}': "has no path",
-        b'{"label": "cat"}': "has no path", b'{"path": "\\ud800", "label": "c"}': "UTF-8",
+        b'{"path": "", "label": "c"}': "no field path",
+        b'{"path": 3, "label": "c"}': "path is a int",
+        b'{"label": "cat"}': "no field path or file", b'{"path": "\\ud800", "label": "c"}': "UTF-8",
         b'{"path": "022.jpg", "label": true}': "of type bool",
         b'{"path": "023.jpg", "label": {}}': "of type dict", b'{"path": "024.jpg"}': "no label",
         b'{"path": "025.jpg", "label": "' + b"x" * (1 << 21): "has 1,048,576 bytes or more",
@@ -276,3 +277,24 @@ def test_a_header_may_span_lines(serial: None, folder: Path) -> None:
     found = labels_of(converted(folder / "list.csv", folder / "set", columns=["caption"]))
     assert found == dict.fromkeys(IMAGES, "cat")
     assert rejections(folder / "set") == {}
+
+
+def test_of_several_columns_one_is_chosen_by_the_user(serial: None, folder: Path) -> None:
+    rows = [[name, f"old/{name}", str(i % 2), "dc"[i % 2]] for i, name in enumerate(IMAGES)]
+    with (folder / "list.csv").open("w", newline="") as sink:
+        csv.writer(sink).writerows([["Photo", "path", "label", "class"], *rows])
+    with pytest.raises(ValueError, match=r"several fields that may be the label: label, class"):
+        converted(folder / "list.csv", folder / "set", image_field="Photo")
+    options = {"image_field": "Photo", "label_field": "class"}
+    found = labels_of(converted(folder / "list.csv", folder / "set", **options))
+    assert found == {name: "dc"[i % 2] for i, name in enumerate(IMAGES)}
+
+
+def test_of_several_keys_one_is_chosen_by_the_user(serial: None, folder: Path) -> None:
+    rows = [{"photo": name, "label": 0, "class": "cat"} for name in IMAGES]
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"image_field": "photo", "max_rejected_fraction": 1.0}
+    with pytest.raises(ValueError, match="several fields that may be the label: label, class"):
+        converted(folder / "list.jsonl", folder / "none", **options)
+    rows = converted(folder / "list.jsonl", folder / "set", **options, label_field="class")
+    assert labels_of(rows) == dict.fromkeys(IMAGES, "cat")

@@ -276,3 +276,16 @@ def test_a_byte_order_mark_is_no_part_of_a_label(serial: None, tmp_path: Path) -
         "a/0": "cat",
         "a/1": "cat",
     }
+
+
+def test_of_several_files_of_a_sample_the_user_chooses(serial: None, tmp_path: Path) -> None:
+    fields = b'{"kind": "dog", "label": "cat", "class": "cow"}'
+    files = {"left.jpg": IMAGES[0], "right.jpg": IMAGES[1], "json": fields, "breed": b"pug"}
+    (tmp_path / "a.tar").write_bytes(tar_of([(f"0.{k}", v) for k, v in files.items()]))
+    source, options = tmp_path / "a.tar", {"image_field": "right.jpg"}
+    with pytest.raises(ValueError, match="several fields that may be the label: label, class"):
+        converted(source, tmp_path / "none", **options)
+    for field, label in (("kind", "dog"), ("breed", "pug")):
+        rows = converted(source, tmp_path / field, **options, label_field=field)
+        assert labels_of(rows) == {"a/0": label}
+        assert rows["a/0"]["image"] == IMAGES[1]

@@ -84,10 +84,10 @@ def indexed(path: Path, content: bytes, label_field: str | None = None) -> list[
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (example(label=[1]), r"it has no encoded image in \('image'.*only label"),
-        (example(image=b"x"), "it has no label"),
+        (example(label=[1]), r"it has no field image or .*only label"),
+        (example(image=b"x"), "it has no field label or labels, only image"),
         (example(image=b"x", label=b"\xff"), "is no text"),
-        (example(image=[7], label=[1]), "it has no encoded image"),
+        (example(image=[7], label=[1]), "its 'image' is no encoded image"),
         (b"\xff" * 40, "no tf.train.Example"),
         (TUTORIAL[:-3], "no tf.train.Example"),
         (b"\x0b", "no tf.train.Example"),
@@ -158,7 +158,7 @@ def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_p
 def test_a_label_field_of_other_files_is_refused(serial: None, tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match=r"convert\.label_field='age' is of TFRecord files"):
+    with pytest.raises(ValueError, match=r"convert\.label_field='age': class folders have nothing"):
         converted(tmp_path / "images", tmp_path / "set", label_field="age")
 
 
@@ -294,3 +294,13 @@ def test_negative_and_several_labels_are_read(tmp_path: Path) -> None:
     (entry,) = indexed(tmp_path / "a.tfrecord", record(example(image=jpeg(1), labels=[3, 1])))
     assert entry.labels == ("3", "1")
     assert features_of(example(one=[-1, 1 << 40])) == {"one": [-1, 1 << 40]}
+
+
+def test_the_image_may_be_any_feature(tmp_path: Path) -> None:
+    content = record(example(image=jpeg(1), mask=jpeg(2), label=[0]))
+    (tmp_path / "a.tfrecord").write_bytes(content)
+    for field, number in ((None, 1), ("mask", 2)):
+        file, folder = str(tmp_path / "a.tfrecord"), str(tmp_path)
+        unit = SourceUnit("tfrecord", file, folder, image_field=field)
+        (entry,) = index_unit(unit, locate(f"{folder}/pack"))
+        assert entry.read() == jpeg(number)

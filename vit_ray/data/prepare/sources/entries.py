@@ -75,7 +75,8 @@ class SourceUnit:
         start, stop: bytes of a list; None = to its end.
         first_line: 1-based number of the line at `start`.
         columns: names of the fields that are passed through.
-        label_field: the feature of a TFRecord, or the task of VTAB, that is the label.
+        label_field: the field that has the label, or the task of VTAB; None = a usual one.
+        image_field: the field that has the image, or its path in a list; None = a usual one.
     """
 
     format: str
@@ -86,6 +87,7 @@ class SourceUnit:
     first_line: int = 1
     columns: tuple[str, ...] = ()
     label_field: str | None = None
+    image_field: str | None = None
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +23,7 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.label_values import Labels, labels_of_value
+from vit_ray.data.prepare.sources.label_values import chosen_field, labels_of_value
 from vit_ray.retry import is_denied, is_transient
 from vit_ray.storage import Location, closed_after, locate
 
@@ -49,8 +49,7 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         closed_after(target.filesystem.open_output_stream(target.path)) as output,
     ):
         source = _opened(file, unit.path)
-        columns = _Columns(source.schema_arrow, unit.path)
-        columns.check_extra(source.schema_arrow, unit.columns)
+        columns = _columns_of(source.schema_arrow, unit)
         first, offset = 0, 0
         for group in range(source.metadata.num_row_groups):
             for row, image, read in _rows(source, group, columns, unit.columns):
@@ -69,7 +68,7 @@ def declared_classes(unit: SourceUnit) -> list[str] | None:
     """The names of a file's `ClassLabel`; None where it declares none."""
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as file:
-        return _Columns(_opened(file, unit.path).schema_arrow, unit.path).class_names
+        return _columns_of(_opened(file, unit.path).schema_arrow, unit).class_names
 
 
 def _opened(file: Any, path: str) -> pq.ParquetFile:
@@ -90,86 +89,70 @@ def _raise_if_of_the_store(error: Exception) -> None:
         raise error
 
 
-class _Columns:
-    """Which columns hold images and labels, and what the labels are.
+class _Columns(NamedTuple):
+    """Which columns hold images and labels, and what the labels are."""
+
+    image: str
+    image_path: str
+    """The column of encoded bytes, without the file names beside them."""
+    label: str
+    class_names: list[str] | None
+
+
+def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
+    """The columns that a file is read by.
 
     Raises:
-        ValueError: there are none, or of types that are not understood.
+        ValueError: they are missing, there twice, not to be told, or of types that cannot be read.
     """
-
-    def __init__(self, schema: pa.Schema, path: str) -> None:
-        self._path = path
-        features = self._features(schema)
-        class_labels = [n for n in schema.names if _names(features.get(n)) is not None]
-        images = [n for n in _IMAGE_COLUMNS if n in schema.names]
-        labels = [n for n in _LABEL_COLUMNS if n in schema.names] or class_labels
-        if not images or not labels:
+    whose = repr(unit.path)
+    try:
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features", {})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
+    found = {n: _names(features.get(n)) for n in schema.names} if isinstance(features, dict) else {}
+    class_labels = [name for name, names in found.items() if names is not None]
+    image = chosen_field("image", unit.image_field, _IMAGE_COLUMNS, schema.names, whose)
+    usual = (*_LABEL_COLUMNS, *class_labels)
+    label = chosen_field("label", unit.label_field, usual, schema.names, whose)
+    for name in (image, label, *unit.columns):
+        if schema.names.count(name) > 1:
+            raise ValueError(f"{whose} has two columns {name!r}; name one otherwise")
+    for name in unit.columns:
+        if name not in schema.names or _has_binary(schema.field(name).type):
+            lacks = "no text in its column" if name in schema.names else "no column"
             raise ValueError(
-                f"{path!r} is no Hugging Face image data set: its columns are {schema.names}; "
-                f"expected an image column (image, img) and a label column (label, labels)."
+                f"{whose} has {lacks} {name!r} of convert.columns; it has {schema.names}"
             )
-        self.image, self.label = images[0], labels[0]
-        self.image_path = self._bytes_of(schema.field(self.image))
-        self._check_once(schema, self.image, self.label)
-        self.class_names = self._checked(_names(features.get(self.label)))
-        self._check_labels(schema.field(self.label).type)
-
-    def _checked(self, names: Any) -> list[str] | None:
-        if names is None:
-            return None
+    kind, image_path = schema.field(image).type, image
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind, image_path = kind.field("bytes").type, f"{image}.bytes"
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise ValueError(
+            f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
+            "images, as binary or as a struct with `bytes`"
+        )
+    element = schema.field(label).type
+    for _ in range(2):  # a list of a dictionary, or the reverse, or one of them
+        element = getattr(element, "value_type", element)
+    if not (
+        pa.types.is_string(element)
+        or pa.types.is_large_string(element)
+        or pa.types.is_integer(element)
+    ):
+        raise ValueError(
+            f"{whose}: its label column {label!r} is {schema.field(label).type}; expected "
+            "integers, text, or lists of one of them"
+        )
+    names = found.get(label)
+    if names is not None:
         if not isinstance(names, list) or any(type(name) is not str for name in names):
             raise ValueError(
-                f"{self._path!r}: a ClassLabel whose names are no list of text: {str(names)[:80]}"
+                f"{whose}: a ClassLabel whose names are no list of text: {str(names)[:80]}"
             )
-        check_unique(names, repr(self._path))
-        return names
-
-    def _check_once(self, schema: pa.Schema, *names: str) -> None:
-        for name in names:
-            if schema.names.count(name) > 1:
-                raise ValueError(f"{self._path!r} has two columns {name!r}; name one otherwise.")
-
-    def check_extra(self, schema: pa.Schema, names: Sequence[str]) -> None:
-        """Raises ValueError for columns that are not there, or have no text."""
-        self._check_once(schema, *names)
-        for name in names:
-            kind = schema.field(name).type if name in schema.names else None
-            if kind is None or _has_binary(kind):
-                what = "has no column" if kind is None else "has no text in its column"
-                raise ValueError(
-                    f"{self._path!r} {what} {name!r} of convert.columns; it has {schema.names}."
-                )
-
-    def _features(self, schema: pa.Schema) -> dict[str, Any]:
-        try:
-            metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-            features = metadata.get("info", {}).get("features", {})
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self._path!r}: its huggingface metadata is damaged") from error
-        return features if isinstance(features, dict) else {}
-
-    def _bytes_of(self, field: pa.Field) -> str:
-        """The column of encoded bytes, without the file names beside them."""
-        kind, name = field.type, field.name
-        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-            kind, name = kind.field("bytes").type, f"{name}.bytes"
-        if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-            raise ValueError(
-                f"{self._path!r}: its column {field.name!r} is {field.type}; "
-                f"expected encoded images, as binary or as a struct with `bytes`."
-            )
-        return name
-
-    def _check_labels(self, kind: pa.DataType) -> None:
-        element = kind.value_type if _is_list(kind) else kind
-        if pa.types.is_dictionary(element):
-            element = element.value_type
-        is_text = pa.types.is_string(element) or pa.types.is_large_string(element)
-        if not (is_text or pa.types.is_integer(element)):
-            raise ValueError(
-                f"{self._path!r}: its label column {self.label!r} is {kind}; "
-                f"expected integers, text, or lists of one of them."
-            )
+        check_unique(names, whose)
+    return _Columns(image, image_path, label, names)
 
 
 def _has_binary(kind: pa.DataType) -> bool:
@@ -181,12 +164,6 @@ def _has_binary(kind: pa.DataType) -> bool:
     if kind.num_fields:
         return any(_has_binary(kind.field(i).type) for i in range(kind.num_fields))
     return str(kind).startswith(("binary", "large_binary", "fixed_size_binary"))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
 
 
 def _names(feature: Any) -> Any:
@@ -236,20 +213,14 @@ def _labelled(
             raise ValueError(f"it has {entry.length:,} bytes, more than {MOST_IMAGE_BYTES:,}")
         if not entry.length:
             raise ValueError("its image has no bytes")
-        labels, kind = _resolved(labels_of_value(read(columns.label)), columns.class_names)
+        labels, kind = labels_of_value(read(columns.label))
+        if (names := columns.class_names) is not None and kind == "index":
+            indices = [int(text) for text in labels]
+            if unknown := [index for index in indices if not 0 <= index < len(names)]:
+                none = " (by convention: not labelled)" if unknown == [-1] else ""
+                raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
+            labels, kind = tuple(names[index] for index in indices), "name"
         values = tuple(stored_text(read(name)) for name in extra)
     except ValueError as error:
         return with_problem(entry, str(error))
     return replace(entry, labels=labels, label_kind=kind, extra=values)
-
-
-def _resolved(labels: Labels, names: list[str] | None) -> Labels:
-    """An index of a `ClassLabel` as its name."""
-    texts, kind = labels
-    if names is None or kind != "index":
-        return labels
-    indices = [int(text) for text in texts]
-    if unknown := [index for index in indices if not 0 <= index < len(names)]:
-        none = " (by convention: not labelled)" if unknown == [-1] else ""
-        raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
-    return tuple(names[index] for index in indices), "name"

@@ -5,7 +5,7 @@ one label as it stands, whatever commas it holds.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vit_ray.data.prepare.sources.entries import LabelKind
@@ -21,16 +21,44 @@ LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
 Labels = tuple[tuple[str, ...], LabelKind]
 
 
-def labels_of_record(fields: Mapping[str, Any]) -> Labels:
-    """Labels of a JSON object or of a CSV row, under the first of `LABEL_FIELDS` that it has.
+def labels_of_record(fields: Mapping[str, Any], label_field: str | None = None) -> Labels:
+    """Labels of a JSON object, under `label_field` or the one of `LABEL_FIELDS` that it has.
 
     Raises:
-        ValueError: it has none, or something else than text, integers or a list of them.
+        ValueError: it has none, several of these, or something else than text, integers or a list
+            of them.
     """
-    for name in LABEL_FIELDS:
-        if fields.get(name) is not None:
-            return labels_of_value(fields[name])
-    raise ValueError("it has no label")
+    given = [name for name, value in fields.items() if value is not None]
+    if not given or not {label_field, *LABEL_FIELDS} & {*given}:
+        raise ValueError(f"it has no {'label' if label_field is None else repr(label_field)}")
+    return labels_of_value(fields[chosen_field("label", label_field, LABEL_FIELDS, given, "it")])
+
+
+def chosen_field(
+    what: str, wanted: str | None, usual: Sequence[str], names: Sequence[str], whose: str
+) -> str:
+    """The name of the field that has the image, or the label.
+
+    Args:
+        what: `image` or `label`, as in `convert.image_field`.
+        wanted: by the user; None takes the only one of the usual names that is there.
+        names: that are there.
+
+    Raises:
+        ValueError: it is not there, or several of the usual names are.
+    """
+    found = [name for name in dict.fromkeys(usual) if name in names]
+    if wanted is not None and wanted not in names:
+        raise ValueError(
+            f"{whose} has no convert.{what}_field={wanted!r}, only {', '.join(sorted(names)[:20])}"
+        )
+    if wanted is None and len(found) != 1:
+        several = f"several fields that may be the {what}: {', '.join(found)}"
+        none = f"no field {' or '.join(dict.fromkeys(usual))}, only {', '.join(sorted(names)[:20])}"
+        raise ValueError(
+            f"{whose} has {several if found else none}; choose one by convert.{what}_field"
+        )
+    return wanted or found[0]
 
 
 def labels_of_value(value: Any) -> Labels:
@@ -58,15 +86,6 @@ def labels_of_text(text: str) -> Labels:
         ValueError: it is blank or too long.
     """
     return (checked_label(text),), "text"
-
-
-def labels_of_json(content: bytes) -> Labels:
-    """Labels of a JSON object.
-
-    Raises:
-        ValueError: it is no object with usable labels.
-    """
-    return labels_of_record(json_object(content))
 
 
 def json_object(content: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from vit_ray.data.prepare.sources.columns import extra_of
 from vit_ray.data.prepare.sources.entries import (
@@ -18,11 +18,10 @@ from vit_ray.data.prepare.sources.entries import (
 from vit_ray.data.prepare.sources.label_values import (
     LABEL_FIELDS,
     MOST_JSON_BYTES,
-    Labels,
     checked_label,
+    chosen_field,
     json_object,
     labels_of_record,
-    labels_of_text,
 )
 from vit_ray.storage import Location, locate
 
@@ -45,7 +44,8 @@ def cut_list(unit: SourceUnit) -> list[SourceUnit]:
     with location.filesystem.open_input_file(location.path) as opened:
         size = opened.size()
         file = io.BufferedReader(opened, _BUFFER)
-        _check_encoding(file, unit)
+        if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise ValueError(f"{unit.path!r} is UTF-16; save it as UTF-8")
         starts = [(0, 1)] if size <= PART_BYTES else list(_starts(file, unit))
     stops = [start for start, _ in starts[1:]] + [size]
     return [
@@ -54,21 +54,14 @@ def cut_list(unit: SourceUnit) -> list[SourceUnit]:
     ]
 
 
-def _check_encoding(file: IO[bytes], unit: SourceUnit) -> None:
-    begin = file.read(2)
-    file.seek(0)
-    if begin in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{unit.path!r} is UTF-16; save it as UTF-8.")
-
-
-def _starts(file: IO[bytes], unit: SourceUnit) -> Iterator[tuple[int, int]]:
+def _starts(file: io.BufferedReader, unit: SourceUnit) -> Iterator[tuple[int, int]]:
     """Offset and line of the first row of each part: a row may span lines where it is quoted."""
     lines = _Lines(file, unit)
     rows: Iterable[Any] = _CsvRows(lines) if unit.format == "csv" else lines
     last = 0
     yield 0, 1
     for _ in rows:
-        if lines.position - last >= PART_BYTES and not lines.is_at_end:
+        if lines.position - last >= PART_BYTES and file.peek(1):
             last = lines.position
             yield last, lines.number + 1
 
@@ -81,11 +74,6 @@ class _Lines:
         self.position = unit.start
         self.number = unit.first_line - 1
         file.seek(unit.start)
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether no line follows."""
-        return not self._file.peek(1)  # type: ignore[attr-defined]  # a BufferedReader
 
     def __iter__(self) -> Iterator[bytes]:
         while self._stop is None or self.position < self._stop:
@@ -144,30 +132,28 @@ def index_jsonl(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         lines = _Lines(io.BufferedReader(opened, _BUFFER), unit)
         for line in lines:
             content = line.removeprefix(b"\xef\xbb\xbf") if lines.number == 1 else line
-            if content.strip():
-                yield _json_row(unit, content, lines.number)
-
-
-def _json_row(unit: SourceUnit, line: bytes, number: int) -> IndexEntry:
-    key = f"{unit.path}#{number}"
-    if len(line) >= MOST_JSON_BYTES:
-        return rejected(unit.path, key, f"line {number} has {MOST_JSON_BYTES:,} bytes or more")
-    try:
-        fields = json_object(line)
-    except ValueError as error:
-        return rejected(unit.path, key, f"line {number}: {error}")
-    name = next((fields[field] for field in PATH_FIELDS if fields.get(field)), None)
-    if not isinstance(name, str):
-        found = sorted(fields)[:20]
-        return rejected(
-            unit.path,
-            key,
-            f"line {number} has no path in any of {list(PATH_FIELDS)}; it has {found}",
-        )
-    try:
-        return _entry(unit, name, labels_of_record(fields), extra_of(fields, unit.columns))
-    except ValueError as error:
-        return with_problem(_entry(unit, name, ((), "text")), str(error))
+            if not content.strip():
+                continue
+            try:
+                if len(content) >= MOST_JSON_BYTES:
+                    raise ValueError(f"it has {MOST_JSON_BYTES:,} bytes or more")
+                fields = json_object(content)
+                given = [name for name, value in fields.items() if value]
+                usual = PATH_FIELDS
+                name = fields[chosen_field("image", unit.image_field, usual, given, "it")]
+                if not isinstance(name, str):
+                    raise ValueError(f"its path is a {type(name).__name__}")
+            except ValueError as error:
+                key = f"{unit.path}#{lines.number}"
+                yield rejected(unit.path, key, f"line {lines.number}: {error}")
+                continue
+            entry = _entry(unit, name)
+            try:
+                labels, kind = labels_of_record(fields, unit.label_field)
+                extra = extra_of(fields, unit.columns)
+                yield replace(entry, labels=labels, label_kind=kind, extra=extra)
+            except ValueError as error:
+                yield with_problem(entry, str(error))
 
 
 def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
@@ -179,8 +165,7 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
     location = locate(unit.path)
     with location.filesystem.open_input_file(location.path) as opened:
         file = io.BufferedReader(opened, _BUFFER)
-        names = _names(file, unit)
-        header = _header(names, unit)
+        header = _header(file, unit)
         rows = _CsvRows(_Lines(file, unit))
         for place, row in enumerate(rows):
             if rows.is_open:
@@ -189,103 +174,82 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
                     f"{len(rows.lines)} lines from there to the end are one row; close it, or "
                     'write "" for a quote inside quotes'
                 )
-            is_header = place == 0 and unit.start == 0
-            if row and not is_header:
-                yield from _csv_row(unit, header, row, rows, names)
+            if not row or (place == 0 and unit.start == 0):  # blank, or the header
+                continue
+            problem = _csv_problem(header, row, rows)
+            if problem is None and isinstance(row, list):
+                yield _csv_entry(unit, header, dict(zip(header.names, row, strict=True)))
+            else:
+                for line in rows.lines:  # each may have been an image
+                    yield rejected(unit.path, f"{unit.path}#{line}", f"line {line}: {problem}")
 
 
-def _names(file: IO[bytes], unit: SourceUnit) -> list[str]:
-    """Names of the columns, in small letters."""
+class _Header(NamedTuple):
+    """Names of the columns, in small letters, and which of them have the path and the label."""
+
+    names: list[str]
+    path: str
+    label: str
+
+
+def _header(file: IO[bytes], unit: SourceUnit) -> _Header:
     lines = _Lines(file, replace(unit, start=0, stop=None))
     texts = (line.decode("utf-8-sig", "replace") for line in lines)
     try:
-        return [name.strip().lower() for name in next(csv.reader(texts), [])]
+        names = [name.strip().lower() for name in next(csv.reader(texts), [])]
     except csv.Error as error:
         raise ValueError(f"{unit.path!r}: its header cannot be read ({error})") from error
-
-
-def _header(names: list[str], unit: SourceUnit) -> list[str]:
-    """Names of the columns, the path's as `path` and the labels' as `label` or `labels`."""
-    path = next((name for name in PATH_FIELDS if name in names), None)
-    label = next((name for name in LABEL_FIELDS if name in names), None)
-    if path is None or label is None:
-        what, expected = ("path", PATH_FIELDS) if path is None else ("label", LABEL_FIELDS)
-        raise ValueError(
-            f"{unit.path!r}: no column of {list(expected)} holds the image's {what}; "
-            f"found {names[:20]}."
-        )
+    whose, image, label = repr(unit.path), unit.image_field, unit.label_field
+    path = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
+    label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
     if missing := [name for name in unit.columns if name.lower() not in names]:
         raise ValueError(
-            f"{unit.path!r} has no column {missing[0]!r} of convert.columns; it has {names[:20]}."
+            f"{unit.path!r} has no column {missing[0]!r} of convert.columns; it has {names[:20]}"
         )
     used = (path, label, *map(str.lower, unit.columns))
     if repeated := [name for name in used if names.count(name) > 1]:
-        raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; name one otherwise.")
-    renamed: dict[str, str] = {path: "path", label: "labels" if label == "labels" else "label"}
-    return [renamed.get(name, "") for name in names]
+        raise ValueError(f"{unit.path!r} has two columns {repeated[0]!r}; name one otherwise")
+    return _Header(names, path, label)
 
 
-def _csv_row(
-    unit: SourceUnit, header: list[str], row: list[str] | csv.Error, at: _CsvRows, names: list[str]
-) -> Iterator[IndexEntry]:
-    """The entry of a row, or a rejected one for each of the lines that were taken for it."""
-    problem = _csv_problem(header, row, at)
-    if problem is None and isinstance(row, list):
-        fields = dict(zip(names, row, strict=True))
-        extra = tuple(fields[name.lower()] for name in unit.columns)
-        yield replace(_csv_entry(unit, row[header.index("path")], header, row), extra=extra)
-        return
-    for line in at.lines:
-        yield rejected(unit.path, f"{unit.path}#{line}", f"line {line}: {problem}")
-
-
-def _csv_problem(header: list[str], row: list[str] | csv.Error, at: _CsvRows) -> str | None:
+def _csv_problem(header: _Header, row: list[str] | csv.Error, at: _CsvRows) -> str | None:
     if isinstance(row, csv.Error):
         return f"{row}; is a quote never closed?"
-    if len(row) != len(header):
-        return f"it has {len(row)} fields, the header {len(header)}"
-    path = row[header.index("path")]
-    for name in ("path", "label", "labels"):
-        text = row[header.index(name)] if name in header else ""
+    if len(row) != len(header.names):
+        return f"it has {len(row)} fields, the header {len(header.names)}"
+    for name in (header.path, header.label):
+        text = row[header.names.index(name)]
+        what = "path" if name == header.path else "label"
         if "\n" in text or "\r" in text:
-            return f"its {name} has a line break; is a quote never closed?"
+            return f"its {what} has a line break; is a quote never closed?"
         if '"' in text and not _STRICT_ROW.fullmatch("".join(at.text)):
-            return f'its {name} has a quote in it and none around it; write "" for it, and quotes'
-    if any(_is_row_like(line, header, path) for line in at.text[1:]):
-        return "one of its lines is a row itself; is a quote never closed?"
-    return None if path.strip() else "it has no path"
+            return f'its {what} has a quote in it and none around it; write "" for it, and quotes'
+    place = header.names.index(header.path)
+    # A line inside a quoted text seems to be a row that an open quote has taken in, where it has as
+    # many fields as the header, and another path that ends as the row's own does.
+    for fields in (line.split(",") for line in at.text[1:]):
+        if len(fields) == len(row):
+            path = fields[place].strip(' "')
+            endings = {text.rpartition(".")[2].lower() for text in (path, row[place])}
+            if path != row[place] and len(endings) == 1:
+                return "one of its lines is a row itself; is a quote never closed?"
+    return None if row[place].strip() else "it has no path"
 
 
-def _is_row_like(line: str, header: list[str], path: str) -> bool:
-    """Whether a line inside a quoted text seems to be a row that an open quote has taken in.
-
-    It has as many fields as the header, and another path that ends as the row's own does.
-    """
-    fields = line.split(",")
-    name = fields[header.index("path")].strip(' "') if len(fields) == len(header) else path
-    return name != path and name.rpartition(".")[2].lower() == path.rpartition(".")[2].lower()
-
-
-def _csv_entry(unit: SourceUnit, name: str, header: list[str], row: list[str]) -> IndexEntry:
+def _csv_entry(unit: SourceUnit, header: _Header, fields: dict[str, str]) -> IndexEntry:
+    extra = tuple(fields[name.lower()] for name in unit.columns)
+    entry = replace(_entry(unit, fields[header.path]), extra=extra)
+    text = fields[header.label]
+    texts = text.split(";") if header.label == "labels" else [text]
     try:
-        return _entry(unit, name, _csv_labels(header, row))
+        if header.label == "labels" and not (texts := [one for one in texts if one.strip()]):
+            raise ValueError("it has no label")
+        return replace(entry, labels=tuple(dict.fromkeys(map(checked_label, texts))))
     except ValueError as error:
-        return with_problem(_entry(unit, name, ((), "text")), str(error))
+        return with_problem(entry, str(error))
 
 
-def _csv_labels(header: list[str], row: list[str]) -> Labels:
-    if "labels" not in header:
-        return labels_of_text(row[header.index("label")])
-    texts = [text for text in row[header.index("labels")].split(";") if text.strip()]
-    if not texts:
-        raise ValueError("it has no label")
-    return tuple(dict.fromkeys(map(checked_label, texts))), "text"
-
-
-def _entry(
-    unit: SourceUnit, name: str, labels: Labels, extra: tuple[str | None, ...] = ()
-) -> IndexEntry:
-    """A row of a list; a relative path is relative to the list's folder."""
+def _entry(unit: SourceUnit, name: str) -> IndexEntry:
+    """An image of a list, without its labels; a relative path is relative to the list's folder."""
     path = name if name.startswith(("/", "s3://")) else f"{unit.folder}/{name}"
-    texts, kind = labels
-    return IndexEntry(path, WHOLE_FILE, WHOLE_FILE, name, texts, None, kind, extra)
+    return IndexEntry(path, WHOLE_FILE, WHOLE_FILE, name, ())

@@ -7,9 +7,10 @@ tarfile ends quietly at the first header that it cannot read. Here an archive en
 marker, with nothing but zeros after it, or it is damaged.
 """
 
+import contextlib
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import IO, Any, Final
 
@@ -28,7 +29,7 @@ from vit_ray.data.prepare.sources.label_values import (
     MOST_TEXT_BYTES,
     Labels,
     json_object,
-    labels_of_json,
+    labels_of_record,
     labels_of_text,
 )
 from vit_ray.retry import is_denied, is_transient
@@ -88,7 +89,10 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
-                if _end_of_data(member, tar.offset) > size:
+                # The size of a sparse member counts holes that are not stored.
+                is_plain = member.isreg() and not member.issparse()
+                end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
+                if end > size:
                     raise tarfile.ReadError(f"the file ends inside {member.name!r}")
                 at = tar.offset
                 yield member
@@ -98,17 +102,6 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
             raise
         what = str(error) or type(error).__name__
         raise DamagedUnitError(path, at, what) from error
-    _check_end(file, at, size, path)
-
-
-def _end_of_data(member: tarfile.TarInfo, next_offset: int) -> int:
-    """Where its last byte must be; the size of a sparse one counts holes that are not stored."""
-    is_plain = member.isreg() and not member.issparse()
-    return member.offset_data + member.size if is_plain else next_offset - _BLOCK + 1
-
-
-def _check_end(file: IO[bytes], at: int, size: int, path: str) -> None:
-    """Refuse an archive with anything but zeros from here on, or nothing at all."""
     file.seek(at)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
@@ -170,66 +163,71 @@ def _entries(
 
 
 def _entry(unit: SourceUnit, key: str, members: _Members, file: IO[bytes]) -> IndexEntry:
-    path = unit.path
-    images = [member for suffix, member in members if suffix in IMAGE_SUFFIXES]
+    path, wanted = unit.path, unit.image_field
+    images = [m for s, m in members if (s in IMAGE_SUFFIXES if wanted is None else s == wanted)]
     found = sorted(suffix for suffix, _ in members)[:20]
     if len(images) != 1:
         how_many = "no image, only" if not images else "several images among"
-        return rejected(path, key, f"the sample has {how_many} {found}")
+        advice = "" if not images else "; choose one by convert.image_field"
+        return rejected(path, key, f"the sample has {how_many} {found}{advice}")
     image = images[0]
     entry = IndexEntry(path, image.offset_data, image.size, key, ())
     if not image.isreg() or image.issparse():
         return rejected(path, key, "it is a link, a sparse or a special file in the archive")
     if image.size > MOST_IMAGE_BYTES:
         return rejected(path, key, f"it has {image.size:,} bytes, more than {MOST_IMAGE_BYTES:,}")
+    files = dict(members)
     try:
-        labels, kind = _labels(members, file)
-        extra = _extra(members, file, unit.columns)
+        labels, kind = _labels(files, file, unit.label_field)
+        extra: tuple[str | None, ...] = ()
+        if unit.columns:
+            fields: dict[str, Any] = {}
+            # A file of its own says more than a field of the JSON file.
+            for name in dict.fromkeys(["json", *unit.columns]):
+                if name in files:
+                    text = _text(files, name, file, "cannot be passed through")
+                    fields |= json_object(text.encode()) if name == "json" else {name: text}
+            extra = extra_of(fields, unit.columns)
     except ValueError as error:
         return with_problem(entry, str(error))
     return replace(entry, labels=labels, label_kind=kind, extra=extra)
 
 
-def _extra(members: _Members, file: IO[bytes], columns: Sequence[str]) -> tuple[str | None, ...]:
-    """Fields of the sample's `.json`, or the text of its file of that suffix, such as `txt`."""
-    if not columns:
-        return ()
-    files = dict(members)
-    fields: dict[str, Any] = {}
-    # A file of its own tells more than a field of the JSON file.
-    for name in (name for name in dict.fromkeys(["json", *columns]) if name in files):
-        try:
-            content = _content(files[name], file, MOST_JSON_BYTES)
-            fields |= (
-                json_object(content) if name == "json" else {name: content.decode("utf-8-sig")}
-            )
-        except ValueError as error:
-            raise ValueError(f"its .{name} cannot be passed through ({error})") from error
-    return extra_of(fields, columns)
-
-
-def _labels(members: _Members, file: IO[bytes]) -> Labels:
-    files = dict(members)
-    if "..." in files and not {"cls", "json"} & files.keys():
+def _labels(files: Mapping[str, tarfile.TarInfo], file: IO[bytes], wanted: str | None) -> Labels:
+    if "..." in files and not {wanted or "cls", "json"} & files.keys():
         raise ValueError("the archive is damaged before the sample's label")
-    if "cls" in files:
-        try:
-            return labels_of_text(_content(files["cls"], file, MOST_TEXT_BYTES).decode("utf-8-sig"))
-        except ValueError as error:
-            raise ValueError(f"its .cls has no usable label ({error})") from error
+    problem, suffix = "has no usable label", wanted or "cls"
+    if suffix in files and suffix != "json":
+        text = _text(files, suffix, file, problem)
+        with _explained(suffix, problem):
+            return labels_of_text(text)
     if "json" in files:
-        try:
-            return labels_of_json(_content(files["json"], file, MOST_JSON_BYTES))
-        except ValueError as error:
-            raise ValueError(f"its .json has no usable label ({error})") from error
-    raise ValueError("the sample has no .cls or .json label")
+        text = _text(files, "json", file, problem)
+        with _explained("json", problem):
+            return labels_of_record(json_object(text.encode()), wanted)
+    raise ValueError(f"the sample has no .{suffix} or .json label")
 
 
-def _content(member: tarfile.TarInfo, file: IO[bytes], most: int) -> bytes:
-    """A small regular member; a sparse one may be of any size."""
-    if not member.isreg() or member.issparse():
-        raise ValueError("it is no plain file in the archive")
-    if member.size > most:
-        raise ValueError(f"it has {member.size:,} bytes; the most are {most:,}")
-    file.seek(member.offset_data)
-    return file.read(member.size)
+def _text(files: Mapping[str, tarfile.TarInfo], suffix: str, file: IO[bytes], problem: str) -> str:
+    """Of a small regular member; a sparse one may be of any size.
+
+    Raises:
+        ValueError: it is another, or no text.
+    """
+    member = files[suffix]
+    most = MOST_TEXT_BYTES if suffix == "cls" else MOST_JSON_BYTES
+    with _explained(suffix, problem):
+        if not member.isreg() or member.issparse():
+            raise ValueError("it is no plain file in the archive")
+        if member.size > most:
+            raise ValueError(f"it has {member.size:,} bytes; the most are {most:,}")
+        file.seek(member.offset_data)
+        return file.read(member.size).decode("utf-8-sig")
+
+
+@contextlib.contextmanager
+def _explained(suffix: str, problem: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"its .{suffix} {problem} ({error})") from error

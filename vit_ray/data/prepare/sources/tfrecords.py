@@ -29,7 +29,11 @@ from vit_ray.data.prepare.sources.entries import (
     rejected,
     with_problem,
 )
-from vit_ray.data.prepare.sources.label_values import MOST_TEXT_BYTES, labels_of_value
+from vit_ray.data.prepare.sources.label_values import (
+    MOST_TEXT_BYTES,
+    chosen_field,
+    labels_of_value,
+)
 from vit_ray.data.prepare.sources.vtab_labels import VTAB_LABELS, vtab_label
 from vit_ray.storage import Location, closed_after, locate
 
@@ -197,10 +201,11 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
 def _entry(unit: SourceUnit, key: str, offset: int, record: bytes) -> IndexEntry:
     try:
         features = features_of(record)
-        image = next((features[name] for name in _IMAGE_FIELDS if name in features), [])
+        names = sorted(features)
+        field = chosen_field("image", unit.image_field, _IMAGE_FIELDS, names, "it")
+        image = features[field]
         if len(image) != 1 or not isinstance(image[0], bytes):
-            found = ", ".join(sorted(features)[:20])
-            raise ValueError(f"it has no encoded image in {_IMAGE_FIELDS}, only {found}")
+            raise ValueError(f"its {field!r} is no encoded image")
         labels, kind = labels_of_value(_label(unit, features))
         fields: dict[str, Any] = {}
         for name in filter(features.__contains__, unit.columns):
@@ -219,15 +224,10 @@ def _label(unit: SourceUnit, features: dict[str, list[Value]]) -> Any:
     Raises:
         ValueError: the features do not have what it is made of, or a text is none.
     """
-    field = unit.label_field
-    if field in VTAB_LABELS:
-        return vtab_label(field, features)
-    if field is not None and field not in features:
-        found = ", ".join(sorted(features)[:20])
-        raise ValueError(f"it has no convert.label_field={field!r}, only {found}")
-    names = _LABEL_FIELDS if field is None else (field,)
-    label = next((features[name] for name in names if name in features), None)
-    return None if label is None else list(map(_plain, label))
+    if unit.label_field in VTAB_LABELS:
+        return vtab_label(unit.label_field, features)
+    field = chosen_field("label", unit.label_field, _LABEL_FIELDS, [*features], "it")
+    return list(map(_plain, features[field]))
 
 
 def _plain(value: Value) -> float | str:

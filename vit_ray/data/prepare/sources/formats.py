@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from os.path import commonpath
 from typing import Final, Literal
 
@@ -16,34 +17,46 @@ from vit_ray.storage import Location, locate
 
 Format = Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl", "tfrecord"]
 
-_SUFFIX_OF: Final = {
-    "webdataset": "tar", "huggingface": "parquet", "csv": "csv", "jsonl": "jsonl",
-    "tfrecord": "tfrecord",
-}  # fmt: skip
-_FORMAT_OF: Final = {suffix: format for format, suffix in _SUFFIX_OF.items()}
+
+@dataclass(frozen=True)
+class _Rules:
+    """What is done with the units of a format.
+
+    Attributes:
+        suffix: of its files.
+        stem: from the name of a unit to what stands before the slash in its keys; None where keys
+            may be anything.
+        declared: reads the class names that a file declares.
+    """
+
+    index: Callable[[SourceUnit, Location], Iterable[IndexEntry]]
+    suffix: str = ""
+    stem: Callable[[str], str] | None = None
+    declared: Callable[[SourceUnit], list[str] | None] | None = None
+
+
+_RULES: Final = {
+    "folder": _Rules(folders.index_folder, stem=str),
+    "loose": _Rules(folders.index_loose_files),
+    "webdataset": _Rules(tars.index_tar, "tar", lambda name: name.removesuffix(".tar")),
+    "huggingface": _Rules(
+        hub.index_parquet,
+        "parquet",
+        lambda name: name.removesuffix(".parquet"),
+        hub.declared_classes,
+    ),
+    "csv": _Rules(lists.index_csv, "csv"),
+    "jsonl": _Rules(lists.index_jsonl, "jsonl"),
+    "tfrecord": _Rules(
+        tfrecords.index_tfrecord,
+        "tfrecord",
+        lambda name: name.replace(".tfrecord", ""),
+        tfrecords.declared_classes,
+    ),
+}
+_FORMAT_OF: Final = {rules.suffix: format for format, rules in _RULES.items() if rules.suffix}
 _READERS: Final = 16
 _PACKED: Final = frozenset({"zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar"})
-
-_INDEXERS: Final[dict[str, Callable[[SourceUnit, Location], Iterable[IndexEntry]]]] = {
-    "folder": folders.index_folder,
-    "loose": folders.index_loose_files,
-    "webdataset": tars.index_tar,
-    "huggingface": hub.index_parquet,
-    "csv": lists.index_csv,
-    "jsonl": lists.index_jsonl,
-    "tfrecord": tfrecords.index_tfrecord,
-}
-_DECLARED: Final[dict[str, Callable[[SourceUnit], list[str] | None]]] = {
-    "huggingface": hub.declared_classes,
-    "tfrecord": tfrecords.declared_classes,
-}
-_STEMS: Final[dict[str, Callable[[str], str]]] = {
-    "folder": str,
-    "webdataset": lambda name: name.removesuffix(".tar"),
-    "huggingface": lambda name: name.removesuffix(".parquet"),
-    "tfrecord": lambda name: name.replace(".tfrecord", ""),
-}
-"""From the name of a unit to what stands before the slash in its keys; lists have any keys."""
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 """Behind the suffix of a file of TensorFlow Datasets."""
 
@@ -55,18 +68,18 @@ def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         DamagedUnitError: after the last image before the damage.
         ValueError: the unit is not of its format.
     """
-    yield from _INDEXERS[unit.format](unit, pack)
+    yield from _RULES[unit.format].index(unit, pack)
 
 
 def key_prefix(unit: SourceUnit) -> str:
     """What the keys of all images of a unit begin with; empty where they may be anything."""
-    stem = _STEMS.get(unit.format)
+    stem = _RULES[unit.format].stem
     return f"{stem(unit.name)}/" if stem else ""
 
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
     """Class names that are declared in a file, or beside it; None where there are none."""
-    declared = _DECLARED.get(unit.format)
+    declared = _RULES[unit.format].declared
     return declared(unit) if declared else None
 
 
@@ -97,14 +110,32 @@ def list_units(source: str, format: Format = "auto", split: str | None = None) -
     chosen = detect_format(source) if format == "auto" else format
     if chosen == "folder":
         return _class_folders(source, location, split)
-    files = _files_of(location, chosen)
+    suffix = _RULES[chosen].suffix
+    is_deep = chosen in ("webdataset", "huggingface", "tfrecord")  # may lie in folders
+    names = [relative(i.path, location.path) for i in location.list_files(recursive=is_deep)]
+    files = [
+        location.child(name).uri
+        for name in names
+        if _suffix(name.rpartition("/")[2]) == suffix and not is_hidden(name)
+    ]
     if not files:
         raise ValueError(
             f"convert.source={source!r} holds nothing of the format {chosen!r}; "
-            f"expected {location.uri}/*.{_SUFFIX_OF[chosen]}."
+            f"expected {location.uri}/*.{suffix}"
         )
     units = _units_of_files(source, files, location.uri, chosen, split)
-    _check_one_configuration(source, units)
+    # A hub repository may hold several data sets, a folder each.
+    configurations = set()
+    for unit in units:
+        parts = unit.name.split("/")[:-1]
+        own = "/".join(p for p in parts if p != "data" and named_split(p) is None)
+        configurations.add(own or ".")
+    if len(configurations) > 1:
+        raise ValueError(
+            f"convert.source={source!r} has several folders of data: "
+            f"{', '.join(sorted(configurations))}; give one of them as convert.source, or a glob "
+            "of the files"
+        )
     return units
 
 
@@ -169,18 +200,6 @@ def _suffix(name: str) -> str:
     return "" if is_hidden(name) else name.rsplit(".", 1)[-1].lower()
 
 
-def _files_of(folder: Location, format: str) -> list[str]:
-    """Addresses of its files; those of tar and parquet may lie in folders."""
-    is_deep = format in ("webdataset", "huggingface", "tfrecord")
-    names = [relative(i.path, folder.path) for i in folder.list_files(recursive=is_deep)]
-    wanted = _SUFFIX_OF[format]
-    return [
-        folder.child(name).uri
-        for name in names
-        if _suffix(name.rpartition("/")[2]) == wanted and not is_hidden(name)
-    ]
-
-
 def _units_of_matches(
     source: str, matches: list[Match], format: Format, split: str | None
 ) -> list[SourceUnit]:
@@ -197,7 +216,7 @@ def _units_of_matches(
     if len(found) > 1 or found == ["folder"]:
         raise ValueError(
             f"convert.source={source!r} stands for files of the formats {', '.join(found)}; "
-            f"match one of {', '.join(_SUFFIX_OF)}, or class folders."
+            f"match one of {', '.join(_FORMAT_OF.values())}, or class folders"
         )
     return _units_of_files(source, files, _folder_of(files), found[0], split)
 
@@ -210,13 +229,30 @@ def _units_of_folders(
     Raises:
         ValueError: nobody can tell which, or they hold files of another format.
     """
-    locations = [locate(path) for path in paths]
-    given = None if format in ("auto", "folder") else format
+    places = [locate(path) for path in paths]
     with ThreadPoolExecutor(_READERS) as pool:
-        images = [bool(found) for found in pool.map(folders.loose_images, locations)]
-        below = [bool(found) for found in pool.map(_folders_in, locations)]
-    found = given or (None if any(images) else _format_of_folder(locations[0], source))
-    if found is None and _are_classes(source, locations, images, below):
+        images = [bool(found) for found in pool.map(folders.loose_images, places)]
+        below = [bool(found) for found in pool.map(_folders_in, places)]
+    found = None if format in ("auto", "folder") else format
+    if found is None and not any(images):
+        found = _format_of_folder(places[0], source)  # type: ignore[assignment]
+    names = [_name_of(place) for place in places]
+    are_classes = not any(below)
+    if any(images) and found is None:
+        # Folders that hold classes have folders in them, and no images unless a split's name.
+        holders = [
+            name
+            for name, has_images, has_folders in zip(names, images, below, strict=True)
+            if has_folders and (named_split(name) or not has_images)
+        ]
+        if holders and not all(map(named_split, names)):
+            raise ValueError(
+                f"convert.source={source!r} stands for folders of images and for others that seem "
+                f"to hold class folders ({', '.join(holders[:5])}); match one or the other, or "
+                "give the folder that holds them"
+            )
+        are_classes = not holders
+    if found is None and are_classes:
         _check_no_split(source, split)
         return [SourceUnit("folder", path, _folder_of(paths)) for path in paths]
     if len(paths) == 1:
@@ -224,38 +260,29 @@ def _units_of_folders(
     if found is not None:
         raise ValueError(
             f"convert.source={source!r} stands for folders of the format {found!r}; give their "
-            f"files, such as {source}/*.{_SUFFIX_OF[found]}."
+            f"files, such as {source}/*.{_RULES[found].suffix}"
         )
-    return _units_of_roots(source, locations, split)
-
-
-def _are_classes(
-    source: str, matches: list[Location], images: list[bool], below: list[bool]
-) -> bool:
-    """Whether folders are classes, by which of them hold images and which hold folders.
-
-    Raises:
-        ValueError: some are as classes are, and some as folders that hold classes.
-    """
-    if not any(images):
-        return not any(below)
-    is_split = [named_split(_name_of(at)) is not None for at in matches]
-    facts = list(zip(is_split, images, below, strict=True))
-    holders = [
-        has_folders and (named or not has_images) for named, has_images, has_folders in facts
-    ]
-    if any(holders) and not all(is_split):
-        names = [_name_of(at) for at, is_holder in zip(matches, holders, strict=True) if is_holder]
+    splits = _by_split(places)
+    if None in splits:
         raise ValueError(
-            f"convert.source={source!r} stands for folders of images and for others that seem to "
-            f"hold class folders ({', '.join(names[:5])}); match one or the other, or give the "
-            f"folder that holds them."
+            f"convert.source={source!r} stands for folders with nothing but folders in them; if "
+            f"they are classes, give the folder that holds them; if they hold the classes, give "
+            f"{source}/*"
         )
-    return not any(holders)
+    common = locate(_folder_of([place.uri for place in places]))
+    chosen = choose_split(splits, split, source)
+    return [unit for root in chosen for unit in _units_of_root(source, root, common)]
 
 
 def _name_of(folder: Location) -> str:
     return folder.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _by_split(roots: list[Location]) -> dict[str | None, list[Location]]:
+    splits: dict[str | None, list[Location]] = {}
+    for root in roots:
+        splits.setdefault(named_split(_name_of(root)), []).append(root)
+    return splits
 
 
 def _check_no_split(source: str, split: str | None) -> None:
@@ -264,22 +291,6 @@ def _check_no_split(source: str, split: str | None) -> None:
             f"convert.split={split!r}: {source!r} has no folders such as train and val with class "
             f"folders in them; leave convert.split out."
         )
-
-
-def _units_of_roots(source: str, roots: list[Location], split: str | None) -> list[SourceUnit]:
-    """Class folders in folders that are named as splits are."""
-    splits: dict[str | None, list[Location]] = {}
-    for root in roots:
-        splits.setdefault(named_split(root.path.rsplit("/", 1)[-1]), []).append(root)
-    if None in splits:
-        raise ValueError(
-            f"convert.source={source!r} stands for folders with nothing but folders in them; if "
-            f"they are classes, give the folder that holds them; if they hold the classes, give "
-            f"{source}/*."
-        )
-    common = locate(_folder_of([root.uri for root in roots]))
-    chosen = choose_split(splits, split, source)
-    return [unit for root in chosen for unit in _units_of_root(source, root, common)]
 
 
 def _folders_in(folder: Location) -> list[str]:
@@ -309,29 +320,20 @@ def _units_of_files(
     return [part for unit in units for part in lists.cut_list(unit)]
 
 
-def _check_one_configuration(source: str, units: list[SourceUnit]) -> None:
-    """A hub repository may hold several data sets, a folder each."""
-    found = sorted({_configuration(unit.name) for unit in units})
-    if len(found) > 1:
-        raise ValueError(
-            f"convert.source={source!r} has several folders of data: {', '.join(found)}; "
-            f"give one of them as convert.source, or a glob of the files."
-        )
-
-
-def _configuration(path: str) -> str:
-    parts = path.split("/")[:-1]
-    return "/".join(p for p in parts if p != "data" and named_split(p) is None) or "."
-
-
 def _class_folders(source: str, root: Location, split: str | None) -> list[SourceUnit]:
     """A unit per class folder, of the root or of its splits, and one for images beside them."""
-    splits: dict[str | None, list[Location]] = {}
-    for folder in _split_folders(root):
-        splits.setdefault(named_split(folder.path.rsplit("/", 1)[-1]), []).append(folder)
-    if not splits:
+    # Folders that are named as splits are splits where one of them has class folders in it and no
+    # images. A class may be called `train`, too; so where only one folder is named so, none beside
+    # it may hold images.
+    children = [root.child(name) for name in _folders_in(root)]
+    named = [at for at in children if named_split(_name_of(at))]
+    others = [at for at in children if at not in named]
+    roots = [root]
+    has_splits = any(at.list_folders() and not folders.loose_images(at) for at in named)
+    if has_splits and not (len(named) == 1 and any(map(folders.loose_images, others))):
+        roots = choose_split(_by_split(named), split, source)
+    else:
         _check_no_split(source, split)
-    roots = choose_split(splits, split, source) if splits else [root]
     folder = roots[0] if len(roots) == 1 else root
     return [unit for root in roots for unit in _units_of_root(source, root, folder)]
 
@@ -346,18 +348,3 @@ def _units_of_root(source: str, root: Location, folder: Location) -> list[Source
     units = [SourceUnit("folder", root.child(name).uri, folder.uri) for name in names]
     has_loose = bool(folders.loose_images(root))
     return units + [SourceUnit("loose", root.uri, folder.uri)] * has_loose
-
-
-def _split_folders(root: Location) -> list[Location]:
-    """Folders that are named as splits are, where these are splits.
-
-    One of them has class folders in it and no images. A class may be called `train`, too; so where
-    only one folder is named so, none beside it may hold images.
-    """
-    names = _folders_in(root)
-    named = [root.child(name) for name in names if named_split(name)]
-    others = [root.child(name) for name in names if not named_split(name)]
-    if not any(at.list_folders() and not folders.loose_images(at) for at in named):
-        return []
-    is_class = len(named) == 1 and any(folders.loose_images(at) for at in others)
-    return [] if is_class else named

@@ -36,9 +36,9 @@ def test_no_flipped_bit_of_a_shard_is_used(small: Manifest) -> None:
 
 
 def test_verify_finds_every_flipped_bit_of_a_shard(small: Manifest) -> None:
-    assert check_file(small, 0, 0.0).problems == []
+    assert check_file(0, small, 0.0).problems == []
     for flip in flips(Path(small.root) / SHARD, bits_per_byte=1):
-        assert check_file(small, 0, 0.0).problems, flip
+        assert check_file(0, small, 0.0).problems, flip
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:
     content[bytes(content).index(whole[4][0]) + 9] ^= 4
     shard.write_bytes(content)
     assert used_rows(small)[0].keys() == whole.keys() - {4}
-    (problem,) = check_file(small, 0, 0.0).problems
+    (problem,) = check_file(0, small, 0.0).problems
     assert (problem.key, problem.row_group, "checksum" in problem.what) == ("key 4", 1, True)
 
 
@@ -140,7 +140,7 @@ def test_a_label_out_of_range_names_shard_row_and_key(
         RowGroupReader(manifest).read(1)
     with pytest.raises(ValueError, match=named):
         RowGroupReader(manifest).first_labels(1)
-    (problem,) = check_file(manifest, 0, 0.0).problems
+    (problem,) = check_file(0, manifest, 0.0).problems
     assert "key 4" in problem.what
 
 

@@ -106,10 +106,10 @@ def test_readers_of_images_do_not_see_it(serial: None, tmp_path: Path) -> None:
 def test_a_changed_letter_is_found(serial: None, tmp_path: Path) -> None:
     convert(str(write_parquet(tmp_path)), str(tmp_path / "set"), columns=["caption"])
     manifest = open_dataset(str(tmp_path / "set"))
-    assert check_file(manifest, 0, 1.0).problems == []
+    assert check_file(0, manifest, 1.0).problems == []
     file = tmp_path / "set" / manifest.files[0].path
     file.write_bytes(file.read_bytes().replace(b"sitting", b"sitteng"))
-    (problem,) = check_file(manifest, 0, 1.0).problems
+    (problem,) = check_file(0, manifest, 1.0).problems
     assert "differs from its checksum" in problem.what
 
 

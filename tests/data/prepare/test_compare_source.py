@@ -67,7 +67,7 @@ def write_list(folder: Path) -> Path:
 
 
 def compared(manifest: Manifest) -> Comparison:
-    return compare_with_source(manifest, check_file(manifest, 0, 1.0).rewritten, 1.0)
+    return compare_with_source(manifest, check_file(0, manifest, 1.0).rewritten, 1.0)
 
 
 def converted(source: Path, target: Path, **settings: Any) -> Manifest:
@@ -178,7 +178,7 @@ def test_units_without_an_image_of_the_sample_are_not_read(
     write_images(tmp_path / "source")
     write_class_folders(tmp_path / "source", 3, 2)
     manifest = converted(tmp_path / "source", tmp_path / "set")
-    rewritten = [r for r in check_file(manifest, 0, 1.0).rewritten if "class_" not in r.key]
+    rewritten = [r for r in check_file(0, manifest, 1.0).rewritten if "class_" not in r.key]
     read: list[str] = []
 
     def index(unit: SourceUnit, pack: Location) -> Any:

@@ -148,7 +148,7 @@ def test_a_part_of_a_set_is_checked_with_and_without_indices(
     for manifest, columns in zip(sets, (8, 6), strict=True):
         part = subset(manifest.path, str(tmp_path / str(columns)), count=4)
         names = pq.ParquetFile(Path(manifest.path) / manifest.files[0].path).schema_arrow.names
-        found = check_file(part, 0, decode_fraction=1.0)
+        found = check_file(0, part, decode_fraction=1.0)
         assert (len(names), found.problems) == (columns, [])
         assert bool(found.rewritten) == (columns == 8)
 
@@ -164,14 +164,14 @@ def test_an_index_halves_what_travels_to_the_device(sets: tuple[Manifest, Manife
 
 def test_a_check_finds_a_wrong_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
-    found = check_file(manifest, 0, decode_fraction=1.0).problems
+    found = check_file(0, manifest, decode_fraction=1.0).problems
     assert {problem.key for problem in found} == {f"one/{n}" for n in FILES if n != "f.png"}
     assert all("its restart index" in problem.what for problem in found)
 
 
 def test_a_check_finds_nothing_wrong_with_an_index(sets: tuple[Manifest, Manifest]) -> None:
     for manifest in sets:
-        assert check_file(manifest, 0, decode_fraction=1.0).problems == []
+        assert check_file(0, manifest, decode_fraction=1.0).problems == []
 
 
 def test_the_report_says_what_wrote_the_markers(

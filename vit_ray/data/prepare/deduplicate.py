@@ -45,6 +45,16 @@ _MOST_COMPARED: Final = 8
 """Evaluation images, the nearest first, that are compared with a row pixel by pixel."""
 _ROWS_AT_A_TIME: Final = 512
 
+_LIST_SCHEMA: Final = pa.schema(
+    [
+        ("key", pa.string()),
+        ("evaluation_set", pa.string()),
+        ("evaluation_key", pa.string()),
+        ("distance", pa.int32()),
+        ("is_exact", pa.bool_()),
+    ]
+)
+
 MAX_DISTANCE: Final = 30
 """Bits of 128 by which the hashes of images may differ whose pixels are compared; measured with
 benchmarks/data_deduplicate.py."""
@@ -115,7 +125,11 @@ def deduplicate(
         left_out.setdefault(group, []).append(row)
     duplicates = [duplicate for *_, duplicate in rows]
     refuse_taken(destination)  # again: hours may have passed
-    _write_list(destination, duplicates)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
+    content = sink.getvalue().to_pybytes()
+    write_checksums(locate(destination), {DUPLICATES_FILE: content})
+    locate(destination).child(DUPLICATES_FILE).write(content)
     origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
     derive(whole, left_out, destination, {**origin, "max_distance": MAX_DISTANCE})
     num_exact = sum(duplicate.is_exact for duplicate in duplicates)
@@ -314,23 +328,3 @@ def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str
 
 def _digest(image: bytes) -> bytes:
     return hashlib.blake2b(image, digest_size=16).digest()
-
-
-def _write_list(destination: str, duplicates: list[Duplicate]) -> None:
-    table = pa.Table.from_pylist([vars(d) for d in duplicates], schema=_LIST_SCHEMA)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    folder, content = locate(destination), sink.getvalue().to_pybytes()
-    write_checksums(folder, {DUPLICATES_FILE: content})
-    folder.child(DUPLICATES_FILE).write(content)
-
-
-_LIST_SCHEMA: Final = pa.schema(
-    [
-        ("key", pa.string()),
-        ("evaluation_set", pa.string()),
-        ("evaluation_key", pa.string()),
-        ("distance", pa.int32()),
-        ("is_exact", pa.bool_()),
-    ]
-)

@@ -65,34 +65,19 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
     order = order[labels[order] >= 0]
     is_dev = np.zeros(len(labels), np.bool_)
     if quotas is None:
-        is_dev[order[: _any_quota(len(order), fraction)]] = True
-    else:
-        places = _place_in_class(labels[order], counts)
+        total = round(len(order) * fraction)
+        if not 0 < total < len(order):
+            raise ValueError(
+                f"sweep.dev_fraction={fraction:g} of {len(order)} images is {total}, and both the "
+                "dev split and the rest need some; change it, or give more images"
+            )
+        is_dev[order[:total]] = True
+    else:  # the first of each class
+        by_label = np.argsort(labels[order], kind="stable")
+        places = np.empty_like(order)
+        places[by_label] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         is_dev[order[places < quotas[labels[order]]]] = True
     return is_dev
-
-
-def _any_quota(num_images: int, fraction: float) -> int:
-    """Images that are held out, some and not all.
-
-    Raises:
-        ValueError: there are none to hold out, or to train on.
-    """
-    total = round(num_images * fraction)
-    if not 0 < total < num_images:
-        raise ValueError(
-            f"sweep.dev_fraction={fraction:g} of {num_images} images is {total}, and both the dev "
-            "split and the rest need some; change it, or give more images"
-        )
-    return total
-
-
-def _place_in_class(labels: Int64Array, counts: Int64Array) -> Int64Array:
-    """How many of its class come before each row."""
-    by_class = np.argsort(labels, kind="stable")
-    places = np.empty_like(labels)
-    places[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
 
 
 def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) -> Int64Array:

@@ -31,14 +31,21 @@ def class_names(
         of_folders: labels are the names of folders, and names of classes whatever they look like.
 
     Raises:
-        ValueError: a label is none of the names, or nobody can tell what the labels are.
+        ValueError: a label is none of the names, or what the labels are cannot be told.
     """
     labels = sorted(found)
     check_class_count(len(labels), "the source")
     if names is None:
         are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
         if labels_are == "indices":
-            return _numbered(labels, are_numbers), True
+            if wrong := [one for one in labels if not are_numbers or str(abs(int(one))) != one]:
+                raise ValueError(
+                    f"convert.labels_are=indices: labels such as {wrong[:5]} are no integers from "
+                    "0 on; correct them, or set convert.labels_are=names"
+                )
+            count = max(map(int, labels)) + 1
+            check_class_count(count, "the source")
+            return [str(index) for index in range(count)], True  # a name for every index
         if are_numbers and not of_folders and labels_are == "auto":
             _check_gapless(labels)
         return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
@@ -48,7 +55,7 @@ def class_names(
         what = f"indices of the {len(names)} classes" if are_indices else "in the classes"
         raise ValueError(
             f"convert: labels {unknown[:5]} are not {what} {names[:20]}; correct convert.classes, "
-            f"or say by convert.labels_are whether labels are names or indices."
+            f"or say by convert.labels_are whether labels are names or indices"
         )
     return list(names), are_indices
 
@@ -57,7 +64,7 @@ def check_unique(names: Sequence[str], whose: str) -> None:
     """Raises ValueError if two classes have one name, which would make them one."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(
-            f"{whose} has several classes of the name {twice[0]!r}; give each a name of its own."
+            f"{whose} has several classes of the name {twice[0]!r}; give each a name of its own"
         )
 
 
@@ -71,13 +78,13 @@ def declared_classes(declared: list[tuple[str, list[str]]]) -> list[str] | None:
         if names != declared[0][1]:
             raise ValueError(
                 f"{declared[0][0]!r} and {path!r} declare different class names; give "
-                f"them by convert.classes, or convert one of the two."
+                "them by convert.classes, or convert one of the two"
             )
     return declared[0][1] if declared else None
 
 
 def _check_gapless(labels: list[str]) -> None:
-    """Raises ValueError if integers are not 0 to n - 1: whether they are labels nobody can tell."""
+    """Raises ValueError if integers are not 0 to n - 1: they may not be labels."""
     numbers = sorted({int(label) for label in labels})
     if len(numbers) == len(labels) and numbers == list(range(len(numbers))):
         return
@@ -85,32 +92,15 @@ def _check_gapless(labels: list[str]) -> None:
         raise ValueError(
             f"convert: a label is {numbers[0]}, which by convention says that an image is not "
             f"labelled, and the source declares no class names; take such images out, or make it a "
-            f"class by convert.labels_are=names."
+            f"class by convert.labels_are=names"
         )
     missing = next((k for k in range(len(numbers)) if k not in numbers), None)
-    told = f"without {missing}" if missing is not None else f"such as {labels[:3]}"
+    text = f"without {missing}" if missing is not None else f"such as {labels[:3]}"
     raise ValueError(
-        f"convert: labels are the integers {numbers[0]} to {numbers[-1]}, {told}, and the source "
+        f"convert: labels are the integers {numbers[0]} to {numbers[-1]}, {text}, and the source "
         "declares no class names; set convert.labels_are=indices to keep each as it is, "
-        "convert.labels_are=names to number what there is from 0 on, or give convert.classes."
+        "convert.labels_are=names to number what there is from 0 on, or give convert.classes"
     )
-
-
-def _numbered(labels: list[str], are_numbers: bool) -> list[str]:
-    """A name for every index from 0 to the largest label.
-
-    Raises:
-        ValueError: labels are no indices.
-    """
-    no_index = [one for one in labels if not are_numbers or str(abs(int(one))) != one]
-    if no_index:
-        raise ValueError(
-            f"convert.labels_are=indices: labels such as {no_index[:5]} are no integers from 0 on; "
-            "correct them, or set convert.labels_are=names."
-        )
-    count = max(map(int, labels)) + 1
-    check_class_count(count, "the source")
-    return [str(index) for index in range(count)]
 
 
 def _are_indices(
@@ -119,7 +109,7 @@ def _are_indices(
     """As the source declares; where it does not say, integers are indices into names of words.
 
     Raises:
-        ValueError: nobody can tell: both labels and class names are numbers, and not the same.
+        ValueError: both labels and class names are numbers, and not the same.
     """
     if labels_are != "auto" or kinds <= {"name"} or kinds == {"index"}:
         return labels_are == "indices" if labels_are != "auto" else kinds == {"index"}
@@ -131,7 +121,7 @@ def _are_indices(
         return False
     raise ValueError(
         f"convert: labels such as {labels[:5]} may be names or indices of the classes "
-        f"{names[:5]}; say which by convert.labels_are=names or convert.labels_are=indices."
+        f"{names[:5]}; say which by convert.labels_are=names or convert.labels_are=indices"
     )
 
 

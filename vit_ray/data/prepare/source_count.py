@@ -41,7 +41,13 @@ def count_source(source: str, format: Format = "auto", split: str | None = None)
     """
     units = list_units(source, format, split)
     if units[0].format == "huggingface":
-        return _count_parquet(source, units)
+        names = class_names_in_file(units[0])
+        if names is None:
+            raise ValueError(
+                f"convert.source={source!r} does not declare its classes, which are counted as it "
+                "is converted; set plan.num_images and plan.num_classes, or convert it first"
+            )
+        return SourceCount(sum(map(_num_rows, units)), len(names))
     count, labels = 0, set[str]()
     for unit in units:
         with contextlib.suppress(DamagedUnitError):
@@ -50,16 +56,6 @@ def count_source(source: str, format: Format = "auto", split: str | None = None)
                     count += 1
                     labels.update(map(str, entry.labels))
     return SourceCount(count, len(labels))
-
-
-def _count_parquet(source: str, units: list[SourceUnit]) -> SourceCount:
-    names = class_names_in_file(units[0])
-    if names is None:
-        raise ValueError(
-            f"convert.source={source!r} does not declare its classes, which are counted as it is "
-            "converted; tell plan.num_images and plan.num_classes, or convert it first"
-        )
-    return SourceCount(sum(_num_rows(unit) for unit in units), len(names))
 
 
 def _num_rows(unit: SourceUnit) -> int:

@@ -38,20 +38,20 @@ def read_facts(file: Location) -> dict[str, Any]:
     Raises:
         ValueError: the file is not what was written.
     """
-    return read_again(lambda: _read_facts(file), ValueError)
 
+    def read() -> dict[str, Any]:
+        content, _, written = file.read().partition(b"\n")
+        try:
+            if written != b"%08x" % checksum(content):
+                raise ValueError("its checksum differs")
+            return dict(json.loads(content))
+        except ValueError as error:
+            raise ValueError(
+                f"{file.uri!r} is not what was written ({error}); delete it, and run the same "
+                "command again, which writes what is missing"
+            ) from error
 
-def _read_facts(file: Location) -> dict[str, Any]:
-    content, _, written = file.read().partition(b"\n")
-    try:
-        if written != b"%08x" % checksum(content):
-            raise ValueError("its checksum differs")
-        return dict(json.loads(content))
-    except ValueError as error:
-        raise ValueError(
-            f"{file.uri!r} is not what was written ({error}); delete it, and run the same command "
-            "again, which writes what is missing"
-        ) from error
+    return read_again(read, ValueError)
 
 
 def read_many_facts(files: Iterable[Location]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,6 @@ import numpy as np
 from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.sidecars import problems_of_sidecars
-from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.images.crops import BadImageError, decode
 from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.order.keyed_random import KeyedUniform
@@ -83,7 +82,7 @@ def verify(
     """
     manifest = open_dataset(path)
     used = [int(index) for index in np.unique(manifest.file_index)]
-    checks = run_tasks(_check_file, used, num_cpus, manifest, decode_fraction)
+    checks = run_tasks(check_file, used, num_cpus, manifest, decode_fraction)
     found = _joined(checks)
     problems = [*found.problems, *(Problem(*p) for p in problems_of_sidecars(locate(path)).items())]
     comparison = compare_with_source(manifest, found.rewritten if compares_source else [], num_cpus)
@@ -118,7 +117,7 @@ def _joined(checks: Sequence[FileCheck]) -> FileCheck:
     )
 
 
-def check_file(manifest: Manifest, file_index: int, decode_fraction: float) -> FileCheck:
+def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> FileCheck:
     """Check one file of a data set."""
     entry = manifest.files[file_index]
     groups = np.flatnonzero(manifest.file_index == file_index)
@@ -134,10 +133,6 @@ def check_file(manifest: Manifest, file_index: int, decode_fraction: float) -> F
     except ValueError as error:
         return FileCheck(problems=[Problem(entry.path, f"the footer cannot be read: {error}")])
     return _joined([_check_group(manifest, reader, int(g), decode_fraction) for g in groups])
-
-
-def _check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> FileCheck:
-    return check_file(manifest, file_index, decode_fraction)
 
 
 def _check_group(
@@ -160,25 +155,16 @@ def _check_group(
             if is_sampled:
                 decoded += 1
                 pixels = checksum_of_pixels(decode(image.content))
-                _check_index(image)
+                if image.index is not None:
+                    known, index = vars(image.index), index_segments(bytes(image.content))
+                    if index is None or any(
+                        not np.array_equal(value, known[name])
+                        for name, value in vars(index).items()
+                    ):  # a crop would be cut from the wrong places
+                        raise ValueError("its restart index is not that of its bytes")
                 if originals is not None and image.index is not None:
                     facts = (int(originals[row]), pixels, min(image.size))
                     rewritten.append(Rewritten(name, number, encoded.key(row), *facts))
         except (BadImageError, ValueError) as error:
             found.append(Problem(name, str(error), encoded.key(row), number))
     return FileCheck(len(encoded.keys), decoded, found, rewritten)
-
-
-def _check_index(image: StoredImage) -> None:
-    """Compare an index with what the file says.
-
-    Raises:
-        ValueError: if a crop would be cut from the wrong places.
-    """
-    if image.index is None:
-        return
-    found = index_segments(bytes(image.content))
-    if found is None or any(
-        not np.array_equal(value, vars(found)[name]) for name, value in vars(image.index).items()
-    ):
-        raise ValueError("its restart index is not that of its bytes")

@@ -194,4 +194,4 @@ def test_the_column_of_images_may_have_any_name(serial: None, tmp_path: Path) ->
     cifar_100(tmp_path / "train.parquet")
     options = {"label_field": "fine_label", "image_field": "small"}
     rows = converted(tmp_path / "train.parquet", tmp_path / "set", **options)
-    assert {row["image"] for row in rows.values()} == {IMAGES[0]}
+    assert {image for image, _ in rows.values()} == {IMAGES[0]}

@@ -288,4 +288,4 @@ def test_of_several_files_of_a_sample_the_user_chooses(serial: None, tmp_path: P
     for field, label in (("kind", "dog"), ("breed", "pug")):
         rows = converted(source, tmp_path / field, **options, label_field=field)
         assert labels_of(rows) == {"a/0": label}
-        assert rows["a/0"]["image"] == IMAGES[1]
+        assert rows["a/0"][0] == IMAGES[1]

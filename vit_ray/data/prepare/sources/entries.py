@@ -144,31 +144,22 @@ class IndexEntry:
         """
         if self.problem is not None:
             raise ValueError(self.problem)
-        location = locate(self.path)
-        if self.version is not None:
-            return self._read_version(location, self.version)
+        location, is_whole = locate(self.path), self.offset == WHOLE_FILE
         try:
-            if self.offset == WHOLE_FILE:
-                return _read_file(location)
-            return location.read_range(self.offset, self.length)
-        except FileNotFoundError as error:
-            raise ValueError(f"no such file: {self.path}") from error
-
-    def _read_version(self, location: Location, version: str) -> bytes:
-        is_whole = self.offset == WHOLE_FILE
-        try:
-            if not location.is_local:
+            if self.version is not None and not location.is_local:
                 _check_size(self.length)
                 part = {} if is_whole else {"offset": self.offset, "length": self.length}
-                what = f"reading {location.path}"
+                what, version = f"reading {location.path}", self.version
                 return with_retries(lambda: s3.read_if(location.path, version, **part), what)
             content = (
                 _read_file(location) if is_whole else location.read_range(self.offset, self.length)
             )
-            if file_version(location) == version:  # looked at last: it may change while it is read
+            # Looked at last: it may change while it is read.
+            if self.version is None or file_version(location) == self.version:
                 return content
-        except (FileNotFoundError, FileExistsError):
-            pass
+        except (FileNotFoundError, FileExistsError) as error:
+            if self.version is None:
+                raise ValueError(f"no such file: {self.path}") from error
         raise SourceChangedError(self.path)
 
 

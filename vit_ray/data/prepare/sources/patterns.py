@@ -37,20 +37,17 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _expanded(path: str) -> Iterator[str]:
     for braces in _BRACES.finditer(path):
-        if choices := _choices(braces[1]):
+        choices: Iterable[str] = braces[1].split(",") if "," in braces[1] else []
+        if span := _RANGE.fullmatch(braces[1]):
+            first, last = int(span[1]), int(span[2])
+            width = len(span[1]) if span[1].startswith("0") else 0
+            step = 1 if first <= last else -1
+            choices = (f"{number:0{width}d}" for number in range(first, last + step, step))
+        if choices:
             for choice in choices:
                 yield from _expanded(path[: braces.start()] + choice + path[braces.end() :])
             return
     yield path
-
-
-def _choices(inside: str) -> Iterable[str]:
-    if span := _RANGE.fullmatch(inside):
-        first, last = int(span[1]), int(span[2])
-        width = len(span[1]) if span[1].startswith("0") else 0
-        numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
-        return (f"{number:0{width}d}" for number in numbers)
-    return inside.split(",") if "," in inside else []
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def _entries(
     """The entry of a sample; where it has no image but files that may be some, one for each."""
     suffixes = [suffix for suffix, _ in members]
     images = [s for s in suffixes if s.rpartition(".")[2] in IMAGE_SUFFIXES]
-    if not images or not IMAGE_SUFFIXES.isdisjoint(suffixes):
+    if unit.image_field or not images or not IMAGE_SUFFIXES.isdisjoint(suffixes):
         yield _entry(unit, key, members, file)
         return
     for suffix in images:

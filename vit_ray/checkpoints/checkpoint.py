@@ -206,7 +206,11 @@ class Checkpoint:
 
     def has_average(self) -> bool:
         """Whether averaged weights were saved."""
-        return any(key.startswith(f"{AVERAGE}|") for s in self.shards for key in s.tensors)
+        return AVERAGE in self.kinds()
+
+    def kinds(self) -> set[str]:
+        """Kinds of values that were saved."""
+        return {kind for shard in self.shards for _, kind, *_ in shard.fragments()}
 
     def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """All parameters by name, fp32, on the CPU; no GPU, process group or DeepSpeed needed."""

@@ -7,8 +7,8 @@ reads its tensors back before it writes their index. When all indexes are there,
 `commit.json`, which lists every file with its size and checksum, and has one of itself. The
 checkpoint is what that lists; other files do not count.
 
-A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_rows` and
-`exp_avg_sq_columns` have one for each row and column of it as a matrix, all in rank 0's file.
+A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_by_row` and
+`exp_avg_sq_by_column` have one for each row and column of its matrices, all in rank 0's file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from vit_ray.storage import Location, other_format
 FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
-_SIZES: Final[dict[str, Callable[[Sequence[int]], int]]] = {
-    "exp_avg_sq_rows": lambda shape: shape[0],
-    "exp_avg_sq_columns": lambda shape: math.prod(shape[1:]),
-}
-"""Elements of the kinds that have other than one for each element of a parameter of that shape."""
+_SUMMED: Final = (
+    "exp_avg_sq_by_row", "exp_avg_sq_by_column", "exp_avg_sq_rows", "exp_avg_sq_columns",
+)  # fmt: skip
+"""Kinds with fewer numbers than the parameter has elements; the last two are of older versions."""
 LEAST_BYTES: Final = 2
 """Of an element: moments may be in bf16."""
 _READERS: Final = 8
@@ -261,7 +260,9 @@ def check_coverage(
         raise DamagedCheckpointError(f"checkpoint {folder.path}: no weights of {missing[0]}")
     for (kind, name), parts in spans.items():
         reached = 0
-        size = _SIZES.get(kind, math.prod)(shapes[name]) if name in shapes else -1
+        size = math.prod(shapes[name]) if name in shapes else -1
+        if size >= 0 and kind in _SUMMED:
+            size = max(last for _, last in parts)
         for first, last in [*sorted(parts), (size, size)]:
             if first != reached:
                 raise DamagedCheckpointError(

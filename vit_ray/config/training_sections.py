@@ -256,7 +256,8 @@ class OptimConfig(Section):
 
     name: Annotated[Literal["adamw", "sgd", "adafactor"], OnResume.FIXED] = "adamw"
     """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or Adafactor
-    as "Scaling ViT" has it: a second moment of rows and columns for each matrix."""
+    as "Scaling ViT" and big_vision have it: a second moment of rows and columns for each matrix,
+    in attention for each head."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw", "adafactor"))] = (

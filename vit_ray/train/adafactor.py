@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,10 @@ from torch import Tensor
 from vit_ray.train.fragments import Fragment
 
 Groups = list[dict[str, Any]]
-FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_rows", "exp_avg_sq_columns"
+FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_by_row", "exp_avg_sq_by_column"
 """Kinds of second moment, as checkpoints name them."""
+OLD_ROWS: Final = "exp_avg_sq_rows"
+"""Of versions that took a kernel as one matrix (outputs, everything else)."""
 # Elements that are stepped at a time: temporary memory is 256 MB at most.
 PIECE: Final = 1 << 24
 # Of big_vision's `scale_by_adafactor`, with which "Scaling ViT" was trained.
@@ -29,7 +31,7 @@ DECAY_EXPONENT: Final = 0.8
 TINY_SQUARE: Final = 1e-30
 
 
-class _GuardedOptimizer(torch.optim.Optimizer, ABC):
+class GuardedOptimizer(torch.optim.Optimizer, ABC):
     """Steps each tensor by itself; a refused step changes no weight, no moment and no count."""
 
     def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
@@ -38,7 +40,10 @@ class _GuardedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply `grad` of each tensor that has state and a gradient; `closure` is not called."""
+        """Apply `grad` of each tensor that has state and a gradient; `closure` is not called.
+
+        Gradients are overwritten.
+        """
         for group in self.param_groups:
             for owner in group["params"]:
                 entry = self.state[owner]
@@ -59,7 +64,7 @@ class _GuardedOptimizer(torch.optim.Optimizer, ABC):
         """One step; `on` is 1, or 0 where nothing may change."""
 
 
-class HalfMomentAdamW(_GuardedOptimizer):
+class HalfMomentAdamW(GuardedOptimizer):
     """AdamW that keeps its first moment in whatever precision its state has, and works in fp32."""
 
     def _apply(
@@ -67,25 +72,25 @@ class HalfMomentAdamW(_GuardedOptimizer):
     ) -> None:
         beta1, beta2 = group["betas"]
         count, rate = entry["step"].clamp(min=1.0), group["lr"] * on
-        whole = (owner, grad, entry["exp_avg"], entry["exp_avg_sq"])
-        for weight, slope, first, second in zip(
-            *(tensor.view(-1).split(PIECE) for tensor in whole), strict=True
+        for weight, slope, first, second in _pieces(
+            owner, grad, entry["exp_avg"], entry["exp_avg_sq"]
         ):
-            moved = _moved(first.float(), slope, (1.0 - beta1) * on)
+            moved = torch.lerp(first.float(), slope, (1.0 - beta1) * on)
             first.copy_(moved)
-            second.copy_(_moved(second, slope.square(), (1.0 - beta2) * on))
+            second.copy_(torch.lerp(second, slope.square(), (1.0 - beta2) * on))
             deviation = (second / (1.0 - beta2**count)).sqrt_().add_(1e-8)
             weight.mul_(1.0 - rate * group["weight_decay"])
             weight.sub_(moved.div_(deviation).mul_(rate / (1.0 - beta1**count)))
 
 
-class Adafactor(_GuardedOptimizer):
+class Adafactor(GuardedOptimizer):
     """A second moment of rows and columns for each matrix, and momentum over what it scales.
 
-    As big_vision's `scale_by_adafactor`: no update clipping, no rate by the weights' size, and the
-    second moment's decay grows as 1 - t^-0.8 up to `betas[1]`. A kernel is the matrix (outputs,
-    everything else), queries, keys and values together one. What has a side below 32 keeps its
-    whole second moment. Row and column sums of matrices that ZeRO has cut are added over ranks.
+    As big_vision's `scale_by_adafactor` on optax: no update clipping, no rate by the weights' size,
+    and the second moment's decay grows as 1 - t^-0.8 up to `betas[1]`. The two largest axes of a
+    parameter are rows and columns where the second largest has 32 elements or more; over other axes
+    (heads, places of a kernel) there is a matrix for each index. Other parameters keep their whole
+    second moment. Row and column sums of what ZeRO has cut are added over ranks.
     """
 
     def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
@@ -104,7 +109,7 @@ class Adafactor(_GuardedOptimizer):
         Args:
             fragments: all that this rank steps.
             names: the tensors, the same on all ranks, and each one's parameters on any rank.
-            shapes: of the parameters.
+            shapes: of the parameters, with an axis for heads where there are any.
             add_over_ranks: in place; called once for each tensor in a step.
         """
         parts: dict[int, list[Fragment]] = {}
@@ -118,7 +123,7 @@ class Adafactor(_GuardedOptimizer):
 
     def second_moments(self) -> list[tuple[str, Fragment]]:
         """Kind and values of every parameter's second moment, the same on all ranks."""
-        return [found for moments in self._moments.values() for found in moments.named()]
+        return [found for moments in self._moments.values() for found in moments.named]
 
     def _apply(
         self, owner: Tensor, grad: Tensor, entry: dict[str, Any], group: dict[str, Any], on: Tensor
@@ -129,52 +134,81 @@ class Adafactor(_GuardedOptimizer):
         beta1, most = group["betas"]
         decay = (1.0 - entry["step"].clamp(min=1.0) ** -DECAY_EXPONENT).clamp(max=most)
         moments.update(grad, (1.0 - decay) * on)
+        moments.scale_(grad)
         rate = group["lr"] * on
-        for fragment, scaled in moments.scaled(grad):
-            kept = fragment.state(self.state, "exp_avg")
-            momentum = _moved(kept.float(), scaled, (1.0 - beta1) * on)
+        for weight, scaled, kept in _pieces(owner, grad, entry["exp_avg"]):
+            momentum = torch.lerp(kept.float(), scaled, (1.0 - beta1) * on)
             kept.copy_(momentum)
-            fragment.weight.mul_(1.0 - rate * group["weight_decay"]).sub_(momentum.mul_(rate))
+            weight.mul_(1.0 - rate * group["weight_decay"]).sub_(momentum.mul_(rate))
 
 
-def _moved(mean: Tensor, towards: Tensor, share: Tensor) -> Tensor:
-    """mean + share x (towards - mean), for a `share` that only the device knows."""
-    return torch.lerp(mean, towards, share)
+def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(torch.split(tensor.view(-1), PIECE) for tensor in tensors), strict=True)
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """A parameter as a matrix, and where its second moment lies: in rows and columns, or whole."""
+class Layout(NamedTuple):
+    """A parameter in its order as (groups, rows, between, columns, within)."""
 
-    height: int
-    width: int
-    rows: Tensor
-    """(height,), or (height * width,) where it is whole."""
-    columns: Tensor | None
+    groups: int
+    rows: int
+    between: int
+    columns: int
+    within: int
 
-    def lines_of(self, fragment: Fragment, values: Tensor) -> tuple[slice, slice, Tensor]:
-        """Whole rows around a fragment's values (n,): which, where in them, and (rows, width)."""
-        first, skip = divmod(fragment.start, self.width)
-        padded = F.pad(values, (skip, -(skip + len(values)) % self.width)).view(-1, self.width)
-        return slice(first, first + len(padded)), slice(skip, skip + len(values)), padded
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Layout | None:
+        """Rows and columns are the two largest axes; None where the moment is kept whole."""
+        order = sorted(range(len(shape)), key=lambda axis: shape[axis])
+        if len(shape) < 2 or shape[order[-2]] < LEAST_SIDE:
+            return None
+        i, j = sorted(order[-2:])
+        products = [math.prod(shape[a:b]) for a, b in ((0, i), (i + 1, j), (j + 1, len(shape)))]
+        return cls(products[0], shape[i], products[1], shape[j], products[2])
 
-    def add_squares(self, fragment: Fragment, gradient: Tensor) -> None:
-        squares = gradient.square()
-        if self.columns is None:
-            self.rows[fragment.start : fragment.start + len(gradient)] += squares
-            return
-        rows, _, lines = self.lines_of(fragment, squares)
-        self.rows[rows] += lines.sum(1)
-        self.columns.add_(lines.sum(0))
+    @property
+    def num_sums(self) -> tuple[int, int]:
+        """Elements of the sums over columns, and of those over rows."""
+        groups, rows, between, columns, within = self
+        return groups * rows * between * within, groups * between * columns * within
 
-    def scaled(self, fragment: Fragment, gradient: Tensor) -> Tensor:
-        """The gradient over the root of its second moment."""
-        if self.columns is None:
-            whole = self.rows[fragment.start : fragment.start + len(gradient)]
-            return gradient * whole.rsqrt()
-        rows, inside, lines = self.lines_of(fragment, gradient)
-        by_row = (self.rows[rows] / self.rows.mean()).rsqrt()
-        return (lines * by_row[:, None] * self.columns.rsqrt()).view(-1)[inside]
+
+class _Region(NamedTuple):
+    """Whole rows, or whole groups where there are several, around a run of elements."""
+
+    groups: slice
+    rows: slice
+    before: int
+    """Elements of the region before the run."""
+    after: int
+
+    @classmethod
+    def around(cls, start: int, count: int, layout: Layout) -> _Region:
+        line = math.prod(layout[2:])
+        unit = line if layout.groups == 1 else layout.rows * line
+        first, last = start // unit, -(-(start + count) // unit)
+        before, after = start - first * unit, last * unit - start - count
+        if layout.groups == 1:
+            return cls(slice(0, 1), slice(first, last), before, after)
+        return cls(slice(first, last), slice(0, layout.rows), before, after)
+
+
+class _Sums(NamedTuple):
+    """Of the parameters of one layout: squares, or their means."""
+
+    of_rows: Tensor
+    """(parameters, groups, rows, between, within)."""
+    of_columns: Tensor
+    """(parameters, groups, between, columns, within)."""
+
+
+class _Work(NamedTuple):
+    """Parts of parameters of one layout that are computed with together."""
+
+    layout: Layout
+    slots: slice
+    """Which of the layout's parameters."""
+    region: _Region
+    fragments: list[Fragment]
 
 
 class _SecondMoments:
@@ -187,63 +221,115 @@ class _SecondMoments:
         device: torch.device,
         add_over_ranks: Callable[[Tensor], None],
     ) -> None:
-        sides = {name: matrix_sides(shape) for name, shape in shapes.items()}
-        count = sum(h + w if is_factored(h, w) else h * w for h, w in sides.values())
-        self._fragments, self._add_over_ranks = fragments, add_over_ranks
+        by_layout: dict[Layout | None, list[str]] = defaultdict(list)
+        for name, shape in shapes.items():
+            by_layout[Layout.of(shape)].append(name)
+        whole = {name: math.prod(shapes[name]) for name in by_layout.pop(None, [])}
+        layouts = {layout: names for layout, names in by_layout.items() if layout is not None}
+        num_sums = [len(names) * sum(layout.num_sums) for layout, names in layouts.items()]
         # The first step that is applied replaces them; one that is refused divides by them.
-        self._values = torch.full((count,), TINY_SQUARE, device=device)
+        self._values = torch.full((sum(whole.values(), sum(num_sums)),), TINY_SQUARE, device=device)
         self._sums = torch.zeros_like(self._values)
         self._counts = torch.ones_like(self._values)
-        self._kept = _laid_out(sides, self._values)
-        self._summed = _laid_out(sides, self._sums)
-        for matrix in _laid_out(sides, self._counts).values():
-            if matrix.columns is not None:
-                matrix.rows.fill_(matrix.width)
-                matrix.columns.fill_(matrix.height)
+        self._add_over_ranks = add_over_ranks
+        self._kept, full = _laid_out(self._values, layouts, whole)
+        self._summed, full_sums = _laid_out(self._sums, layouts, whole)
+        for layout, counts in _laid_out(self._counts, layouts, whole)[0].items():
+            counts.of_rows.fill_(layout.columns)
+            counts.of_columns.fill_(layout.rows)
+        self.named = [(FULL, Fragment(name, 0, v, v, 0)) for name, v in full.items()]
+        for layout, names in layouts.items():
+            for kind, sums in zip((ROWS, COLUMNS), self._kept[layout], strict=True):
+                parts = zip(names, sums.flatten(1), strict=True)
+                self.named += [(kind, Fragment(name, 0, v, v, 0)) for name, v in parts]
+        self._fragments = [f for f in fragments if f.name in full]
+        ends = [(f.start, f.start + len(f.weight)) for f in self._fragments]
+        pairs = list(zip(self._fragments, ends, strict=True))
+        self._full = [full[f.name][first:last] for f, (first, last) in pairs]
+        self._full_sums = [full_sums[f.name][first:last] for f, (first, last) in pairs]
+        mine = {f.name: f for f in fragments if f.name not in full}
+        self._work = [
+            work for layout, names in layouts.items() for work in _work(layout, names, mine)
+        ]
 
     def update(self, gradient: Tensor, share: Tensor) -> None:
         """Move by `share` towards the mean squares of the gradient; each rank has a part of it."""
+        flat = gradient.view(-1)
         self._sums.zero_()
-        for fragment, part in self._parts(gradient):
-            self._summed[fragment.name].add_squares(fragment, part)
+        for work in self._work:
+            squares = _stacked(work, flat).square_()
+            sums = self._summed[work.layout]
+            sums.of_rows[work.slots, work.region.groups, work.region.rows] += squares.sum(4)
+            sums.of_columns[work.slots, work.region.groups] += squares.sum(2)
+        if self._full:
+            slopes = _runs(self._fragments, flat)
+            torch._foreach_addcmul_(self._full_sums, slopes, slopes)
         self._add_over_ranks(self._sums)
         means = self._sums.div_(self._counts).add_(TINY_SQUARE)
-        self._values.copy_(_moved(self._values, means, share))
+        self._values.copy_(torch.lerp(self._values, means, share))
 
-    def scaled(self, gradient: Tensor) -> Iterable[tuple[Fragment, Tensor]]:
-        for fragment, part in self._parts(gradient):
-            yield fragment, self._kept[fragment.name].scaled(fragment, part)
-
-    def named(self) -> Iterable[tuple[str, Fragment]]:
-        for name, matrix in self._kept.items():
-            if matrix.columns is None:
-                yield FULL, Fragment(name, 0, matrix.rows, matrix.rows, 0)
-            else:
-                yield ROWS, Fragment(name, 0, matrix.rows, matrix.rows, 0)
-                yield COLUMNS, Fragment(name, 0, matrix.columns, matrix.columns, 0)
-
-    def _parts(self, gradient: Tensor) -> Iterable[tuple[Fragment, Tensor]]:
-        flat = gradient.reshape(-1)
-        for fragment in self._fragments:
-            yield fragment, flat.narrow(0, fragment.offset, fragment.weight.numel())
+    def scale_(self, gradient: Tensor) -> None:
+        """Divide the gradient by the root of its second moment."""
+        flat = gradient.view(-1)
+        for work in self._work:
+            region, kept = work.region, self._kept[work.layout]
+            of_rows = kept.of_rows[work.slots, region.groups]
+            by_row = (of_rows / of_rows.mean(2, keepdim=True)).rsqrt_()[:, :, region.rows]
+            by_column = kept.of_columns[work.slots, region.groups].rsqrt()
+            scaled = _stacked(work, flat).mul_(by_row.unsqueeze(4)).mul_(by_column.unsqueeze(2))
+            runs = _runs(work.fragments, flat)
+            ends = region.before + runs[0].numel()
+            torch._foreach_copy_(runs, list(scaled.flatten(1)[:, region.before : ends]))
+        if self._full:
+            torch._foreach_mul_(_runs(self._fragments, flat), torch._foreach_rsqrt(self._full))
 
 
-def _laid_out(sides: Mapping[str, tuple[int, int]], vector: Tensor) -> dict[str, _Matrix]:
-    """Views of a vector, by parameter."""
-    found, start = {}, 0
-    for name, (height, width) in sides.items():
-        sizes = [height, width] if is_factored(height, width) else [height * width]
-        views = torch.split(vector[start : start + sum(sizes)], sizes)
-        found[name] = _Matrix(height, width, views[0], views[1] if len(views) > 1 else None)
-        start += sum(sizes)
-    return found
+def _laid_out(
+    vector: Tensor, layouts: Mapping[Layout, Sequence[str]], whole: Mapping[str, int]
+) -> tuple[dict[Layout, _Sums], dict[str, Tensor]]:
+    """Views of a vector: by layout, and of parameters that are kept whole by name."""
+    sizes = [len(names) * size for layout, names in layouts.items() for size in layout.num_sums]
+    parts = iter(torch.split(vector, [*sizes, *whole.values()]))
+    found = {}
+    for layout, names in layouts.items():
+        groups, rows, between, columns, within = layout
+        of_rows = next(parts).view(len(names), groups, rows, between, within)
+        of_columns = next(parts).view(len(names), groups, between, columns, within)
+        found[layout] = _Sums(of_rows, of_columns)
+    return found, dict(zip(whole, parts, strict=True))
 
 
-def matrix_sides(shape: Sequence[int]) -> tuple[int, int]:
-    """A parameter as a matrix: outputs, and all the rest."""
-    return (shape[0] if shape else 1), math.prod(shape[1:])
+def _work(
+    layout: Layout, names: Sequence[str], fragments: Mapping[str, Fragment]
+) -> Iterator[_Work]:
+    """The rank's fragments: neighbours that are whole together, up to `PIECE`, others alone."""
+    size = math.prod(layout)
+    most = max(1, PIECE // size)
+    run: list[Fragment] = []
+    for slot, name in enumerate([*names, ""]):
+        fragment = fragments.get(name)
+        is_whole = fragment is not None and len(fragment.weight) == size
+        if run and (not is_whole or len(run) == most):
+            region = _Region.around(0, size, layout)
+            yield _Work(layout, slice(slot - len(run), slot), region, run)
+            run = []
+        if fragment is not None and is_whole:
+            run.append(fragment)
+        elif fragment is not None:
+            region = _Region.around(fragment.start, len(fragment.weight), layout)
+            yield _Work(layout, slice(slot, slot + 1), region, [fragment])
 
 
-def is_factored(height: int, width: int) -> bool:
-    """Whether rows and columns stand for the whole second moment."""
-    return min(height, width) >= LEAST_SIDE
+def _runs(fragments: Iterable[Fragment], flat: Tensor) -> list[Tensor]:
+    """Each fragment's elements (n,) of a flat tensor, as views."""
+    return [flat.narrow(0, f.offset, f.weight.numel()) for f in fragments]
+
+
+def _stacked(work: _Work, flat: Tensor) -> Tensor:
+    """A copy (parameters, groups, rows, between, columns, within) of a region, padded with 0."""
+    region, layout = work.region, work.layout
+    runs = torch.stack(_runs(work.fragments, flat))
+    if region.before or region.after:
+        runs = F.pad(runs, (region.before, region.after))
+    num_groups, num_rows = (s.stop - s.start for s in (region.groups, region.rows))
+    return runs.view(len(work.fragments), num_groups, num_rows, *layout[2:])

@@ -54,8 +54,8 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
     stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, []
     for parameter, name in names.items():
         if stage == 0:
-            owner = optimizer.masters[parameter]
-            place: Place | None = Place(0, owner, 0, owner.numel())
+            owner, offset = optimizer.places[parameter]
+            place: Place | None = Place(0, owner, offset, parameter.numel())
         else:
             place = place_of(optimizer, parameter, stage, engine.global_rank)
         if place is not None:
@@ -113,7 +113,9 @@ def frozen_fragments(
 def stepped_tensors(engine: Any) -> list[Tensor]:
     """What the optimizer steps, in an order that is the same on all ranks."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    return flat_groups(optimizer, stage) if stage else list(optimizer.masters.values())
+    if stage:
+        return flat_groups(optimizer, stage)
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[list[str]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from vit_ray.config.training_sections import OptimConfig
+from vit_ray.models.attention_pool import AttentionPool
 from vit_ray.models.build import NamedParameters, decayed_parameters
+from vit_ray.models.encoder import Attention
 from vit_ray.models.parameter_groups import layer_of
 from vit_ray.train.adafactor import Adafactor, HalfMomentAdamW
 
@@ -59,6 +62,33 @@ def _by_rate(
     return by_rate
 
 
+def shapes_by_head(
+    model: nn.Module, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Sequence[int]]:
+    """Shapes of parameters by name, with an axis for the heads of attention, as big_vision has.
+
+    Args:
+        shapes: as the model has them without ZeRO.
+    """
+    found = dict(shapes)
+    for prefix, module in model.named_modules():
+        if not isinstance(module, Attention | AttentionPool):
+            continue
+        heads = module.num_heads
+        for name, _ in module.named_parameters(prefix):
+            layer = name.removeprefix(f"{prefix}.").partition(".")[0]
+            if name not in shapes:
+                continue
+            width, *rest = shapes[name]
+            if layer == "qkv":
+                found[name] = (3, heads, width // 3 // heads, *rest)
+            elif layer in ("query", "key", "value"):
+                found[name] = (heads, width // heads, *rest)
+            elif layer == "out" and rest:
+                found[name] = (width, heads, rest[0] // heads)
+    return found
+
+
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give every group its share of a step's learning rate."""
     for group in optimizer.param_groups:
@@ -76,5 +106,5 @@ def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
 
 
 def bytes_per_element(config: OptimConfig) -> int:
-    """Of the optimizer's state; Adafactor's rows and columns are next to nothing."""
+    """Of the optimizer's state; Adafactor's row and column sums are next to nothing."""
     return sum(dtype.itemsize for dtype in state_types(config).values())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vit_ray.train.adafactor import GuardedOptimizer
 from vit_ray.train.step_guard import StepGuard
 
 
@@ -20,6 +21,7 @@ class ReplicatedOptimizer:
     """Steps fp32 masters of all weights by torch's optimizer; what DeepSpeed takes for one.
 
     The masters of fp32 weights are they themselves. Masters collect the gradients of the passes.
+    Masters of a group that is stepped tensor by tensor are views of one tensor, as their gradients.
     """
 
     def __init__(
@@ -39,10 +41,18 @@ class ReplicatedOptimizer:
             is_last_pass: whether the current pass is the last one before a step.
         """
         self.optimizer = optimizer
-        self.masters = {w: w if w.dtype == torch.float32 else w.detach().float() for w in weights}
+        self.masters: dict[nn.Parameter, Tensor] = {
+            w: w if w.dtype == torch.float32 else w.detach().float() for w in weights
+        }
+        self.places = {weight: (master, 0) for weight, master in self.masters.items()}
+        """The tensor that is stepped of each weight, and where its master starts in it."""
+        self._flats: list[Tensor] = []
         self._guard, self._clip_norm, self._is_last_pass = guard, clip_norm, is_last_pass
         for group in optimizer.param_groups:
-            group["params"] = [self.masters[weight] for weight in group["params"]]
+            if isinstance(optimizer, GuardedOptimizer):
+                group["params"] = [self._flattened(group["params"])]
+            else:
+                group["params"] = [self.masters[weight] for weight in group["params"]]
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
         # The backward pass reaches the last weights first. All ranks must send in the same order.
         self._buckets = list(_buckets(reversed(weights), bucket_elements))
@@ -73,11 +83,30 @@ class ReplicatedOptimizer:
         if self._clip_norm:
             torch._foreach_mul_(gradients, torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0))
         self.optimizer.step()
-        for master in self.masters.values():
-            master.grad = None
-        rounded = [pair for pair in self.masters.items() if pair[0] is not pair[1]]
+        for flat in self._flats:
+            flat.grad.zero_()  # type: ignore[union-attr]
+        if not self._flats:
+            for master in self.masters.values():
+                master.grad = None
+        rounded = [pair for pair in self.masters.items() if pair[0].dtype != pair[1].dtype]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [m for _, m in rounded])
+
+    def _flattened(self, weights: list[nn.Parameter]) -> Tensor:
+        """One tensor of the weights' masters, with one of their gradients, all of zeros."""
+        flat = torch.cat([self.masters[weight].detach().flatten() for weight in weights])
+        flat.grad = torch.zeros_like(flat)
+        self._flats.append(flat)
+        start = 0
+        for weight in weights:
+            values, grad = (t.narrow(0, start, weight.numel()) for t in (flat, flat.grad))
+            if weight.dtype == flat.dtype:
+                weight.data = values.view_as(weight)
+            self.masters[weight] = values.view_as(weight)
+            self.masters[weight].grad = grad.view_as(weight)
+            self.places[weight] = flat, start
+            start += weight.numel()
+        return flat
 
     @torch.no_grad()
     def _collect(self, weight: Tensor) -> None:

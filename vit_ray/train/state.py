@@ -22,7 +22,7 @@ from vit_ray.checkpoints.checkpoint import (
     take_snapshot,
 )
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.train.adafactor import Adafactor
+from vit_ray.train.adafactor import OLD_ROWS, Adafactor
 from vit_ray.train.ema import WeightAverage
 from vit_ray.train.fragments import (
     create_state,
@@ -34,7 +34,7 @@ from vit_ray.train.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.train.optim import state_types
+from vit_ray.train.optim import shapes_by_head, state_types
 from vit_ray.train.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class TrainingState:
                 sums.copy_(on_device)
 
             of_owners = zip(owners, names_of_tensors(self._local, owners), strict=True)
-            optimizer.attach(self._local, list(of_owners), self.shapes, add_over_ranks)
+            shapes = shapes_by_head(engine.module, self.shapes)
+            optimizer.attach(self._local, list(of_owners), shapes, add_over_ranks)
         self.average = None
         if train.averaging:
             self.average = WeightAverage(
@@ -108,7 +109,18 @@ class TrainingState:
         return take_snapshot(self._owned_entries(), position, rank, world_size)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""
+        """Continue exactly from a checkpoint, whatever the module has; all ranks call it.
+
+        Raises:
+            ValueError: its second moments are Adafactor's of an older version.
+        """
+        if isinstance(self._optimizer, Adafactor) and OLD_ROWS in checkpoint.kinds():
+            raise ValueError(
+                f"checkpoint {checkpoint.folder.path} was written by a version whose Adafactor "
+                "takes queries, keys and values as one matrix; this version has a matrix for each "
+                "head, as big_vision; continue the run with that version, or start another from "
+                "its weights by init_from"
+            )
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
         for kind in self._kinds:

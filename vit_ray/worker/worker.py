@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice
@@ -151,7 +152,12 @@ def set_up_attempt(
             link.note(EventKind.WEIGHTS, str(report), 0)
         progress = Progress()
         if checkpoint is not None:
-            engine.restore(checkpoint)
+            try:
+                engine.restore(checkpoint)
+            except DamagedCheckpointError:
+                raise  # the next attempt chooses an older one
+            except ValueError as error:
+                raise UnrecoverableError(str(error)) from None
             position = checkpoint.position
             progress = position.progress
             text = f"from step {position.step} ({position.samples_seen} samples seen)"

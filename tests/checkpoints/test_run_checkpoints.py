@@ -225,11 +225,83 @@ def test_pruning_sets_old_halves_aside(run: Location) -> None:
     assert "holds the parts of 1 of 2 ranks" in told[0]
 
 
-def test_what_a_crash_left_of_a_deletion_goes_with_the_next(run: Location) -> None:
-    write_checkpoint(run, 2)
-    (Path(run.path) / "step-00000001.deleted").mkdir()
-    prune(run, keep_last=1)
-    assert names(run) == ["step-00000002"]
+class KilledError(BaseException):
+    """A process ends here."""
+
+
+@pytest.fixture
+def half_deleted(run: Location, monkeypatch: pytest.MonkeyPatch) -> Location:
+    """A run whose process was killed while it deleted the first of three checkpoints."""
+    plain = Location.delete
+
+    def deletes_half(place: Location) -> None:
+        if Path(place.path).is_dir():
+            for path in sorted(Path(place.path).iterdir())[1::2]:
+                path.unlink()
+            raise KilledError
+        plain(place)
+
+    for step in (1, 2, 3):
+        write_checkpoint(run, step)
+    monkeypatch.setattr(Location, "delete", deletes_half)
+    with pytest.raises(KilledError):
+        prune(run, keep_last=2)
+    monkeypatch.setattr(Location, "delete", plain)
+    assert len(list((Path(run.path) / folder_name(1)).iterdir())) == 3  # of 5
+    return run
+
+
+def test_what_a_crash_left_of_a_deletion_goes_with_the_next(half_deleted: Location) -> None:
+    told: list[str] = []
+    prune(half_deleted, keep_last=2, warn=told.append)
+    assert names(half_deleted) == [folder_name(2), folder_name(3)]
+    assert told == []
+
+
+def test_what_a_crash_left_of_a_deletion_is_not_set_aside_by_the_next_start(
+    half_deleted: Location,
+) -> None:
+    for step in (2, 3):
+        shutil.rmtree(Path(half_deleted.path) / folder_name(step))
+    told: list[str] = []
+    with pytest.raises(NoUsableCheckpointError, match="none of them can be used"):
+        newest_verified_checkpoint(half_deleted, told.append)
+    begin_without_checkpoint(half_deleted, told.append)
+    assert names(half_deleted) == [NONE_YET]
+    assert told == []
+
+
+def test_a_checkpoint_that_was_to_go_and_is_needed_again_stays(half_deleted: Location) -> None:
+    """The newer ones are damaged, and no file of the old one was deleted yet."""
+    shutil.rmtree(Path(half_deleted.path) / folder_name(1))
+    write_checkpoint(half_deleted, 1)
+    for step in (2, 3):
+        flip(half_deleted.child(folder_name(step)))
+    found = newest_verified_checkpoint(half_deleted, ignore)
+    assert found is not None
+    assert found.position.step == 1
+    write_checkpoint(half_deleted, 2)
+    prune(half_deleted, keep_last=2)
+    assert folder_name(1) in names(half_deleted)
+    assert not any("deleting" in name for name in names(half_deleted))
+
+
+def test_of_saves_that_were_never_whole_the_last_two_stay_and_what_was_whole(run: Location) -> None:
+    for step in range(1, 7):
+        write_checkpoint(run, step, ranks=2 if step == 2 else 1)
+    flip(run.child(folder_name(2)))
+    write_checkpoint(run, 7)
+    told: list[str] = []
+    prune(run, keep_last=2, warn=told.append)
+    aside = [f"{folder_name(step)}.damaged" for step in (2, 5, 6)]
+    assert names(run) == [*aside, folder_name(7)]
+    assert told[-1] == (
+        "deleted 3 folders that were set aside and never whole (step-00000004.damaged, "
+        "step-00000003.damaged, step-00000001.damaged); the last 2 stay, and what was whole once: "
+        "3 folders"
+    )
+    prune(run, keep_last=2, warn=told.append)
+    assert len(told) == 7
 
 
 def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of a run: the newest usable one, those set aside, those to delete.
 
-Nothing is deleted here but whole checkpoints that newer ones, read back, have followed. A folder
-that is not usable is renamed to `step-00001000.damaged` and reported; the user decides what to do
-with it.
+Two kinds of folder are deleted here, both after newer checkpoints that were read back: whole
+checkpoints, and saves that were never whole, but for the last two. A folder that is not usable is
+renamed to `step-00001000.damaged` and reported; what was whole once is the user's to delete.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from vit_ray.checkpoints.checkpoint import (
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     PartialCheckpointError,
+    is_committed,
     read_marker,
 )
 from vit_ray.measure.best_evaluation import STEP
@@ -36,8 +37,10 @@ from vit_ray.storage import Location, locate
 READ_AGAIN_S: Final = 10.0
 """After which a folder that seems damaged is read a second time: files may be shown late."""
 ASIDE: Final = ".damaged"
-_DELETED: Final = ".deleted"
-"""Of a folder that is being removed; what is left of it after a crash is removed later."""
+KEPT_ASIDE: Final = 2
+"""Folders set aside that were never whole and stay, for who wants to know what went wrong."""
+_DELETING: Final = ".deleting"
+"""Of a note next to a folder that is being deleted: what a crash leaves of it is deleted later."""
 NONE_YET: Final = "no_checkpoint_yet.json"
 """Stands in a run's folder from its start at step 0 until its first checkpoint is committed."""
 NEWEST: Final = "newest_checkpoint.json"
@@ -112,12 +115,13 @@ def newest_verified_checkpoint(
             )
     for folder, reason in bad:
         if changes:
-            set_aside(folder, reason, warn)
+            _put_away(folder, reason, warn)
         else:
             warn(f"{reason}; passed over")
     if checkpoint is not None and changes:
         # A driver that died between the first commit and this left it behind.
         run_folder.child(NONE_YET).delete()
+        _deletion_note(checkpoint.folder).delete()  # it counts again
     return checkpoint
 
 
@@ -154,7 +158,7 @@ def begin_without_checkpoint(run_folder: Location, warn: Warn) -> str:
         try:
             is_good = _judge(folder) is not None
         except _NO_GOOD as error:
-            set_aside(folder, str(error), warn)
+            _put_away(folder, str(error), warn)
             continue
         if is_good:
             raise ValueError(f"{folder.path} can be used; a run does not start over next to it")
@@ -195,9 +199,9 @@ def prune(
 ) -> list[int]:
     """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
 
-    The newer ones count only when every byte has been read back. What is not a whole checkpoint is
-    never deleted: if a good one is newer it is set aside, else it may be in the middle of being
-    written.
+    The newer ones count only when every byte has been read back. What is not whole is set aside if
+    a good one is newer, else it may be in the middle of being written. Of older folders set aside
+    that were never whole the last `KEPT_ASIDE` stay.
 
     Args:
         keep: steps that stay in any case.
@@ -205,9 +209,10 @@ def prune(
         opened: steps that were whole before: of these the marker and the sizes are looked at, and
             not the index of every rank.
     """
-    for name in run_folder.list_folders():  # what a crash has left of folders that were to go
-        if name.endswith(_DELETED) and _STEP.fullmatch(name.removesuffix(_DELETED)):
-            run_folder.child(name).delete()
+    notes = {file.base_name for file in run_folder.list_files(recursive=False)}
+    for name in (note.removesuffix(_DELETING) for note in notes if note.endswith(_DELETING)):
+        if not run_folder.child(name).exists():  # a crash has left the note alone
+            _deletion_note(run_folder.child(name)).delete()
     verified = set() if verified is None else verified
     good: list[int] = []
     deleted: list[int] = []
@@ -217,7 +222,9 @@ def prune(
             look: Callable[[Location], object] = read_marker if step in opened else read_checkpoint
             is_there = _judge(folder, _read_whole if needs_reading else look) is not None
         except _NO_GOOD as error:
-            if good:
+            if f"{folder_name(step)}{_DELETING}" in notes:  # a crash has left a part of it
+                _delete(folder)
+            elif good:
                 set_aside(folder, str(error), warn)
             continue
         if not is_there:
@@ -225,16 +232,50 @@ def prune(
         if needs_reading:
             verified.add(step)
         if len(good) >= keep_last and step not in keep:
-            doomed = folder
-            if folder.is_local:  # renamed: half of it is never taken for a damaged checkpoint
-                doomed = Location(folder.filesystem, folder.path + _DELETED)
-                folder.move_to(doomed)
-            doomed.delete()
-            evaluation_note(folder).delete()
+            _delete(folder)
             deleted.append(step)
         elif len(good) < keep_last:
             good.append(step)
+    if good:
+        _delete_old_halves(run_folder, good[0], warn)
     return deleted
+
+
+def _delete_old_halves(run_folder: Location, newest: int, warn: Warn) -> None:
+    """Delete what was set aside before a step and never was whole, but for the last ones."""
+    aside = sorted((n for n in run_folder.list_folders() if n.endswith(ASIDE)), reverse=True)
+    if len(aside) <= KEPT_ASIDE:
+        return
+    halves = [name for name in aside if not is_committed(run_folder.child(name))]
+    matches = [(_STEP.match(name), name) for name in halves[KEPT_ASIDE:]]
+    old = [name for match, name in matches if match and int(match[1]) < newest]
+    for name in old:
+        run_folder.child(name).delete()
+    if old:
+        warn(
+            f"deleted {len(old)} folders that were set aside and never whole ({', '.join(old)}); "
+            f"the last {KEPT_ASIDE} stay, and what was whole once: {len(aside) - len(old)} folders"
+        )
+
+
+def _put_away(folder: Location, reason: str, warn: Warn) -> None:
+    """Set a folder aside, or end its deletion that a crash has cut short."""
+    if _deletion_note(folder).exists():
+        _delete(folder)
+    else:
+        set_aside(folder, reason, warn)
+
+
+def _deletion_note(folder: Location) -> Location:
+    return Location(folder.filesystem, f"{folder.path}{_DELETING}")
+
+
+def _delete(folder: Location) -> None:
+    """Noted first: no storage deletes a folder at once, and half of it looks like damage."""
+    _deletion_note(folder).write(b"")
+    folder.delete()
+    evaluation_note(folder).delete()
+    _deletion_note(folder).delete()
 
 
 def find_weights(path: str) -> Checkpoint:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.models.attention_pool import AttentionPool
 from vit_ray.models.build import NamedParameters, decayed_parameters
-from vit_ray.models.encoder import Attention
+from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.models.parameter_groups import layer_of
 from vit_ray.train.adafactor import Adafactor, HalfMomentAdamW
 

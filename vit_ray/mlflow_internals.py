@@ -47,12 +47,7 @@ INTERNALS: Final = (
     ),
     Internal(
         "mlflow.store.tracking.sqlalchemy_store", "SqlAlchemyStore", _SAMPLE, "#11182",
-        {
-            "get_metric_history_bulk_interval": (
-                "self", "run_ids", "metric_key", "max_results", "start_step", "end_step",
-            ),
-        },
-        ("engine",),
+        attributes=("engine",),
     ),
     Internal(
         "mlflow.store.tracking.dbmodels.models", "SqlMetric",
@@ -89,19 +84,10 @@ def engine_of(client: MlflowClient) -> Any:
     return getattr(client._tracking_client.store, "engine", None)
 
 
-def sample_of_store(
-    client: MlflowClient, run_ids: Sequence[str], key: str, most: int
-) -> list[tuple[str, Record]]:
-    """An even sample of each run's history, by the store of this process, and the run's id."""
-    store: Any = client._tracking_client.store
-    held = store.get_metric_history_bulk_interval(run_ids, key, most, *ALL_STEPS)
-    return [(one.run_id, (one.step, one.timestamp, one.value)) for one in held]
-
-
 def sample_of_server(
     client: MlflowClient, run_ids: Sequence[str], key: str, most: int, timeout_s: float
 ) -> list[tuple[str, Record]] | None:
-    """As `sample_of_store`, by a server; None of one without the call that MLflow's pages use."""
+    """An even sample of each run's history, with the run's id; None where a server lacks the call."""
     rest: Any = importlib.import_module("mlflow.utils.rest_utils")
     store: Any = client._tracking_client.store
     start, end = ALL_STEPS

@@ -181,18 +181,18 @@ def test_a_history_is_read_whole_only_where_nothing_less_shows_its_latest_record
 ):
     read, _, run_ids = place
     whole = set()
-    thinned = Histories._thinned
+    read_whole = Histories._whole
 
     def noted(self, run_id, *rest):
         whole.add(run_id)
-        return thinned(self, run_id, *rest)
+        return read_whole(self, run_id, *rest)
 
-    monkeypatch.setattr(Histories, "_thinned", noted)
+    monkeypatch.setattr(Histories, "_whole", noted)
     read.curves([*run_ids.values()], "train/loss", MOST)
     went_back = {run_ids["rewound"], run_ids["rewound twice"]}
     way = request.node.callspec.params["place"]
-    expected = {"SQL": set(), "server without the call": {*run_ids.values()}}
-    assert whole == expected.get(way, went_back)
+    expected = {"SQL": set(), "server": went_back}
+    assert whole == expected.get(way, {*run_ids.values()})
 
 
 def test_points_stand_evenly(store):

@@ -40,14 +40,15 @@ def test_two_runs_are_compared_and_their_curves_drawn_over_each_other(
     words = (f"tracking.uri={uri}", "tracking.experiment=mine", f"output={tmp_path}/runs")
     assert compare("a", "b", *words) == 0
     shown = capsys.readouterr().out
-    for text in ("A: a: a single run", "optim.learning_rate", "0.3", "75.00", "+25.00", "one seed"):
+    for text in ("a single run", "A: a", "optim.learning_rate", "0.3", "75.00", "+25.00", "one seed"):
         assert text in shown
     folder = tmp_path / "runs" / "compare-a-b"
     assert f"with curves of both: {folder}/compare.html" in shown
-    assert {path.name for path in folder.iterdir()} == {
-        "compare.html", "figures.csv", "training_loss_compared.svg", "training_loss_compared.png",
+    assert {path.name for path in folder.iterdir()} == {"compare.html", "compare-figures"}
+    assert {path.name for path in (folder / "compare-figures").iterdir()} == {
+        "figures.csv", "training_loss_compared.svg", "training_loss_compared.png",
     }  # fmt: skip
-    drawing = (folder / "training_loss_compared.svg").read_text()
+    drawing = (folder / "compare-figures" / "training_loss_compared.svg").read_text()
     assert "A: a" in drawing
     assert "B: b" in drawing
 
@@ -63,12 +64,12 @@ def test_a_page_shows_the_differences_and_both_runs_curves(uri: str, tmp_path: P
     ]  # fmt: skip
     assert cells[cells.index("optim.learning_rate") :][1:3] == ["0.1", "0.3"]
     assert "one seed on a side" in body
-    assert body.count("experiment mine") == 2
+    assert cells.count("mine") == 2
     (spec,) = re.findall('<script type="application/json"[^>]*>(.*?)</script>', body)
     lines = json.loads(spec)["transform"][0]["from"]["data"]["values"]
     rows = json.loads(spec)["data"]["values"]
     for line, letter, top1 in zip(lines, ("A: a", "B: b"), (0.5, 0.75), strict=True):
-        assert line["series"] == letter
+        assert line["name"] == letter
         drawn = [(row["x"], row["y"]) for row in rows if row["line"] == line["line"]]
         assert drawn == [(step, pytest.approx(3 / (1 + step * top1))) for step in range(5)]
 

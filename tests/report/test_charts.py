@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import vl_convert
 
-from vit_ray.report.charts import DARK, LIGHT, OURS, Axis, Chart, Point, Series, png, still, svg
+from vit_ray.report.charts import (
+    DARK,
+    FAMILIES,
+    LIGHT,
+    Axis,
+    Chart,
+    Point,
+    Series,
+    _log_ticks,
+    png,
+    still,
+    svg,
+)
 
 X, Y = Axis("steps"), Axis("loss")
-THEIRS = "the paper"
 
 
 def chart(*series: Series, x: Axis = X, y: Axis = Y) -> Chart:
@@ -53,7 +64,7 @@ def hovers(chart: Chart, *names: str) -> list[dict[str, str]]:
     return [{k: v for k, v in zip(names, row, strict=True) if v} for row in rows]
 
 
-WORDS = {"dev split": "\u25c9", "failed": "\u2715", "killed": "\u2298", "running": "\u25b7"}
+WORDS = {"dev split": "\u25cb", "failed": "\u2715", "killed": "\u2298", "running": "\u25b7"}
 
 
 def marks(drawing: str) -> list[str]:
@@ -73,8 +84,8 @@ def test_a_point_that_is_no_result_has_a_mark_and_a_word_of_its_own_in_every_dra
         assert len({*marks(drawing)}) == 5
     for word, glyph in WORDS.items():
         assert f"{glyph} {word}" in svg(one)
-    assert one.states == [(glyph, word) for word, glyph in WORDS.items()]
-    assert chart(Series("ViT", whole)).states == []
+    assert one.states == WORDS
+    assert chart(Series("ViT", whole)).states == {}
 
 
 def test_the_end_of_a_line_without_markers_shows_its_state() -> None:
@@ -95,13 +106,13 @@ def test_points_that_an_axis_cannot_show_are_left_out() -> None:
     logs = Axis("steps", is_log=True)
     points = one((0, 1), (10, 2), (1, 3), (-5, 3), (float("inf"), 1), (2, float("nan")))
     assert len(drawn(chart(points, x=logs))) == 2
-    assert chart(one((0, 1)), x=logs).is_empty
+    assert chart(one((0, 1)), x=logs).rows == []
 
 
 def test_who_points_at_a_point_sees_its_exact_values() -> None:
     points = [Point(1234567, 0.98765, "ViT-B/16", 0.97, 0.99, {"seed": "3"})]
-    series = [Series("ours", points), Series("theirs", [Point(2e-9, 0.5)], source=THEIRS)]
-    names = ("title", "from", "steps", "top-1", "interval", "seed")
+    series = [Series("ours", points), Series("theirs", [Point(2e-9, 0.5)])]
+    names = ("title", "steps", "top-1", "interval", "seed")
     shown = hovers(chart(*series, y=Axis("top-1 (of all)", is_percent=True)), *names)
     assert shown[0] == {
         "title": "ViT-B/16",
@@ -110,43 +121,70 @@ def test_who_points_at_a_point_sees_its_exact_values() -> None:
         "interval": "97% to 99%",
         "seed": "3",
     }
-    assert shown[1] == {"title": "theirs", "from": THEIRS, "steps": "2e-9", "top-1": "50%"}
+    assert shown[1] == {"title": "theirs", "steps": "2e-9", "top-1": "50%"}
 
 
 @pytest.mark.parametrize("text", ["quotes \" and ' here", "back\\slash", "</script>", "a(b", "{x}"])
 def test_any_text_can_be_a_name(text: str) -> None:
-    strange = Chart(text, Axis(text), Axis(text), [Series(text, [Point(1, 2, text)], source=text)])
+    strange = Chart(text, Axis(text), Axis(text), [Series(text, [Point(1, 2, text)])])
     assert len(drawn(strange)) == 1
-    assert hovers(strange, "title", "from", text.partition(" (")[0])[0]["title"] == text
+    assert hovers(strange, "title", text.partition(" (")[0])[0]["title"] == text
 
 
-def test_what_is_not_ours_is_hollow_and_has_its_own_switch() -> None:
-    both = chart(one((1, 1)), Series("one", [Point(2, 2)], source=THEIRS))
+def test_colour_and_shape_are_the_family_and_dash_is_what_the_chart_says() -> None:
+    lines = [one((1, 1), (2, 2), family="ViT"), one((1, 2), (2, 3), family="ResNet")]
     fills = [
         path.get("fill")
-        for path in ET.fromstring(svg(both)).iter("{http://www.w3.org/2000/svg}path")
+        for path in ET.fromstring(svg(chart(*lines))).iter("{http://www.w3.org/2000/svg}path")
         if path.get("aria-roledescription") == "point"
     ]
-    assert fills == [LIGHT["s0"], LIGHT["panel"]]
-    assert both.sources == [THEIRS]
-    assert OURS not in both.sources
-    assert [key for key, _, _ in both.legend] == ["one"]
-    assert THEIRS in svg(both)
-
-
-def test_lines_are_dashed_where_they_are_not_ours_alone() -> None:
-    ours = one((1, 1), (2, 2))
-    assert "dasharray" not in svg(chart(ours))
-    theirs = Series("two", [Point(1, 2), Point(2, 3)], source=THEIRS)
-    assert 'stroke-dasharray="6,4"' in svg(chart(ours, theirs))
+    assert fills == [LIGHT["vit"]] * 2 + [LIGHT["resnet"]] * 2
+    assert len({*marks(svg(chart(*lines)))}) == 2
+    assert "dasharray" not in svg(chart(*lines))
+    dashed = one((1, 1), (2, 2), dash=1)
+    assert svg(chart(lines[0], dashed)).count('stroke-dasharray="6,4"') == 1
 
 
 def test_a_switch_takes_its_points_away() -> None:
-    both = chart(one((1, 1)), Series("two", [Point(2, 2)], source=THEIRS))
-    for hidden, left in (([], 2), (["two"], 1), ([THEIRS], 1), (["one", THEIRS], 0)):
+    both = chart(one((1, 1), family="ViT"), one((2, 2), family="ResNet"))
+    for hidden, left in (([], 2), (["ViT"], 1), (["ViT", "ResNet"], 0)):
         spec = both.spec(is_alone=True)
         spec["params"][0]["value"] = hidden
         assert points(spec) == left
+
+
+def test_lines_have_their_names_at_their_ends_and_none_covers_another() -> None:
+    near = [Series(f"line {i}", [Point(0, 0.0), Point(1, 1 + i / 1000)]) for i in range(5)]
+    near.append(Series("far", [Point(0, 0.0), Point(1, 0.1)]))
+    root = ET.fromstring(svg(chart(*near)))
+    ends = {}
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        if text.text and text.text.startswith(("line", "far")):
+            ends[text.text] = float(re.match(r"translate\(.*?,(.*?)\)", text.get("transform"))[1])
+    assert sorted(ends, key=ends.get, reverse=True) == ["far", *(f"line {i}" for i in range(5))]
+    heights = sorted(ends.values())
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 11
+    many = [Series(f"line {i}", [Point(0, 0.0), Point(1, i)]) for i in range(9)]
+    assert "line 3</text>" not in svg(chart(*many))
+
+
+@pytest.mark.parametrize(
+    ("ends", "texts"),
+    [
+        ((3e-7, 2e-3), ["10\u207b\u2076", "10\u207b\u2075", "10\u207b\u2074", "10\u207b\u00b3"]),
+        ((0.0009, 0.2), ["0.001", "0.01", "0.1"]),
+        ((0.002, 0.05), ["0.003", "0.01", "0.03"]),
+        ((3e4, 4e5), ["3\u00b710\u2074", "10\u2075", "3\u00b710\u2075"]),
+    ],
+)
+def test_a_log_axis_has_powers_or_plain_values(ends: tuple[float, float], texts: list[str]) -> None:
+    assert [*_log_ticks(*ends).values()] == texts
+
+
+def test_axes_end_at_the_data_with_a_twentieth_of_room() -> None:
+    assert Axis("x", is_log=True).range_of([1.0, 100.0]) == pytest.approx((10**-0.1, 10**2.1))
+    assert Axis("x").range_of([0.0, 10.0]) == (-0.5, 10.5)
+    assert Axis("x", is_percent=True).range_of([0.5, 0.99]) == pytest.approx((0.4755, 1.0))
 
 
 def test_an_interval_is_a_band_along_a_line_and_a_bar_at_a_point() -> None:
@@ -167,9 +205,9 @@ def test_a_line_without_markers_shows_its_points_when_it_is_picked() -> None:
 
 
 def test_a_file_has_light_colours_and_the_page_those_of_its_reader() -> None:
-    some = chart(one((1, 1)), Series("two", [Point(2, 2)]))
+    some = chart(one((1, 1)), Series("two", [Point(2, 2)], "ViT"))
     assert "var(" not in svg(some)
-    assert "var(--s1)" in still(some)
+    assert "var(--vit)" in still(some)
     assert not set(re.findall("#[0-9a-f]{6}", still(some))) & {*LIGHT.values(), *DARK.values()}
 
 
@@ -177,13 +215,6 @@ def test_a_drawing_becomes_pixels() -> None:
     content = png(svg(chart(one((1, 1)))))
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(content[16:20]) >= 2 * 640
-
-
-def test_groups_keep_their_colour_whoever_is_there() -> None:
-    order = ("ViT", "Hybrid", "ResNet")
-    alone = Chart("t", X, Y, [Series("ResNet", [Point(1, 1)])], order=order)
-    assert [place for _, _, place in alone.legend] == [2]
-    assert LIGHT["s2"] in svg(alone)
 
 
 def luminance(colour: str) -> float:
@@ -201,7 +232,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.parametrize("ground", ["ground", "panel"])
 def test_everything_drawn_can_be_told_from_its_ground(colours: dict[str, str], ground: str) -> None:
-    for name in ("text", "faint", "s0", "s1"):  # s0 of links, s1 of warnings: text, too
+    for name in ("text", "faint", "vit"):  # vit of links: text, too
         assert contrast(colours[name], colours[ground]) >= 4.5, name
-    for i in range(8):
-        assert contrast(colours[f"s{i}"], colours[ground]) >= 3, i
+    for family in FAMILIES:
+        assert contrast(colours[family.lower()], colours[ground]) >= 3, family

@@ -60,8 +60,7 @@ def test_two_runs_differ_in_keys_and_metrics(store):
     store.run("a", {"eval/top1": 0.5, "train/loss": 1.0, "only/here": 1.0}, {**same, "optim.lr": 1})
     store.run("b", {"eval/top1": 0.6, "train/loss": 0.7}, {**same, "optim.lr": 2, "train.mixup": 1})
     found = store.compare("a", "b")
-    told = {one.key: one.values for one in found.keys}
-    assert told == {"optim.lr": ("1", "2"), "train.mixup": ("unset", "1")}
+    assert found.keys == {"optim.lr": ("1", "2"), "train.mixup": ("unset", "1")}
     means = {one.metric: one.mean for one in found.differences}
     assert means == {"eval/top1": pytest.approx(0.1), "train/loss": pytest.approx(-0.3)}
     assert [one.standard_error for one in found.differences] == [None, None]
@@ -73,7 +72,7 @@ def test_studies_are_compared_cell_by_cell_and_seed_by_seed(store):
     store.study("old", 0)
     store.study("new", 1, **{"optim.weight_decay": 0.3})
     found = store.compare("old", "new")
-    assert [one.values for one in found.keys] == [("0.1", "0.3")]
+    assert [*found.keys.values()] == [("0.1", "0.3")]
     by_cell = {one.cell: one for one in found.differences}
     vit = by_cell["ViT-S"]
     assert vit.is_paired
@@ -208,7 +207,7 @@ def test_test_sets_and_commits_that_differ_are_told(store):
     for name, commit, test in (("a", "c0ffee", "/data/pets"), ("b", "decaf", "/data/cars")):
         tags = {"vit_ray.kind": "pretrain", "vit_ray.git_commit": commit, "data.eval": test}
         store.run(name, {"eval/top1": 0.5}, {"model.name": "ViT-S/16", "seed": 0}, tags)
-    told = {one.key: one.values for one in store.compare("a", "b").keys}
+    told = store.compare("a", "b").keys
     assert told == {
         "data.eval": ("/data/pets", "/data/cars"),
         "git commit": ("c0ffee", "decaf"),

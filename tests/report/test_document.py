@@ -10,7 +10,15 @@ import vl_convert
 
 from vit_ray.report import charts, document
 from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.document import FIGURES_LIST, named_apart, render, replace_file, write_figures
+from vit_ray.report.document import (
+    FIGURES_LIST,
+    Section,
+    render,
+    replace_file,
+    with_content,
+    write_figures,
+)
+from vit_ray.report.tables import Table
 
 
 def chart(title):
@@ -19,11 +27,7 @@ def chart(title):
 
 @pytest.fixture(scope="module")
 def page():
-    drawn = [chart("A figure")]
-    return render(
-        "compare.html", drawn, title="a and b", opening="", sides=[], notes=[], curves=drawn,
-        differences=document.Table("Differences", [], []), keys=document.Table("Keys", [], []),
-    )  # fmt: skip
+    return render("a and b", [Section("Curves", charts=[chart("A figure")])])
 
 
 def test_the_browser_may_run_the_scripts_of_the_page_and_nothing_else(page):
@@ -45,13 +49,24 @@ def test_expressions_of_charts_are_interpreted():
 
 def test_charts_whose_titles_differ_in_signs_alone_have_names_of_their_own():
     titles = ("cifar-10 top-1", "cifar.10 top-1", "cifar 10 top 1 2", "cifar 10 top 1")
-    parts = named_apart({"a": [chart(title) for title in titles[:2]],
-                         "b": [chart(title) for title in titles[2:]]})  # fmt: skip
-    drawn = [*parts["a"], *parts["b"]]
+    charts_of = [[chart(title) for title in some] for some in (titles[:2], titles[2:])]
+    found = with_content(
+        [Section(name, charts=one) for name, one in zip("ab", charts_of, strict=True)]
+    )
+    drawn = [one for section in found for one in section.charts]
     assert [one.title for one in drawn] == [*titles]
     assert [one.name for one in drawn] == [
         "cifar_10_top_1", "cifar_10_top_1_2", "cifar_10_top_1_2_2", "cifar_10_top_1_3",
     ]  # fmt: skip
+
+
+def test_what_has_nothing_to_show_is_not_there():
+    empty = Chart("Empty", Axis("x", is_log=True), Axis("y"), [Series("one", [Point(-1, 2)])])
+    sections = [
+        Section("One", charts=[empty], tables=[Table("t", [], [])]),
+        Section("Two", charts=[empty, chart("A figure")]),
+    ]
+    assert [(one.title, len(one.charts)) for one in with_content(sections)] == [("Two", 1)]
 
 
 def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from tests.report.made_runs import made
 from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
+from vit_ray.report.fits import predict_held_out
 from vit_ray.report.runs import RecordedRun
 
 COMPUTE = np.geomspace(1, 200, 6)
@@ -188,7 +189,7 @@ def test_a_law_goes_through_one_data_set():
         (", test set cifar100, training set cifar100", "ViT"): (6, 0.3, 0.2),
     }
     for one, of in zip(laws_of(runs), LAWS.values(), strict=True):
-        held = one.held_out("ViT")
+        held = predict_held_out(*one.points["ViT"])
         assert held.predicted.value == pytest.approx(error(COMPUTE[-1], *of), rel=0.01)
 
 

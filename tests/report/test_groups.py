@@ -5,8 +5,9 @@ import pytest
 from tests.report.made_runs import archived, made, texts, tuned
 from vit_ray.config import Recipe
 from vit_ray.config.resume_compatibility import deciding_keys
-from vit_ray.report import figures
+from vit_ray.report import figures, sweeps
 from vit_ray.report.ablations import shapes
+from vit_ray.report.accuracies import cost_of
 from vit_ray.report.groups import differences
 from vit_ray.report.page import _tiles
 from vit_ray.report.paper_tables import paper_tables, table_6
@@ -105,7 +106,7 @@ def test_a_study_of_two_data_sets_is_never_averaged_over_them():
         ("test set cifar10, training set cifar10", "2", "95.00 +- 1.41"),
         ("test set cifar100, training set cifar100", "2", "74.00 +- 1.41"),
     ]
-    charts = figures.against_compute(archived(runs))
+    charts = figures.accuracy_against_compute(archived(runs), "eval/top1")
     assert [chart.title.partition("data), ")[2] for chart in charts] == [
         "test set cifar10, training set cifar10",
         "test set cifar100, training set cifar100",
@@ -222,7 +223,7 @@ def test_failed_seeds_are_in_no_mean():
         for part in (0.5, 1.0)
         for seed, (top1, status) in enumerate(((part, "FINISHED"), (0.1, "KILLED")))
     ]
-    chart = figures.accuracy_against_data(by_size, "eval/top1")
+    (chart,) = figures.accuracy_against_data(by_size, "eval/top1")
     assert [(p.x, p.y) for p in chart.series[0].points] == [(25_000, 0.5), (50_000, 1.0)]
 
 
@@ -379,9 +380,9 @@ def test_the_accuracy_of_a_transfer_stands_at_the_compute_of_both():
         for task, top1, exaflops in (("pets", 0.9, 1.0), ("cars", 0.7, 4.0))
     ]  # fmt: skip
     own, *_ = archived([one, *children])
-    assert figures.cost_of(own, "transfer/pets_top1") == 11.0
-    assert figures.cost_of(own, "transfer/mean_top1") == 12.5
-    assert figures.cost_of(own, "eval/top1") == 10.0
+    assert cost_of(own, "transfer/pets_top1") == 11.0
+    assert cost_of(own, "transfer/mean_top1") == 12.5
+    assert cost_of(own, "eval/top1") == 10.0
 
 
 def test_a_sweep_of_rates_is_no_mean_and_joins_no_dev_split_to_a_test_set():
@@ -399,8 +400,8 @@ def test_a_sweep_of_rates_is_no_mean_and_joins_no_dev_split_to_a_test_set():
         for seed, top1 in enumerate((0.8, 0.9))
     ]  # fmt: skip
     runs = archived([*trials, *finals])
-    assert figures.accuracy_against_data(runs, "eval/top1") is None
-    (chart,) = figures.sweep_charts(runs)
+    assert figures.accuracy_against_data(runs, "eval/top1") == []
+    (chart,) = sweeps.sweep_charts(runs)
     drawn = {
         one.name: [(p.x, p.y, p.details.get("mean of")) for p in one.points] for one in chart.series
     }
@@ -408,7 +409,7 @@ def test_a_sweep_of_rates_is_no_mean_and_joins_no_dev_split_to_a_test_set():
         "digits, dev split": [(0.001, 0.3, None), (0.003, 0.5, None), (0.01, 1.0, None)],
         "digits-final, test set": [(0.01, pytest.approx(0.85), "2 seeds")],
     }
-    assert figures.sweep_summary(runs) == [
+    assert sweeps.sweep_summary(runs) == [
         "Test top-1 85.00 +- 7.07 % over 2 seeds, learning rate 0.01."
     ]
 
@@ -421,7 +422,7 @@ def test_lines_over_data_are_of_what_differs_in_data_alone():
         for part in (0.5, 1.0)
         for seed in (0, 1)
     ]  # fmt: skip
-    chart = figures.accuracy_against_data(runs, "eval/top1")
+    (chart,) = figures.accuracy_against_data(runs, "eval/top1")
     rate = made().params["optim.learning_rate"]
     assert {one.name: [(p.x, p.y) for p in one.points] for one in chart.series} == {
         f"ViT-B/32, differs in optim.learning_rate {rate}":

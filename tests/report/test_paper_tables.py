@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from vit_ray.report import figures
+from vit_ray.report import accuracies, figures, sweeps
 from vit_ray.report.page import _tiles
 from vit_ray.report.paper_tables import (
     paper_tables,
     table_2,
     table_5,
     table_6,
-    task_of,
     transfers,
 )
 from vit_ray.report.runs import RecordedRun, with_origins, with_tasks
@@ -61,15 +60,16 @@ def test_a_studys_figures_have_its_cells_and_not_their_fine_tunings():
     runs = [*cells, tuned, trial]
     drawn = [
         point
-        for chart in figures.against_compute(figures.studied(runs))
+        for chart in figures.accuracy_against_compute(
+            accuracies.studied(runs), "transfer/pets_top1"
+        )
         for series in chart.series
-        if series.source != figures.PAPER
         for point in series.points
     ]
     assert {(point.x, point.y) for point in drawn} == {(55.0, 0.9)}
     # Without a study a fine-tuned model is drawn at the compute of both.
-    (chart,) = figures.against_compute(with_origins([cells[0], tuned])[1:])
-    assert [(p.x, p.y) for one in chart.series[:5] for p in one.points] == [(56.0, 0.9)]
+    (chart,) = figures.accuracy_against_compute(with_origins([cells[0], tuned])[1:], "eval/top1")
+    assert [(p.x, p.y) for one in chart.series for p in one.points] == [(56.0, 0.9)]
     rows = texts(figures.cells(runs))
     assert [row["branched from"] for row in rows] == ["-", "long at step 80", "-", "-"]
     assert [row["transfer to"] for row in rows] == ["-", "-", "pets", "-"]
@@ -139,7 +139,7 @@ def test_the_test_set_of_a_cells_own_transfer_is_that_of_its_fine_tunings():
     ],
 )  # fmt: skip
 def test_data_is_called_by_the_names_of_its_sets(recorded, name):
-    assert task_of(run("one", **{"data.train": recorded})) == name
+    assert run("one", **{"data.train": recorded}).training_name == name
 
 
 @pytest.mark.parametrize(
@@ -187,22 +187,22 @@ def test_where_all_average_their_weights_these_are_compared():
     last = {"eval/top1": 0.5, "few_shot/5_shot_top1": 0.3}
     theirs = {"eval/averaged_top1": 0.6, "few_shot/averaged_5_shot_top1": 0.4}
     runs = [cell("ViT-B/32", seed, **last, **theirs) for seed in (0, 1)]
-    assert figures.accuracies_of(runs) == ["few_shot/averaged_5_shot_top1", "eval/averaged_top1"]
+    assert accuracies.accuracies_of(runs) == ["few_shot/averaged_5_shot_top1", "eval/averaged_top1"]
     (row,) = texts(table_6(runs, []))
     assert row["top-1 accuracy of averaged weights %"].startswith("60.00")
     assert row["5-shot linear accuracy of averaged weights %"].startswith("40.00")
     assert "best top-1 accuracy of averaged weights: ViT-B/32" in _tiles(runs)
     # Beside one that does not average, or has not, the last weights of all are.
     runs.append(cell("ViT-B/16", 0, **last))
-    assert figures.accuracies_of(runs) == ["few_shot/5_shot_top1", "eval/top1"]
-    assert [figures.decided_top1(run) for run in runs] == [0.6, 0.6, 0.5]
+    assert accuracies.accuracies_of(runs) == ["few_shot/5_shot_top1", "eval/top1"]
+    assert [accuracies.decided_top1(run) for run in runs] == [0.6, 0.6, 0.5]
 
 
 def test_an_accuracy_of_averaged_weights_on_held_out_images_is_none_on_the_test_set():
     metrics = {"dev/top1": 0.9, "dev/averaged_top1": 0.95, "eval/top1": 0.5}
-    assert figures.decided_top1(run("both", metrics=metrics)) == 0.5
+    assert accuracies.decided_top1(run("both", metrics=metrics)) == 0.5
     assert (
-        figures.decided_top1(run("dev", metrics={"dev/top1": 0.9, "dev/averaged_top1": 0.95}))
+        accuracies.decided_top1(run("dev", metrics={"dev/top1": 0.9, "dev/averaged_top1": 0.95}))
         == 0.95
     )
 
@@ -215,7 +215,7 @@ def test_of_both_accuracies_that_of_the_test_set_counts():
 
 
 def test_accuracy_against_data_has_a_line_for_each_length_and_means_over_seeds(lengths):
-    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    (chart,) = figures.accuracy_against_data(lengths, "transfer/pets_top1")
     drawn = {one.name: [(p.x, p.y, p.low, p.high) for p in one.points] for one in chart.series}
     about = pytest.approx
     assert drawn == {
@@ -225,7 +225,7 @@ def test_accuracy_against_data_has_a_line_for_each_length_and_means_over_seeds(l
             (1e6, about(0.92), about(0.8917157), about(0.9482843)),
         ],
     }
-    one_seed = figures.accuracy_against_data(lengths[1::2], "transfer/pets_top1")
+    (one_seed,) = figures.accuracy_against_data(lengths[1::2], "transfer/pets_top1")
     assert [p.low for one in one_seed.series for p in one.points] == [None] * 3
 
 
@@ -233,18 +233,18 @@ def test_amounts_of_data_are_joined_where_the_length_is_in_images(lengths):
     for one in lengths:
         del one.run.data.params["optim.epochs"]
         one.run.data.params["optim.images"] = "2121000000"
-    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    (chart,) = figures.accuracy_against_data(lengths, "transfer/pets_top1")
     assert [(one.name, [p.x for p in one.points]) for one in chart.series] == [
         ("ViT-B/32", [1e5, 1e6])
     ]
 
 
 def test_a_mean_over_seeds_is_of_finished_and_tested_runs_where_there_are_any(lengths):
-    chart = figures.accuracy_against_data(lengths, "transfer/pets_top1")
+    (chart,) = figures.accuracy_against_data(lengths, "transfer/pets_top1")
     whole = {(one.name, p.x): p.y for one in chart.series for p in one.points}
     cut, key = lengths[0], "transfer/pets_top1"
     cut.run.info.status = "RUNNING"
-    chart = figures.accuracy_against_data(lengths, key)
+    (chart,) = figures.accuracy_against_data(lengths, key)
     now = {(one.name, p.x): p.y for one in chart.series for p in one.points}
     assert cut.metrics[key] not in now.values()
     assert len([at for at in whole if whole[at] != now[at]]) == 1
@@ -279,7 +279,7 @@ def test_sweeps_of_a_vtab_are_told_apart_and_are_rows_of_table_9_alone():
             one = finetune(f"mine-{task}-lr{rate}-seed{seed}", "elsewhere", task, top1, **tags)
             one.run.data.params |= {"optim.learning_rate": rate, "seed": str(seed)}
             finals.append(one)
-    assert figures.sweep_summary([parent, *finals]) == [
+    assert sweeps.sweep_summary([parent, *finals]) == [
         "mine-svhn: test top-1 90.00 +- 1.41 % over 2 seeds, learning rate 0.001.",
         "mine-dmlab: test top-1 40.00 +- 1.41 % over 2 seeds, learning rate 0.01.",
     ]

@@ -30,15 +30,12 @@ def compare_words(words: tuple[str, ...]) -> int:
     reached_client(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
         found = compare(absolute_uri(recipe.tracking.uri), recipe.tracking.experiment, pair)
-        for letter, side, where in found.described():
-            print(f"{letter}: {side.root.name}: {where}")
-        if found.keys:
-            print_table(found.key_table())
-        else:
-            print("no recorded key of the recipe differs")
-        print_table(found.difference_table())
-        for note in found.notes():
-            print(note)
+        for section in found.sections()[:3]:
+            for text in section.texts:
+                print(text)
+            for table in section.tables:
+                if table.rows:
+                    print_table(table)
         name = re.sub(r"[^A-Za-z0-9._+]+", "-", f"compare-{pair[0]}-{pair[1]}")
         folder = recipe.with_changes(name=name).run_folder
         page = metrics_log_path(folder).with_name("compare.html").resolve()

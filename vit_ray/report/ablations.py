@@ -7,16 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
+from vit_ray.report.accuracies import accuracies_of, accuracy_name, by_sets, title_of
 from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import (
-    accuracies_of,
-    accuracy_name,
-    by_family,
-    by_sets,
-    mean_point,
-    metric,
-    title_of,
-)
+from vit_ray.report.figures import Line, by_family, line_of_means
 from vit_ray.report.groups import Group, differences
 from vit_ray.report.runs import Archive, RecordedRun
 from vit_ray.report.seeds import by_group
@@ -34,8 +27,7 @@ MEASURED: Final = re.compile(r"benchmark/(\w+?)_(\d+)px_(images_per_s|largest_ba
 def ablation_charts(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
     """Those that have anything to show."""
     charts = [*pooling(archive, runs), *empirical_cost(archive.runs), *speeds_of_axial(runs)]
-    charts += [chart for key in accuracies_of(runs)[:1] for chart in shapes(runs, key)]
-    return [chart for chart in charts if not chart.is_empty]
+    return charts + [chart for key in accuracies_of(runs)[:1] for chart in shapes(runs, key)]
 
 
 def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
@@ -51,41 +43,33 @@ def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     for group, members in by_group(held).items():
         alike.setdefault(group.without(*SHAPE, "model.num_heads"), []).append(members)
     names = differences([*alike])
-    titles = {rest: f", {names[rest]}" if names[rest] else "" for rest in alike}
-    charts = [_shapes_about_a_base(groups, key, titles[rest]) for rest, groups in alike.items()]
-    return [chart for chart in charts if chart is not None]
+    return [
+        Chart(
+            f"{title_of(key)} by shape (as Figure 8){', ' * bool(names[rest])}{names[rest]}",
+            Axis("compute relative to the base (log scale)", is_log=True),
+            Axis(accuracy_name(key), is_percent=True),
+            [line_of_means(name, line, key) for name, line in lines.items()],
+        )
+        for rest, groups in alike.items()
+        if len(lines := _about_a_base(groups)) > 1
+    ]
 
 
-def _shapes_about_a_base(
-    groups: Sequence[Sequence[RecordedRun]], key: str, whose: str
-) -> Chart | None:
-    """None where nothing varies about a base."""
+def _about_a_base(groups: Sequence[list[RecordedRun]]) -> dict[str, Line]:
+    """Lines by name, each with its runs by compute relative to the base; none without a base."""
     shapes = [tuple(members[0].params.get(name, "") for name in SHAPE) for members in groups]
     usual = tuple(map(statistics.mode, zip(*shapes, strict=True)))
-    base = next((m for m, shape in zip(groups, shapes, strict=True) if shape == usual), None)
-    lines: dict[str, list[Sequence[RecordedRun]]] = {}
-    for members, shape in zip(groups, shapes, strict=True):
-        changed = [name for name, a, b in zip(SHAPE, shape, usual, strict=True) if a != b]
-        if changed:
+    if usual not in shapes:
+        return {}
+    base = groups[shapes.index(usual)]
+    computes = [statistics.fmean(r.metrics["study/exaflops"] for r in some) for some in groups]
+    unit = computes[shapes.index(usual)]
+    lines: dict[str, Line] = {}
+    for shape, compute, members in zip(shapes, computes, groups, strict=True):
+        if changed := [name for name, a, b in zip(SHAPE, shape, usual, strict=True) if a != b]:
             name = SHAPE[changed[0]] if len(changed) == 1 else "all together"
-            lines.setdefault(name, []).append(members)
-    if base is None or len(lines) < 2:
-        return None
-
-    def points(line: Sequence[Sequence[RecordedRun]]) -> list[Point]:
-        found = [mean_point(_compute(members) / _compute(base), members, key) for members in line]
-        return sorted(found, key=lambda point: point.x)
-
-    return Chart(
-        f"{title_of(key)} by shape (as Figure 8){whose}",
-        Axis("compute relative to the base (log scale)", is_log=True),
-        Axis(accuracy_name(key), is_percent=True),
-        [Series(name, points([base, *line])) for name, line in lines.items()],
-    )
-
-
-def _compute(members: Sequence[RecordedRun]) -> float:
-    return statistics.fmean(run.metrics["study/exaflops"] for run in members)
+            lines.setdefault(name, [(1.0, base)]).append((compute / unit, members))
+    return lines
 
 
 def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -96,39 +80,36 @@ def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
         return []
     curves = archive.curves(held, key)
     drawn = [run for run in held if len(curves.get(run.run_id, [])) > 1]
-    rest = differences([run.group.without("model.pool", "optim.learning_rate") for run in drawn])
-    series = [
-        Series(name + (f", {other}" if other else ""), [Point(*at) for at in curves[run.run_id]])
-        for run in drawn
-        for name, other in [
-            (_pool_name(run), rest[run.group.without("model.pool", "optim.learning_rate")])
-        ]
-    ]
+    rest = {run.run_id: run.group.without("model.pool", "optim.learning_rate") for run in drawn}
+    names = differences([*rest.values()])
+    series = []
+    for run in drawn:
+        rate = f"learning rate {run.params.get('optim.learning_rate', 'unknown')}"
+        parts = run.params["model.pool"].upper(), rate, run.label, names[rest[run.run_id]]
+        points = [Point(*at) for at in curves[run.run_id]]
+        dash = int(run.params["model.pool"] != "cls")
+        series.append(Series(", ".join(filter(None, parts)), points, run.family, dash))
     accuracy = Axis(accuracy_name(key), is_percent=True)
     return [Chart(f"{title_of(key)} by pooling (as Figure 9)", Axis("step"), accuracy, series)]
 
 
-def _pool_name(run: RecordedRun) -> str:
-    rate = run.params.get("optim.learning_rate", "unknown")
-    return f"{run.params['model.pool'].upper()}, learning rate {rate}, {run.label}"
-
-
 def empirical_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Figure 12: images/s, and the largest batch that fits, by the side of the input."""
-    values: dict[tuple[str, str], dict[str, list[Point]]] = {}
+    values: dict[tuple[str, str], dict[tuple[str, str], list[Point]]] = {}
     for run in runs:
-        device = run.tags.get("vit_ray.device", "")
+        details = {"on": run.tags.get("vit_ray.device", "")}
         for key, value in run.metrics.items():
             if found := MEASURED.fullmatch(key):
                 mode, side, what = found.groups()
-                line = values.setdefault((mode, what), {}).setdefault(run.label, [])
-                line.append(Point(float(side), value, details={"on": device}))
+                line = values.setdefault((mode, what), {}).setdefault((run.label, run.family), [])
+                line.append(Point(float(side), value, details=details))
     side = Axis("side of the input in pixels (log scale)", is_log=True)
     charts = []
     for (mode, what), lines in sorted(values.items()):
         name = "images/s" if what == "images_per_s" else "largest batch"
         series = [
-            Series(label, sorted(line, key=lambda point: point.x)) for label, line in lines.items()
+            Series(label, sorted(line, key=lambda point: point.x), family)
+            for (label, family), line in lines.items()
         ]
         title = f"{mode.capitalize()}: {name} by input size (as Figure 12)"
         charts.append(Chart(title, side, Axis(f"{name} (log scale)", is_log=True), series))
@@ -144,7 +125,7 @@ def speeds_of_axial(runs: Sequence[RecordedRun]) -> list[Chart]:
         by_family(
             f"{title_of(key)} against speed (as Figure 13){whose}",
             members,
-            (speed, metric("train/images_per_s")),
+            (speed, lambda run: run.number("train/images_per_s")),
             (Axis(accuracy_name(key), is_percent=True), key),
         )
         for key in accuracies_of(runs)[:1]

@@ -1,7 +1,8 @@
 """The one place that makes charts: Vega-Lite, drawn live in the page and into SVG and PNG files.
 
-A chart is plain data until it is drawn. In the page its colours are CSS variables of the page, so
-that one drawing serves light and dark screens and paper; in files they are those of light screens.
+A chart is plain data until it is drawn. Colour and shape are the model's family, and nothing else;
+the dash of a line is what its chart says. In the page colours are CSS variables, so that one
+drawing serves light and dark screens and paper; in files they are those of light screens.
 vl-convert brings the scripts of Vega (BSD-3-Clause) that the page embeds, and draws without a
 browser; it asks nothing of the network.
 """
@@ -18,36 +19,39 @@ from typing import Any, Final
 
 import vl_convert
 
-from vit_ray.report.tables import Column, Table, Value, number, percent
+from vit_ray.report.tables import Column, Table, number, percent
 
 WIDTH, HEIGHT = 640, 340
 """Of a chart in a file, in pixels; in the page it is as wide as its place."""
 LONGEST_TABLE: Final = 200
 """Points of a chart that are shown as a table, too."""
-OURS: Final = "these runs"
-"""Where a series comes from that names no other source."""
+MOST_LABELS: Final = 8
+"""Lines of a chart that have their names at their ends."""
 
-# Okabe and Ito's palette (2008), which colour-blind readers can tell apart, darkened on light
-# ground where the original is too faint for thin lines; the shape of the markers differs, too.
+# Okabe and Ito's palette (2008), which colour-blind readers can distinguish; the shape of the
+# markers differs, too. Reddish purple is darkened for thin lines on light ground.
 LIGHT: Final = {
-    "s0": "#0072b2", "s1": "#b84900", "s2": "#00805f", "s3": "#b0508a", "s4": "#8a6d00",
-    "s5": "#1b7fb5", "s6": "#555c66", "s7": "#a33a00",
-    "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24", "faint": "#545d68",
-    "rule": "#d9dee4", "notice": "#fff6dd", "mark": "#c98a00",
+    "vit": "#0072b2", "resnet": "#008f68", "hybrid": "#d55e00", "axial": "#b0508a",
+    "other": "#555c66", "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24",
+    "faint": "#545d68", "rule": "#d9dee4", "notice": "#fff6dd", "mark": "#c98a00",
 }  # fmt: skip
 DARK: Final = {
-    "s0": "#56b4e9", "s1": "#ff8f3d", "s2": "#2fc79c", "s3": "#e39ac6", "s4": "#f0e442",
-    "s5": "#8fd0f5", "s6": "#b6bec9", "s7": "#ffb38a",
-    "ground": "#14171b", "panel": "#1d2127", "text": "#e7eaee", "faint": "#a3acb8",
-    "rule": "#39414b", "notice": "#332a10", "mark": "#e69f00",
+    "vit": "#56b4e9", "resnet": "#2fc79c", "hybrid": "#ff8f3d", "axial": "#e39ac6",
+    "other": "#b6bec9", "ground": "#14171b", "panel": "#1d2127", "text": "#e7eaee",
+    "faint": "#a3acb8", "rule": "#39414b", "notice": "#332a10", "mark": "#e69f00",
 }  # fmt: skip
-COLOURS: Final = [f"var(--s{i})" for i in range(8)]
-SHAPES: Final = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
-GLYPHS: Final = ("\u25cf", "\u25a0", "\u25b2", "\u25c6", "\u271a", "\u25bc")
-"""The shapes as characters, for the legend beside the chart."""
+FAMILIES: Final = {
+    "ViT": ("circle", "\u25cf"),
+    "ResNet": ("square", "\u25a0"),
+    "Hybrid": ("triangle-up", "\u25b2"),
+    "Axial": ("diamond", "\u25c6"),
+    "Other": ("triangle-down", "\u25bc"),
+}
+"""Shape of each family's marks, and the same as a character for the legend of the page."""
+DASHES: Final = ((1, 0), (6, 4), (2, 3), (9, 3, 2, 3))
 _RING: Final = "M-1,0A1,1,0,1,1,1,0A1,1,0,1,1,-1,0Z"
 STATES: Final = {
-    "dev split": ("\u25c9", f"{_RING}M-0.25,0A0.25,0.25,0,1,1,0.25,0A0.25,0.25,0,1,1,-0.25,0Z"),
+    "dev split": ("\u25cb", _RING),
     "failed": ("\u2715", "M-0.9,-0.9L0.9,0.9M0.9,-0.9L-0.9,0.9"),
     "killed": ("\u2298", f"{_RING}M-0.7,0.7L0.7,-0.7"),
     "running": ("\u25b7", "M-0.8,-1L1,0L-0.8,1Z"),
@@ -64,23 +68,33 @@ class Axis:
     is_log: bool = False
     is_percent: bool = False
 
-    def encoding(self, name: str) -> dict[str, Any]:
-        """Of Vega-Lite."""
-        scale: dict[str, Any] = {"type": "log"} if self.is_log else {"zero": False, "nice": True}
-        marks: dict[str, Any] = {"tickCount": 6, "labelOverlap": "greedy"}
-        if self.is_percent or self.is_log:
-            marks["format"] = "~%" if self.is_percent else "~g"
-        return {
-            "field": name,
-            "type": "quantitative",
-            "title": self.title,
-            "scale": scale,
-            "axis": marks,
-        }
-
     def holds(self, value: float) -> bool:
         """Whether it can show the value: a log axis shows nothing of 0 and less."""
         return math.isfinite(value) and (value > 0 or not self.is_log)
+
+    def range_of(self, values: Sequence[float]) -> tuple[float, float]:
+        """The values' own range and 5 % of it on either side, of a log axis in logs."""
+        known = [math.log10(v) if self.is_log else v for v in values if self.holds(v)] or [0.0]
+        low, high = min(known), max(known)
+        pad = 0.05 * (high - low) or (0.2 if self.is_log else 0.05 * abs(low) or 0.5)
+        low, high = low - pad, high + pad
+        if self.is_percent:
+            low, high = max(low, 0.0), min(high, 1.0)
+        return (10**low, 10**high) if self.is_log else (low, high)
+
+    def encoding(self, name: str, ends: tuple[float, float]) -> dict[str, Any]:
+        """Of Vega-Lite."""
+        marks: dict[str, Any] = {"tickCount": 6, "labelOverlap": "greedy"}
+        if self.is_percent:
+            marks["format"] = "~%"
+        elif self.is_log:
+            ticks = _log_ticks(*ends)
+            texts = json.dumps({str(i): text for i, text in enumerate(ticks.values())})
+            at = f"indexof({[*ticks]}, datum.value)"
+            marks |= {"values": [*ticks], "labelExpr": f"{texts}[toString({at})] || ''"}
+        scale = {"type": "log" if self.is_log else "linear", "domain": [*ends], "nice": False}
+        titled = {"title": self.title, "scale": {**scale, "zero": False}, "axis": marks}
+        return {"field": name, "type": "quantitative", **titled}
 
     @property
     def short_title(self) -> str:
@@ -92,6 +106,30 @@ class Axis:
         return f"format(datum.{name}, '.5~%')" if self.is_percent else f"'' + datum.{name}"
 
 
+def _log_ticks(low: float, high: float) -> dict[float, str]:
+    """Values and texts: powers of ten, and where these are few 2 and 5 or 3 times them, too."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for parts in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        all_ticks = [float(f"{p}e{e}") for e in range(first, last + 1) for p in parts]
+        ticks = [tick for tick in all_ticks if low <= tick <= high]
+        if len(ticks) >= 3:
+            break
+    step = max(1, len(ticks) // 8) if parts == (1,) else 1
+    is_plain = low > 5e-4 and high < 2e4
+    raised = str.maketrans(
+        "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+    )
+
+    def text(tick: float) -> str:
+        mantissa, _, exponent = f"{tick:e}".partition("e")
+        power = f"10{str(int(exponent)).translate(raised)}"
+        if is_plain:
+            return f"{tick:g}"
+        return power if float(mantissa) == 1 else f"{float(mantissa):g}\u00b7{power}"
+
+    return {tick: text(tick) for tick in ticks[::step]}
+
+
 @dataclass(frozen=True)
 class Point:
     """One value, with what is known of it."""
@@ -101,12 +139,14 @@ class Point:
     label: str = ""
     """Its name, such as the run's; the series' where it has none."""
     low: float | None = None
-    """With `high` an interval of y: a band along a line, a bar at a point without one."""
+    """With `high` an interval of y: a bar at a marked point, else a band along the line."""
     high: float | None = None
     details: Mapping[str, str] = field(default_factory=dict)
     """What else is shown to who points at it, by name."""
     state: str = ""
     """One of `STATES`, whose mark it has; empty for a result."""
+    size: float = 0.0
+    """Of its mark, from 0 to 1: the size of the model among those of its chart."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +155,14 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    group: str = ""
-    """What it shares colour, shape and switch with; its own name where it is in none."""
+    family: str = "Other"
+    """One of `FAMILIES`: its colour, shape and switch."""
+    dash: int = 0
+    """Of `DASHES`."""
+    is_faint: bool = False
+    """Drawn behind the others."""
     has_line: bool = True
     has_markers: bool = True
-    source: str = OURS
-    """Where it is from. What is not `OURS` is hollow or dashed and has a switch of its own."""
-
-    @property
-    def key(self) -> str:
-        """Name in the legend."""
-        return self.group or self.name
 
 
 @dataclass(frozen=True)
@@ -137,8 +174,8 @@ class Chart:
     y: Axis
     series: Sequence[Series]
     note: str = ""
-    order: Sequence[str] = ()
-    """Groups that have the same colour in every chart, in the order of the colours."""
+    is_folded: bool = False
+    """Shown when a reader opens it, as the paper's own figure."""
     number: int = 1
     """Among charts of one page whose titles make the same name."""
 
@@ -158,30 +195,26 @@ class Chart:
             if self.x.holds(point.x) and self.y.holds(point.y)
         ]
 
-    @functools.cached_property
-    def lines(self) -> list[dict[str, Any]]:
-        """What all points of a series have in common, once."""
-        shown = {row["line"] for row in self.rows}
-        return [
-            {"line": line, "name": one.name, "series": one.key, "source": one.source}
-            for line, one in enumerate(self.series)
-            if line in shown
-        ]
-
     @property
-    def values(self) -> Table | None:
-        """The same as a table, where it is not too long to be read."""
-        rows: list[list[Value]] = [
-            [point.label or one.name, one.key, one.source, point.x, point.y, point.low, point.high]
-            for one in self.series
-            for point in one.points
-        ]
+    def values(self) -> Table:
+        """The same as a table."""
         forms = [percent if axis.is_percent else number for axis in (self.x, self.y)]
         columns = [
-            Column("name"), Column("series"), Column("from"), Column(self.x.title, forms[0]),
+            Column("name"), Column("series"), Column(self.x.title, forms[0]),
             Column(self.y.title, forms[1]), Column("low", forms[1]), Column("high", forms[1]),
+            Column("state"),
         ]  # fmt: skip
-        return Table(self.title, columns, rows).used() if len(rows) <= LONGEST_TABLE else None
+        rows = [
+            [p.label or s.name, s.name, p.x, p.y, p.low, p.high, p.state]
+            for s in self.series
+            for p in s.points
+        ]
+        return Table(self.title, columns, rows).used()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its values can be read as a table."""
+        return sum(len(one.points) for one in self.series) <= LONGEST_TABLE
 
     @property
     def has_picker(self) -> bool:
@@ -189,175 +222,189 @@ class Chart:
         return sum(one.has_line and not one.has_markers for one in self.series) > 1
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
-        return not self.rows
+    def families(self) -> dict[str, str]:
+        """Character of each family that has points."""
+        shown = {self.series[row["line"]].family for row in self.rows}
+        return {family: glyph for family, (_, glyph) in FAMILIES.items() if family in shown}
 
     @property
-    def legend(self) -> list[tuple[str, str, int]]:
-        """Name, glyph and number of the colour of each group that has points."""
-        shown = {line["series"] for line in self.lines}
-        return [
-            (key, GLYPHS[i % len(GLYPHS)], i % len(COLOURS))
-            for i, key in enumerate(self._groups())
-            if key in shown
-        ]
-
-    @property
-    def states(self) -> list[tuple[str, str]]:
-        """Character and word of each state that points are in."""
+    def states(self) -> dict[str, str]:
+        """Character of each state that points are in."""
         shown = {row.get("state") for row in self.rows}
-        return [(glyph, word) for word, (glyph, _) in STATES.items() if word in shown]
-
-    @property
-    def sources(self) -> list[str]:
-        """Where the points are from that are not of these runs."""
-        return list(dict.fromkeys(one["source"] for one in self.lines if one["source"] != OURS))
-
-    def _groups(self) -> list[str]:
-        return list(dict.fromkeys([*self.order, *(one.key for one in self.series)]))
+        return {word: glyph for word, (glyph, _) in STATES.items() if word in shown}
 
     def spec(self, *, is_alone: bool = False) -> dict[str, Any]:
         """Of Vega-Lite.
 
         Args:
             is_alone: with title and legend inside and a width of its own, as a file has them; in
-                the page both stand beside the chart.
+                the page both stand next to the chart.
         """
-        colour: dict[str, Any] = {
-            "field": "series",
-            "type": "nominal",
-            "title": None,
-            "legend": {} if is_alone and len(self.legend) > 1 else None,
-        }
-        keys = [key for key, _, _ in self.legend]
-        places = [self._groups().index(key) for key in keys]
-        colours = [COLOURS[i % len(COLOURS)] for i in places]
-        shapes = [SHAPES[i % len(SHAPES)] for i in places]
-        return {
-            **({"title": {"text": self.title, "subtitle": self._origin}} if is_alone else {}),
-            "description": f"{self.title}: {self.y.title} against {self.x.title}",
-            "width": WIDTH if is_alone else "container",
-            "height": HEIGHT,
-            "autosize": {"type": "fit", "contains": "padding"},
-            "data": {"values": self.rows},
-            "params": [{"name": "hidden", "value": []}, {"name": "picked", "value": None}],
-            "transform": [
-                {"lookup": "line", "from": {"data": {"values": self.lines}, **_COMMON}},
-                {"filter": f"{_IS_SHOWN('series')} && {_IS_SHOWN('source')}"},
-                {"calculate": self._tip(), "as": "tip"},
-                {"calculate": self._said(), "as": "said"},
-            ],
-            "encoding": {
-                "x": self.x.encoding("x"),
-                "y": self.y.encoding("y"),
-                "color": {**colour, "scale": {"domain": keys, "range": colours}},
-                "detail": {"field": "line"},
-            },
-            "layer": [
-                *self._intervals(),
-                *self._lines(),
-                *self._markers({**colour, "scale": {"domain": keys, "range": shapes}}),
-            ],
-            "config": _CONFIG,
-        }
-
-    def _tip(self) -> str:
-        """Expression of what is shown to who points at a point, with its exact values."""
-        parts = [
+        ends = self.x.range_of([row["x"] for row in self.rows])
+        sides = self.y.range_of(
+            [row[k] for row in self.rows for k in ("y", "low", "high") if k in row]
+        )
+        keys = [*self.families]
+        legend: dict[str, Any] | None = {} if is_alone and len(keys) > 1 else None
+        colour = {"field": "family", "type": "nominal", "title": None, "legend": legend}
+        colours = [f"var(--{key.lower()})" for key in keys]
+        shapes = [FAMILIES[key][0] for key in keys]
+        labels = self._end_labels(sides)
+        lines = [
+            {"line": line, "name": self.series[line].name, "family": self.series[line].family}
+            for line in sorted({row["line"] for row in self.rows})
+        ]
+        words = [f"{glyph} {word}" for word, glyph in self.states.items()]
+        longest = max((len(label["text"]) for label in labels), default=0)
+        # Expressions of what is shown to who points at a point, and of the same for who listens.
+        tip = [
             "{title: datum.label || datum.name}",
-            f"datum.source == '{OURS}' ? {{}} : {{'from': datum.source}}",
             f"{{{json.dumps(self.x.short_title)}: {self.x.exact('x')}}}",
             f"{{{json.dumps(self.y.short_title)}: {self.y.exact('y')}}}",
             f"isValid(datum.low) ? {{'interval': {self.y.exact('low')} + ' to ' + "
             f"{self.y.exact('high')}}} : {{}}",
             "datum.more || {}",
         ]
-        return f"merge({', '.join(parts)})"
+        said = f"datum.tip.title + ': ' + {self.x.exact('x')} + ', ' + {self.y.exact('y')}"
+        return {
+            **({"title": {"text": self.title, "subtitle": "; ".join(words)}} if is_alone else {}),
+            "description": f"{self.title}: {self.y.title} against {self.x.title}",
+            "width": WIDTH if is_alone else "container",
+            "height": HEIGHT,
+            "autosize": {"type": "fit", "contains": "padding"},
+            "padding": {"left": 5, "top": 8, "bottom": 5, "right": 5 + 7 * min(longest, 24)},
+            "data": {"values": self.rows},
+            "params": [
+                {"name": "hidden", "value": []},
+                {"name": "picked", "value": None},
+            ],
+            "transform": [
+                {"lookup": "line", "from": {"data": {"values": lines}, **_COMMON}},
+                {"filter": _IS_SHOWN},
+                {"calculate": f"merge({', '.join(tip)})", "as": "tip"},
+                {"calculate": said, "as": "said"},
+            ],
+            "encoding": {
+                "x": self.x.encoding("x", ends),
+                "y": self.y.encoding("y", sides),
+                "color": {**colour, "scale": {"domain": keys, "range": colours}},
+                "detail": {"field": "line"},
+            },
+            "layer": [
+                *self._intervals(self.y.encoding("low", sides)),
+                *self._lines(),
+                *self._markers({**colour, "scale": {"domain": keys, "range": shapes}}),
+                *([_end_layer(labels)] if labels else []),
+            ],
+            "config": _CONFIG,
+        }
 
-    def _said(self) -> str:
-        """Expression of the same for who listens."""
-        return (
-            f"datum.tip.title + ': ' + {self.x.exact('x')} + ', ' + {self.y.exact('y')}"
-            f" + (datum.source == '{OURS}' ? '' : ', ' + datum.source)"
-        )
+    def _end_labels(self, sides: tuple[float, float]) -> list[dict[str, Any]]:
+        """Names at the ends of lines, moved up or down so far that none covers another."""
+        last = {row["line"]: row for row in self.rows if self.series[row["line"]].has_line}
+        if not 1 < len(last) <= MOST_LABELS:
+            return []
+        scale = (lambda v: math.log(v)) if self.y.is_log else (lambda v: v)
+        back = (lambda v: math.exp(v)) if self.y.is_log else (lambda v: v)
+        low, high = map(scale, sides)
+        gap, floor = 15 / (0.7 * HEIGHT), -math.inf
+        places = {}
+        for line, row in sorted(last.items(), key=lambda pair: float(pair[1]["y"])):
+            floor = max((scale(row["y"]) - low) / (high - low), floor + gap)
+            places[line] = floor
+        over = max(0.0, floor - 1)
+        return [
+            {
+                "x": last[line]["x"],
+                "y": back(low + (place - over) * (high - low)),
+                "text": self.series[line].name,
+                "family": self.series[line].family,
+            }
+            for line, place in places.items()
+        ]
 
-    @property
-    def _origin(self) -> str:
-        told = [f"{glyph} {word}" for glyph, word in self.states]
-        if self.sources:
-            told.append(f"hollow or dashed: {', '.join(self.sources)}")
-        return "; ".join(told)
-
-    def _intervals(self) -> Iterator[dict[str, Any]]:
-        ends = {"y": {**self.y.encoding("low")}, "y2": {"field": "high"}, "tooltip": None}
-        for has_line, mark in (
-            (True, {"type": "area", "opacity": 0.18, "line": False}),
-            (False, {"type": "rule", "opacity": 0.7}),
+    def _intervals(self, low: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        ends = {"y": low, "y2": {"field": "high"}, "tooltip": None}
+        for has_markers, mark in (
+            (False, {"type": "area", "opacity": 0.18, "line": False}),
+            (True, {"type": "rule", "opacity": 0.7}),
         ):
-            if lines := [i for i, one in enumerate(self.series) if one.has_line is has_line]:
+            lines = [i for i, one in enumerate(self.series) if one.has_markers is has_markers]
+            if any(point.low is not None for i in lines for point in self.series[i].points):
                 wanted = f"indexof({lines}, datum.line) >= 0 && isValid(datum.low)"
-                if any(point.low is not None for i in lines for point in self.series[i].points):
-                    yield {"mark": mark, "transform": [{"filter": wanted}], "encoding": ends}
+                yield {"mark": mark, "transform": [{"filter": wanted}], "encoding": ends}
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        if lines := [i for i, one in enumerate(self.series) if one.has_line]:
-            dash = {"test": f"datum.source != '{OURS}'", "value": [6, 4]}
-            width = {"test": "picked !== null && datum.line === picked", "value": 4}
-            faint = {"test": "picked !== null && datum.line !== picked", "value": 0.25}
-            yield {
-                "mark": {"type": "line", "strokeJoin": "round"},
-                "transform": [{"filter": f"indexof({lines}, datum.line) >= 0"}],
-                "encoding": {
-                    # A PNG with dashes of no gap, which look solid, too, takes twice as long.
-                    **(
-                        {"strokeDash": {"condition": dash, "value": [1, 0]}} if self.sources else {}
-                    ),
-                    "strokeWidth": {"condition": width, "value": 2},
-                    "opacity": {"condition": faint, "value": 1},
-                },
-            }
+        lines = [i for i, one in enumerate(self.series) if one.has_line]
+        if not lines:
+            return
+        dashed: dict[int, list[int]] = {}
+        for i in lines:
+            if self.series[i].dash:
+                dashed.setdefault(self.series[i].dash, []).append(i)
+        tests = [
+            {"test": f"indexof({some}, datum.line) >= 0", "value": [*DASHES[dash % len(DASHES)]]}
+            for dash, some in dashed.items()
+        ]
+        faint = [i for i in lines if self.series[i].is_faint]
+        is_faint = f"picked === null ? indexof({faint}, datum.line) >= 0 : datum.line !== picked"
+        bold = "datum.line === picked"
+        if faint:
+            bold += f" || picked === null && indexof({faint}, datum.line) < 0"
+        yield {
+            "mark": {"type": "line", "strokeJoin": "round"},
+            "transform": [{"filter": f"indexof({lines}, datum.line) >= 0"}],
+            "encoding": {
+                # A PNG with dashes of no gap, which look solid, too, takes twice as long.
+                **({"strokeDash": {"condition": tests, "value": [1, 0]}} if tests else {}),
+                "strokeWidth": {"condition": {"test": bold, "value": 3.5}, "value": 2},
+                "opacity": {"condition": {"test": is_faint, "value": 0.3}, "value": 1},
+            },
+        }
 
     def _markers(self, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Of a line without markers those of its points show that somebody has picked."""
         marked = [i for i, one in enumerate(self.series) if one.has_markers]
         seen = f"(indexof({marked}, datum.line) >= 0 || datum.line === picked)"
-        tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}, "shape": shape}
-        for _, word in self.states:
-            mark = {"type": "point", "filled": False, "size": 90, "strokeWidth": 2, "opacity": 1}
+        tip = {"tooltip": {"field": "tip"}, "description": {"field": "said"}}
+        size = {"size": {"field": "size", "type": "quantitative", "legend": None,
+                         "scale": {"domain": [0, 1], "range": [45, 320]}}}  # fmt: skip
+        mark = {"type": "point", "filled": False, "strokeWidth": 2, "opacity": 1, "size": 75}
+        for word in self.states:
             yield {
-                "mark": {**mark, "shape": STATES[word][1], **_HOLLOW},
+                # Hollow ones can be pointed at inside, too: filled as the ground.
+                "mark": {**mark, "size": 90, "shape": STATES[word][1], "fill": "var(--panel)"},
                 "transform": [{"filter": f"datum.state === '{word}'"}],
-                "encoding": {key: tip[key] for key in ("tooltip", "description")},
+                "encoding": tip,
             }
-        for is_ours in (True, False):
-            relation = "==" if is_ours else "!="
-            if is_ours or self.sources:
-                wanted = f"{seen} && !datum.state && datum.source {relation} '{OURS}'"
-                mark = {"type": "point", "filled": is_ours, "size": 75, "strokeWidth": 2}
-                yield {
-                    "mark": {
-                        **mark,
-                        "opacity": 1,
-                        **(_EDGE if is_ours else _HOLLOW),
-                    },
-                    "transform": [{"filter": wanted}],
-                    "encoding": tip,
-                }
+        sized = size if any("size" in row for row in self.rows) else {}
+        yield {
+            "mark": {**mark, "filled": True, "stroke": "var(--panel)", "strokeWidth": 1},
+            "transform": [{"filter": f"{seen} && !datum.state"}],
+            "encoding": {**tip, "shape": shape, **sized},
+        }
 
 
-_EDGE: Final = {"stroke": "var(--panel)"}
-_HOLLOW: Final = {"fill": "var(--panel)"}  # which can be pointed at, unlike none
-_COMMON: Final = {"key": "line", "fields": ["name", "series", "source"]}
-_IS_SHOWN: Final = "indexof(hidden, datum.{}) < 0".format
-_FONT: Final = "system-ui, sans-serif"
+def _end_layer(labels: list[dict[str, Any]]) -> dict[str, Any]:
+    text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "limit": 175}
+    return {
+        "name": "ends",
+        "mark": {**text, "aria": False, "clip": False},
+        "data": {"values": labels},
+        "transform": [{"filter": _IS_SHOWN}],
+        "encoding": {"text": {"field": "text", "type": "nominal"}},
+    }
+
+
+_COMMON: Final = {"key": "line", "fields": ["name", "family"]}
+_IS_SHOWN: Final = "indexof(hidden, datum.family) < 0"
 _CONFIG: Final[dict[str, Any]] = {
     "background": "transparent",
-    "font": _FONT,
+    "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "title": {
         "color": "var(--text)", "subtitleColor": "var(--faint)", "anchor": "start", "offset": 12,
-        "fontSize": 15, "subtitleFontSize": 12,
+        "fontSize": 15, "subtitleFontSize": 12, "subtitleFontWeight": "normal",
     },
     "axis": {
         "labelColor": "var(--faint)", "titleColor": "var(--text)", "gridColor": "var(--rule)",
@@ -372,24 +419,27 @@ _CONFIG: Final[dict[str, Any]] = {
 
 
 def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
-    row: dict[str, Any] = {"x": _rounded(point.x), "y": _rounded(point.y), "line": line}
+    def rounded(value: float) -> float:
+        """Counts are kept; of others seven digits are more than is ever measured."""
+        return float(value) if float(value).is_integer() else float(f"{value:.7g}")
+
+    row: dict[str, Any] = {"x": rounded(point.x), "y": rounded(point.y), "line": line}
     if point.label and point.label != one.name:
         row["label"] = point.label
     if point.low is not None and point.high is not None:
-        row |= {"low": _rounded(point.low), "high": _rounded(point.high)}
+        row |= {"low": rounded(point.low), "high": rounded(point.high)}
+    if point.size:
+        row["size"] = rounded(point.size)
     if point.state:
         row["state"] = point.state
     return row | ({"more": dict(point.details)} if point.details else {})
 
 
-def _rounded(value: float) -> float:
-    """Counts are kept; of others seven digits are more than anybody measures, and half as long."""
-    return float(value) if float(value).is_integer() else float(f"{value:.7g}")
-
-
 def svg(chart: Chart) -> str:
     """The chart as a file of its own, in the colours of light screens."""
-    return _vega_svg(_in_light(chart.spec(is_alone=True)))
+    ground = {"config": {**_CONFIG, "background": "var(--ground)"}}
+    text = json.dumps({**chart.spec(is_alone=True), **ground})
+    return _vega_svg(re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found.group(1)], text))
 
 
 def png(drawing: str, scale: float = 2.0) -> bytes:
@@ -404,12 +454,6 @@ def still(chart: Chart) -> str:
 
 def _vega_svg(spec: str) -> str:
     return str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
-
-
-def _in_light(spec: dict[str, Any]) -> str:
-    ground = {"config": {**_CONFIG, "background": "var(--ground)"}, "padding": 12}
-    text = json.dumps({**spec, **ground})
-    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found.group(1)], text)
 
 
 @functools.cache

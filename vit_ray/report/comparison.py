@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,20 +19,13 @@ from typing import Final
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from vit_ray.report.accuracies import ACCURACIES, accuracy_name, studied, trainings
 from vit_ray.report.charts import Axis, Chart
-from vit_ray.report.document import named_apart, render, replace_file, write_figures
-from vit_ray.report.figures import (
-    ACCURACIES,
-    CURVES,
-    DEV,
-    accuracy_name,
-    curve_series,
-    is_trial,
-    studied,
-    trainings,
-)
+from vit_ray.report.document import Section, write_page
+from vit_ray.report.figures import CURVES, curve_series
 from vit_ray.report.groups import TRAINING_IMAGES, Group, differences, differing_keys
 from vit_ray.report.runs import (
+    DEV,
     MEAN_TRANSFER,
     PARENT_TAG,
     RUN_ID,
@@ -45,28 +38,28 @@ from vit_ray.report.seeds import mean_of, one_run_a_cell
 from vit_ray.report.tables import Column, Table, Value, percent
 
 _EVALUATED: Final = {**ACCURACIES, "eval/top5": "top-5 accuracy", "eval/loss": "validation loss"}
+_ON_DEV: Final = {
+    key.replace("eval/", "dev/"): f"{name}, {DEV}"
+    for key, name in _EVALUATED.items()
+    if key.startswith("eval/")
+}
 METRICS: Final = {
     **_EVALUATED,
-    # Of images held out of the training set, which are no test set.
-    **{
-        key.replace("eval/", "dev/"): f"{name}, {DEV}"
-        for key, name in _EVALUATED.items()
-        if key.startswith("eval/")
-    },
+    **_ON_DEV,
     "train/loss": "training loss",
     "train/images_per_s": "images/s",
     "perf/mfu": "MFU",
     "study/exaflops": "exaFLOPs",
     "cost/core_days": "core-days",
 }
-_SHARES: Final = {key for key in METRICS if "_top" in key or "/top" in key} | {"perf/mfu"}
-_PARENTS: Final = ("study", "sweep", "vtab")
 _FOLLOWS: Final = {TRAINING_IMAGES}
 """Follows from other keys."""
 ONE_SEED: Final = (
-    "one seed on a side: the difference cannot be told from the spread between seeds; train more "
-    "seeds of both"
+    "one seed on a side: the difference cannot be separated from the spread between seeds; train "
+    "more seeds of both"
 )
+Cells = dict[str, list[RecordedRun]]
+"""Trainings by the name of their cell."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +81,6 @@ class Side:
         """For messages."""
         what = self.root.kind or "parent run"
         return f"a {what} of {len(self.runs)} trainings" if self.is_group else "a single run"
-
-
-@dataclass(frozen=True)
-class KeyDifference:
-    """A key of the recipe that differs in some or all of the compared cells."""
-
-    key: str
-    values: tuple[str, str]
-    """Of either side; several of one side are joined, what is not recorded is `unset`."""
 
 
 @dataclass(frozen=True)
@@ -133,78 +117,93 @@ class Comparison:
 
     a: Side
     b: Side
-    keys: Sequence[KeyDifference]
+    keys: Mapping[str, tuple[str, str]]
+    """Keys of the recipe that differ in any compared cell, and their values on either side.
+
+    Several of one side are joined, what is not recorded is `unset`.
+    """
     differences: Sequence[Difference]
     only_a: Sequence[str]
     """Cells without a counterpart."""
     only_b: Sequence[str]
 
-    def described(self) -> Iterator[tuple[str, Side, str]]:
-        """Letter of each side, the side, and where it is."""
-        for letter, side in (("A", self.a), ("B", self.b)):
-            root = side.root
-            where = f"{root.status.lower()}, experiment {side.archive.experiment}, {root.run_id}"
-            yield letter, side, f"{side.kind}, {where}"
-
-    def notes(self) -> list[str]:
-        """What a reader has to know: single seeds, and cells that only one side has."""
-        found = [ONE_SEED] if all(one.standard_error is None for one in self.differences) else []
-        return found + [
+    def sections(self) -> list[Section]:
+        """For the page; the first three are printed, too."""
+        heads = ("side", "run", "kind", "status", "experiment", "run id")
+        sides = [("A", self.a), ("B", self.b)]
+        rows = [
+            [
+                letter,
+                s.root.name,
+                s.kind,
+                s.root.status.lower(),
+                s.archive.experiment,
+                s.root.run_id,
+            ]
+            for letter, s in sides
+        ]
+        links = [side.archive.link(side.root) for _, side in sides]
+        names = [Column(f"{letter}: {side.root.name}") for letter, side in sides]
+        keys = [[key, *values] for key, values in self.keys.items()]
+        notes = [ONE_SEED] if all(one.standard_error is None for one in self.differences) else []
+        notes += [
             f"only in {side.root.name}, not compared: {'; '.join(cells)}"
             for side, cells in ((self.a, self.only_a), (self.b, self.only_b))
             if cells
         ]
-
-    def key_table(self) -> Table:
-        """Recipe keys that differ."""
-        heads = [Column("key"), Column(self.a.root.name), Column(self.b.root.name)]
-        return Table(
-            "Keys of the recipe that differ", heads, [[k.key, *k.values] for k in self.keys]
-        )
+        return [
+            Section(
+                "Sides", tables=[Table("What is compared", [*map(Column, heads)], rows, links)]
+            ),
+            Section(
+                "Recipe",
+                [] if keys else ["no recorded key of the recipe differs"],
+                tables=[Table("Keys of the recipe that differ", [Column("key"), *names], keys)],
+            ),
+            Section("Differences", notes, tables=[self.difference_table()]),
+            Section("Curves of both", charts=self.curves()),
+        ]
 
     def curves(self) -> list[Chart]:
-        """Every curve that both sides have: a colour for each side."""
+        """Every curve that both sides have: solid of A, dashed of B."""
         charts = []
         for key, axis in CURVES.items():
-            series = [
-                replace(
-                    one,
-                    name=f"{letter}: {one.name}",
-                    group=f"{letter}: {side.root.name}",
-                    has_markers=False,
-                )
-                for letter, side, _ in self.described()
-                for one in curve_series(
-                    side.archive, side.runs, key, {run.run_id: run.name for run in side.runs}
-                )
+            drawn = [
+                [
+                    replace(one, name=f"{letter}: {one.name}", dash=dash, has_markers=False)
+                    for one in curve_series(
+                        side.archive, side.runs, key, {run.run_id: run.name for run in side.runs}
+                    )
+                ]
+                for dash, (letter, side) in enumerate((("A", self.a), ("B", self.b)))
             ]
-            if len({one.group for one in series}) == 2:
+            if all(drawn):
                 title = f"{axis.title.capitalize()}, compared"
-                charts.append(Chart(title, Axis("optimizer step"), axis, series))
+                note = f"Solid: {self.a.root.name}; dashed: {self.b.root.name}."
+                charts.append(
+                    Chart(title, Axis("optimizer step"), axis, [*drawn[0], *drawn[1]], note)
+                )
         return charts
 
     def difference_table(self) -> Table:
         """Metrics of both, and B less A with its standard error."""
-        heads = [
-            Column("cell"), Column("metric"), Column(f"A: {self.a.root.name}"),
-            Column(f"B: {self.b.root.name}"), Column("B - A"), Column("standard error"),
-            Column("seeds"),
-        ]  # fmt: skip
+        heads = ("cell", "metric", f"A: {self.a.root.name}", f"B: {self.b.root.name}", "B - A",
+                 "standard error", "seeds")  # fmt: skip
         rows: list[list[Value]] = []
         for one in self.differences:
-            is_share = one.metric in _SHARES or bool(TRANSFER.fullmatch(one.metric))
-            form = percent if is_share else "{:.4g}".format
             name = METRICS.get(one.metric) or accuracy_name(one.metric)
-            spread, sizes = one.standard_error, [str(len(one.a)), str(len(one.b))]
+            is_share = "top" in one.metric or one.metric == "perf/mfu"
+            form = percent if is_share else "{:.4g}".format
+            spread = one.standard_error
             rows.append([
                 one.cell,
                 f"{name} %" if is_share else name,
                 *(mean.text(form) for values in (one.a, one.b) if (mean := mean_of(values))),
                 f"{'+' if one.mean > 0 else ''}{form(one.mean)}",
                 None if spread is None else form(spread),
-                " and ".join(dict.fromkeys(sizes)),
+                " and ".join(dict.fromkeys([str(len(one.a)), str(len(one.b))])),
             ])  # fmt: skip
-        return Table("Differences", heads, rows).used()
+        return Table("Differences", [*map(Column, heads)], rows).used()
 
 
 def write_comparison(found: Comparison, page: Path) -> None:
@@ -213,21 +212,8 @@ def write_comparison(found: Comparison, page: Path) -> None:
     Args:
         page: the `.html` file; its folder is made.
     """
-    page.parent.mkdir(parents=True, exist_ok=True)
-    curves = named_apart({"curves": found.curves()})["curves"]
-    text = render(
-        "compare.html",
-        curves,
-        title=f"{found.a.root.name} and {found.b.root.name}",
-        opening=found.a.archive.opening,
-        sides=[(letter, side, where) for letter, side, where in found.described()],
-        notes=found.notes(),
-        differences=found.difference_table(),
-        keys=found.key_table(),
-        curves=curves,
-    )
-    replace_file(page, text.encode())
-    write_figures(page.parent, curves)
+    title = f"{found.a.root.name} and {found.b.root.name}"
+    write_page(page, title, found.sections(), opening=found.a.archive.opening)
 
 
 def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
@@ -244,46 +230,43 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
     """
     require_store(uri)
     client = MlflowClient(uri)
-    a, b = (_side(Archive(uri, _find_run(client, experiment, word))) for word in words)
+    sides = [_side(Archive(uri, _find_run(client, experiment, word))) for word in words]
+    a, b = sides
     if a.is_group != b.is_group:
         raise ValueError(
             f"compare: {a.root.name!r} is {a.kind} and {b.root.name!r} {b.kind}; give two runs (a "
             "cell of a study is one, by its name) or two of the others"
         )
-    cells_a, cells_b = _cells(a, b)
-    common = [cell for cell in cells_a if cell in cells_b]
+    cells = _cells(a, b)
+    common = [cell for cell in cells[0] if cell in cells[1]]
     if not common:
         raise ValueError(
-            f"compare: no cell of {a.root.name!r} ({_some(cells_a)}) is one of {b.root.name!r} "
-            f"({_some(cells_b)})"
+            f"compare: no cell of {a.root.name!r} ({_some(cells[0])}) is one of {b.root.name!r} "
+            f"({_some(cells[1])})"
         )
-    held_a, held_b = (sorted({key for run in side.runs for key in run.recorded}) for side in (a, b))
-    tasks_a, tasks_b = ({*filter(TRANSFER.fullmatch, held)} for held in (held_a, held_b))
+    held = [sorted({key for run in side.runs for key in run.recorded}) for side in sides]
+    tasks_a, tasks_b = ({*filter(TRANSFER.fullmatch, keys)} for keys in held)
     tasks = sorted(tasks_a & tasks_b - ({MEAN_TRANSFER} if tasks_a != tasks_b else set()))
     found = []
     for cell in common:
         for metric in (*METRICS, *tasks):
             # A seed that was trained twice counts once, by the later run.
-            by_seed_a, by_seed_b = (
-                {run.seed: run.recorded[metric] for run in cells[cell] if metric in run.recorded}
-                for cells in (cells_a, cells_b)
+            by_a, by_b = (
+                {run.seed: run.recorded[metric] for run in one[cell] if metric in run.recorded}
+                for one in cells
             )
-            if by_seed_a and by_seed_b:
-                is_paired = by_seed_a.keys() == by_seed_b.keys() and len(cells_a[cell]) == len(
-                    by_seed_a
-                )
-                values_a, values_b = (
-                    tuple(one[seed] for seed in sorted(one)) for one in (by_seed_a, by_seed_b)
-                )
-                found.append(Difference(cell, metric, values_a, values_b, is_paired))
+            if by_a and by_b:
+                is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(cells[0][cell])
+                of_a, of_b = (tuple(one[seed] for seed in sorted(one)) for one in (by_a, by_b))
+                found.append(Difference(cell, metric, of_a, of_b, is_paired))
     if not found:
         raise ValueError(
             f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: "
-            f"{_some(held_a) or 'none'} here, {_some(held_b) or 'none'} there"
+            f"{_some(held[0]) or 'none'} here, {_some(held[1]) or 'none'} there"
         )
-    only_a, only_b = ([c for c in one if c not in common] for one in (cells_a, cells_b))
-    pairs = [(cells_a[cell], cells_b[cell]) for cell in common]
-    return Comparison(a, b, _key_differences(pairs), found, only_a, only_b)
+    only_a, only_b = ([cell for cell in one if cell not in common] for one in cells)
+    keys = _key_differences([(cells[0][cell], cells[1][cell]) for cell in common])
+    return Comparison(a, b, keys, found, only_a, only_b)
 
 
 def _find_run(client: MlflowClient, experiment: str, word: str) -> str:
@@ -336,16 +319,16 @@ def _side(archive: Archive) -> Side:
     assert root is not None
     below, _ = one_run_a_cell(run for run in archive.runs if run.run_id != root.run_id)
     counted = [
-        run for run in studied(trainings(below)) if not is_trial(run) and run.status == "FINISHED"
+        run for run in studied(trainings(below)) if not run.is_trial and run.status == "FINISHED"
     ]
-    if root.kind in _PARENTS and not counted:
+    if root.kind in ("study", "sweep", "vtab") and not counted:
         raise ValueError(
             f"compare: {root.kind} {root.name!r} has no finished trainings to compare yet"
         )
     return Side(root, counted or [root], archive)
 
 
-def _cells(a: Side, b: Side) -> tuple[dict[str, list[RecordedRun]], dict[str, list[RecordedRun]]]:
+def _cells(a: Side, b: Side) -> tuple[Cells, Cells]:
     """Trainings of each side by the name of their cell."""
     if not a.is_group:
         name = a.root.label if a.root.label == b.root.label else "both"
@@ -358,7 +341,7 @@ def _cells(a: Side, b: Side) -> tuple[dict[str, list[RecordedRun]], dict[str, li
         axes |= {key for groups in rows.values() for key in differing_keys(groups)} - _FOLLOWS
     places = {run.run_id: run.group.only(axes.__contains__) for run in (*a.runs, *b.runs)}
     names = differences([*places.values()])
-    found: tuple[dict[str, list[RecordedRun]], dict[str, list[RecordedRun]]] = {}, {}
+    found: tuple[Cells, Cells] = {}, {}
     for side, cells in zip((a, b), found, strict=True):
         for run in side.runs:
             name = ", ".join(filter(None, (_row(run), names[places[run.run_id]])))
@@ -372,28 +355,23 @@ def _row(run: RecordedRun) -> str:
 
 def _key_differences(
     pairs: Sequence[tuple[Sequence[RecordedRun], Sequence[RecordedRun]]],
-) -> list[KeyDifference]:
-    """Keys that differ in any pair of cells, with the values that they have there.
+) -> dict[str, tuple[str, str]]:
+    """As `Comparison.keys`, of pairs of cells.
 
-    Of the recipe as recorded, and of the fingerprints, weights and commit that decide, too.
+    Fingerprints, weights and commit, which decide too, are among the keys.
     """
     values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for pair in pairs:
         known = [
-            [
-                {**run.params, **{k: v for k, v in run.group.items if " " in k}}
-                for run in side
-            ]
+            [{**run.params, **{k: v for k, v in run.group.items if " " in k}} for run in side]
             for side in pair
-        ]  # fmt: skip
+        ]
         for key in {key for side in known for one in side for key in one} - _FOLLOWS:
             held = [sorted({one.get(key, "unset") for one in side}) for side in known]
             if held[0] != held[1]:
                 for side, texts in zip(values.setdefault(key, ({}, {})), held, strict=True):
                     side.update(dict.fromkeys(texts))
-    return [
-        KeyDifference(key, (", ".join(a), ", ".join(b))) for key, (a, b) in sorted(values.items())
-    ]
+    return {key: (", ".join(a), ", ".join(b)) for key, (a, b) in sorted(values.items())}
 
 
 def _some(names: Sequence[str] | Mapping[str, object], most: int = 4) -> str:

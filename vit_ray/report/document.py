@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,59 +31,103 @@ _TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
 FIGURES_LIST: Final = "figures.csv"
-"""Beside figures: the name of each file and its title."""
+"""Lies with the figures: the name of each file and its title."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with sentences, figures and tables."""
+
+    title: str
+    texts: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any) -> None:
+    """Write a page, and its figures as SVG and PNG into `figures_folder(path)`.
+
+    Args:
+        path: the `.html` file; its folder is made.
+        sections: those that have anything to show are shown.
+        parts: as in `render`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown = with_content(sections)
+    replace_file(path, render(title, shown, **parts).encode())
+    write_figures(figures_folder(path), [chart for one in shown for chart in one.charts])
+
+
+def figures_folder(page: Path) -> Path:
+    """Where the figures of a page lie as files."""
+    return page.with_name(f"{page.stem}-figures")
+
+
+def with_content(sections: Sequence[Section]) -> list[Section]:
+    """Sections that show anything, with charts of names that no other has.
+
+    Titles of charts may differ in signs alone, which names have not.
+    """
+    taken: set[str] = set()
+    found = []
+    for section in sections:
+        charts = []
+        for chart in section.charts:
+            if chart.rows:
+                numbered = (replace(chart, number=number) for number in itertools.count(1))
+                charts.append(next(one for one in numbered if one.name not in taken))
+                taken.add(charts[-1].name)
+        tables = [table for table in section.tables if table.rows]
+        if section.texts or charts or tables:
+            found.append(replace(section, charts=charts, tables=tables))
+    return found
 
 
 def render(
-    template: str, drawn: Sequence[Chart], *, refresh_s: float | None = None, **parts: Any
+    title: str,
+    sections: Sequence[Section],
+    *,
+    origin: str = "Made from MLflow",
+    opening: str = "",
+    notices: Mapping[str, Sequence[str]] | None = None,
+    tiles: Mapping[str, str] | None = None,
+    refresh_s: float | None = None,
 ) -> str:
-    """A page of one of the templates.
+    """A page as HTML.
 
     Args:
-        template: one that extends `base.html`.
-        drawn: its charts, of names of their own.
+        sections: as `with_content` gives them.
+        origin: what it is made of.
+        opening: where a reader finds more.
+        notices: lists of sentences by the words that lead them.
+        tiles: single values by name.
         refresh_s: an open page reloads itself so often.
-        parts: what the template shows; `title` is one of them.
     """
     style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
     scripts = [charts.scripts(), _source("page.js")]
-    return _TEMPLATES.get_template(template).render(
-        **parts,
-        stills={chart.name: Markup(charts.still(chart)) for chart in drawn},
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return _TEMPLATES.get_template("page.html").render(
+        title=title,
+        sections=sections,
+        origin=origin,
+        opening=opening,
+        notices={lead: lines for lead, lines in (notices or {}).items() if lines},
+        tiles=tiles or {},
+        refresh_s=refresh_s,
+        still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
         # Code of our own and of libraries, without any text of a run.
         scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; "
+        "img-src data:; form-action 'none'; base-uri 'none'",
         licences=_source("licences.txt"),
         now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        refresh_s=refresh_s,
-    )
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; img-src data:; "
-        "form-action 'none'; base-uri 'none'"
     )
 
 
 def _source(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
-def named_apart(parts: Mapping[str, Sequence[Chart]]) -> dict[str, list[Chart]]:
-    """The charts of each part, of names that no other has: titles may differ in signs alone."""
-    taken: set[str] = set()
-
-    def own(chart: Chart) -> Chart:
-        numbered = (replace(chart, number=number) for number in itertools.count(1))
-        chosen = next(one for one in numbered if one.name not in taken)
-        taken.add(chosen.name)
-        return chosen
-
-    return {part: [own(chart) for chart in drawn] for part, drawn in parts.items()}
 
 
 def write_figures(folder: Path, drawn: Sequence[Chart]) -> None:
@@ -95,31 +139,26 @@ def write_figures(folder: Path, drawn: Sequence[Chart]) -> None:
     if not drawn and not listed.exists():
         return
     folder.mkdir(exist_ok=True)
-    old = _listed(listed)
-    with ThreadPoolExecutor(2) as drawing:  # pixels of the one beside the lines of the next
-        list(drawing.map(lambda chart: _write_figure(folder, chart), drawn))
+    old = []
+    if listed.exists():
+        with listed.open(newline="") as file:
+            old = [row["name"] for row in csv.DictReader(file)]
+
+    def write(chart: Chart) -> None:
+        drawing = charts.svg(chart)
+        replace_file(folder / f"{chart.name}.svg", drawing.encode())
+        replace_file(folder / f"{chart.name}.png", charts.png(drawing))
+
+    with ThreadPoolExecutor(2) as drawing:  # pixels of one chart while the next is drawn
+        list(drawing.map(write, drawn))
     rows = [[chart.name, chart.title] for chart in drawn]
     replace_file(listed, Table("", [Column("name"), Column("title")], rows).csv().encode())
-    for name in old - {chart.name for chart in drawn}:
-        for ending in ("svg", "png"):
-            (folder / f"{name}.{ending}").unlink(missing_ok=True)
-
-
-def _write_figure(folder: Path, chart: Chart) -> None:
-    drawing = charts.svg(chart)
-    replace_file(folder / f"{chart.name}.svg", drawing.encode())
-    replace_file(folder / f"{chart.name}.png", charts.png(drawing))
-
-
-def _listed(path: Path) -> set[str]:
-    """Names of an earlier list, without what could be none of ours."""
-    if not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        names = {row[0] for row in csv.reader(file) if row}
-    return {name for name in names if re.fullmatch(r"[a-z0-9_]+", name)} - {"name"}
+    for name in {*old} - {chart.name for chart in drawn}:
+        if re.fullmatch(r"[a-z0-9_]+", name):  # else it is none of ours
+            for ending in ("svg", "png"):
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """In one step: who opens the file meanwhile, or writes it too, gets the one or the other."""
+    """In one step: a reader or another writer meets the old file or the new one, and no part."""
     locate(str(path)).write(content)

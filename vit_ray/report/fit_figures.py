@@ -1,9 +1,9 @@
 """Power laws on the page: curves with bands, exponents, and compute at equal accuracy.
 
 A law is of models of one family that differ in size and length alone, trained and tested on the
-same sets, with the learning rate and warm-up of each. Fitted are means over seeds of the finished
-trainings on the most training images that any of the runs had, since at a given compute fewer
-images cost accuracy. What is left out is said.
+same sets, with the learning rate and warm-up of each. Laws are fitted to means over seeds of the
+finished trainings on the most training images that any of the runs had, since at a given compute
+fewer images cost accuracy. What is left out is said.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from vit_ray.config.resume_compatibility import LENGTH
+from vit_ray.report.accuracies import accuracies_of, accuracy_name, by_sets, cost_of, title_of
 from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import (
-    EXAFLOPS,
-    FAMILIES,
-    accuracies_of,
-    accuracy_name,
-    by_sets,
-    cost_of,
-    is_tested,
-    title_of,
-)
+from vit_ray.report.figures import EXAFLOPS
 from vit_ray.report.fits import (
     EqualAccuracy,
     Fit,
-    HeldOut,
     NoFitError,
     amounts,
     compare_at_equal_accuracy,
@@ -46,7 +37,6 @@ from vit_ray.report.seeds import by_group
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
 _CURVE_POINTS: Final = 60
-_UNKNOWN: Final[list[Value]] = [None]
 _IMAGES: Final = "study/train_images"
 MIN_AMOUNTS: Final = 3
 """Different amounts of compute from which on a reader may expect laws: not of a sweep's trials."""
@@ -60,12 +50,11 @@ SIZES: Final = (
 )  # fmt: skip
 """Keys of the size of a model, along which a law goes."""
 _LENGTHS: Final = (*LENGTH, UNKNOWN_LENGTH)
-_BESIDE: Final = ("optim.learning_rate", "optim.warmup_steps")
-"""Keys that each size or length may have its own of."""
+_OWN: Final = ("optim.learning_rate", "optim.warmup_steps")
+"""Keys that each size or length may have its own value of."""
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """What a law goes through: means over seeds, each of a model of one size and length."""
 
     compute: list[float]
@@ -73,11 +62,6 @@ class Points:
     accuracy: list[float]
     sizes: list[str]
     """Name of the size of each."""
-
-    @property
-    def all(self) -> tuple[list[float], list[float], list[str]]:
-        """In the order of `fit_law`."""
-        return self.compute, self.accuracy, self.sizes
 
 
 @dataclass(frozen=True)
@@ -101,19 +85,13 @@ class FamilyLaws:
         """What a person calls the accuracy."""
         return title_of(self.key) + self.whose
 
-    def family(self, law: str) -> str:
-        """Of a law."""
-        return self.runs[law][0].family
-
     @cached_property
     def compared(self) -> dict[str, EqualAccuracy | str]:
         """Compute of each other family's laws over `BASELINE`, or why that is not known."""
-        baselines = [law for law in self.runs if self.family(law) == BASELINE]
+        baselines = [law for law, runs in self.runs.items() if runs[0].family == BASELINE]
         fitted = [one for one in baselines if one in self.fits]
         found: dict[str, EqualAccuracy | str] = {}
-        for law in self.runs if baselines else ():
-            if law in baselines:
-                continue
+        for law in self.runs.keys() - {*baselines} if baselines else ():
             if len(fitted) != 1:
                 found[law] = f"{BASELINE} has {len(fitted) or 'no'} law{'s' * (len(fitted) > 1)}"
             elif law not in self.fits:
@@ -123,14 +101,7 @@ class FamilyLaws:
                     found[law] = compare_at_equal_accuracy(self.fits[fitted[0]], self.fits[law])
                 except NoFitError as error:
                     found[law] = str(error)
-        return found
-
-    def held_out(self, law: str) -> HeldOut | str:
-        """The most costly point of a law as its others predict it, or why they do not."""
-        try:
-            return predict_held_out(*self.points[law].all)
-        except NoFitError as error:
-            return str(error)
+        return {law: found[law] for law in self.runs if law in found}
 
 
 def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
@@ -149,8 +120,9 @@ def laws_of(runs: Sequence[RecordedRun]) -> list[FamilyLaws]:
 
 def fit_charts(laws: Sequence[FamilyLaws]) -> list[Chart]:
     """The law of each family with its band, and the compute at equal accuracy."""
-    charts = [chart for one in laws if one.fits for chart in (_curves(one), _ratios(one))]
-    return [chart for chart in charts if not chart.is_empty]
+    return [
+        chart for one in laws if one.fits for chart in (_curves(one), _ratios(one)) if chart.rows
+    ]
 
 
 def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
@@ -158,21 +130,23 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
     parameters: list[list[Value]] = []
     ratios: list[list[Value]] = []
     for one in laws:
-        for law in one.runs:
-            row: list[Value] = [one.name, law, float(len(amounts(one.points[law].compute)))]
-            if law in one.unfitted:
-                parameters.append([*row, *_UNKNOWN * 10, one.unfitted[law]])
-                continue
-            b, c, held = one.fits[law].exponent, one.fits[law].floor, one.held_out(law)
-            row += [b.value, b.low, _end(b.high), c.value, c.low, min(c.high, 1.0)]
-            if isinstance(held, str):
-                parameters.append([*row, *_UNKNOWN * 4, held])
-            else:
-                guess = held.predicted
-                parameters.append([*row, held.error, guess.value, guess.low, guess.high, None])
+        for law, points in one.points.items():
+            values: list[Value] = [None] * 10
+            why: str | None = one.unfitted.get(law)
+            if fit := one.fits.get(law):
+                b, c = fit.exponent, fit.floor
+                values[:6] = b.value, b.low, _end(b.high), c.value, c.low, min(c.high, 1.0)
+                try:
+                    held = predict_held_out(*points)
+                    guess = held.predicted
+                    values[6:] = held.error, guess.value, guess.low, guess.high
+                except NoFitError as error:
+                    why = str(error)
+            amount = float(len(amounts(points.compute)))
+            parameters.append([one.name, law, amount, *values, why])
         for law, equal in one.compared.items():
             if isinstance(equal, str):
-                ratios.append([one.name, law, *_UNKNOWN * 5, equal])
+                ratios.append([one.name, law, *[None] * 5, equal])
             else:
                 typical, ends = equal.typical, (float(equal.accuracy[0]), float(equal.accuracy[-1]))
                 interval = _end(typical.low), _end(typical.high)
@@ -190,14 +164,10 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
         Column("from"), Column("to"), Column("over accuracies from %", percent),
         Column("over accuracies to %", percent), Column("not known because"),
     ]  # fmt: skip
+    title = f"Compute at equal accuracy, over that of {BASELINE}"
     tables = [
         Table("Power laws: error = a C^-b + c, 95 % intervals", of_laws, parameters),
-        Table(
-            f"Compute at equal accuracy, over that of {BASELINE}: median over a range of "
-            "accuracies, 95 % intervals",
-            of_ratios,
-            ratios,
-        ),
+        Table(f"{title}: median over a range of accuracies, 95 % intervals", of_ratios, ratios),
     ]
     return [table.used() for table in tables if table.rows]
 
@@ -208,12 +178,11 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
     for one in laws:
         for family, equal in one.compared.items():
             if isinstance(equal, EqualAccuracy):
-                ratio = equal.typical
+                ratio, ends = equal.typical, equal.accuracy[[0, -1]]
                 found.append(
                     f"{one.name}: for the same accuracy {family} needs {number(ratio.value)} times "
                     f"(95 %: {_end(ratio.low)} to {_end(ratio.high)}) the compute of {BASELINE} "
-                    f"(median over {percent(equal.accuracy[0])} to "
-                    f"{percent(equal.accuracy[-1])} %)."
+                    f"(median over {percent(ends[0])} to {percent(ends[1])} %)."
                 )
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
@@ -225,29 +194,28 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
 
 def _laws(runs: Sequence[RecordedRun], key: str, whose: str) -> FamilyLaws:
     known = [run for run in runs if cost_of(run, key) is not None]
-    whole = [run for run in known if run.status == "FINISHED" and is_tested(run, key)]
+    whole = [run for run in known if run.status == "FINISHED" and run.is_tested(key)]
     most = max((run.metrics.get(_IMAGES, 0.0) for run in whole), default=0.0)
     held = [run for run in whole if run.metrics.get(_IMAGES, 0.0) == most]
-    named = _by_law(held)
-    points, fits, unfitted = {}, {}, {}
-    for law, groups in named.items():
+    members, points, fits, unfitted = {}, {}, {}, {}
+    for law, groups in _by_law(held).items():
+        members[law] = [run for one in groups for run in one]
         points[law] = Points(
             [statistics.fmean(c for run in one if (c := cost_of(run, key))) for one in groups],
             [statistics.fmean(run.metrics[key] for run in one) for one in groups],
             [repr(sorted(one[0].group.only(SIZES.__contains__).items)) for one in groups],
         )
         try:
-            fits[law] = fit_law(*points[law].all)
+            fits[law] = fit_law(*points[law])
         except NoFitError as error:
             unfitted[law] = str(error)
     reasons = {
         f"trained on fewer than {number(most)} images": len(whole) - len(held),
         "not finished": sum(run.status != "FINISHED" for run in known),
-        "measured on held-out images": sum(not is_tested(run, key) for run in known),
+        "measured on held-out images": sum(not run.is_tested(key) for run in known),
         "of unknown compute": len(runs) - len(known),
     }
     found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
-    members = {law: [run for one in groups for run in one] for law, groups in named.items()}
     return FamilyLaws(key, whose, members, points, fits, unfitted, found)
 
 
@@ -255,12 +223,12 @@ def _by_law(runs: Sequence[RecordedRun]) -> dict[str, list[list[RecordedRun]]]:
     """Groups of each law by its name: in a law no two are of one size and length."""
     laws: dict[tuple[str, Group], dict[Group, list[RecordedRun]]] = {}
     for group, members in by_group(runs).items():
-        law = members[0].family, group.without(*SIZES, *_LENGTHS, *_BESIDE)
+        law = members[0].family, group.without(*SIZES, *_LENGTHS, *_OWN)
         laws.setdefault(law, {})[group] = members
     apart: dict[tuple[str, Group], list[list[RecordedRun]]] = {}
     for (family, _), groups in laws.items():
-        is_one = len({group.without(*_BESIDE) for group in groups}) == len(groups)
-        kept = (*SIZES, *_LENGTHS, *(_BESIDE if is_one else ()))
+        is_one = len({group.without(*_OWN) for group in groups}) == len(groups)
+        kept = (*SIZES, *_LENGTHS, *(_OWN if is_one else ()))
         for group, members in groups.items():
             apart.setdefault((family, group.without(*kept)), []).append(members)
     named = {}
@@ -279,33 +247,31 @@ def _curves(one: FamilyLaws) -> Chart:
             for run in runs
             if (cost := cost_of(run, one.key)) is not None
         ]
-        series.append(Series(law, marks, has_line=False))
-        if law in one.fits:
-            fit = one.fits[law]
+        series.append(Series(law, marks, runs[0].family, has_line=False))
+        if fit := one.fits.get(law):
             compute = np.geomspace(fit.compute[0], 2 * fit.compute[-1], _CURVE_POINTS)
-            low, high = fit.band(compute)
-            rows = zip(compute, fit.error_at(compute), high, low, strict=True)
+            errors = np.stack([compute, fit.error_at(compute), *fit.band(compute)], axis=1)
+            name = f"{law}, fitted"
             points = [
-                Point(float(c), float(1 - e), f"{law}, fitted", float(1 - above), float(1 - below))
-                for c, e, above, below in rows
+                Point(c, 1 - error, name, 1 - high, 1 - low)
+                for c, error, low, high in errors.tolist()
             ]
-            series.append(Series(f"{law}, fitted", points, group=law, has_markers=False))
+            series.append(Series(name, points, runs[0].family, has_markers=False))
     note = "Lines: error = a C^-b + c, fitted to each family; bands: 95 % by bootstrap."
-    return Chart(f"{one.name}: fitted power laws", EXAFLOPS, accuracy, series, note, FAMILIES)
+    return Chart(f"{one.name}: fitted power laws", EXAFLOPS, accuracy, series, note)
 
 
 def _ratios(one: FamilyLaws) -> Chart:
     series = []
-    for family, equal in one.compared.items():
-        if isinstance(equal, str):
-            continue
-        rows = zip(equal.accuracy, equal.ratio, equal.low, equal.high, strict=True)
-        points = [
-            Point(float(x), float(ratio), low=float(low), high=float(high))
-            for x, ratio, low, high in rows
-            if math.isfinite(ratio + high) and low > 0
-        ]
-        series.append(Series(family, points, has_markers=False))
+    for law, equal in one.compared.items():
+        if isinstance(equal, EqualAccuracy):
+            rows = np.stack([equal.accuracy, equal.ratio, equal.low, equal.high], axis=1).tolist()
+            points = [
+                Point(accuracy, ratio, low=low, high=high)
+                for accuracy, ratio, low, high in rows
+                if math.isfinite(ratio + high) and low > 0
+            ]
+            series.append(Series(law, points, one.runs[law][0].family, has_markers=False))
     note = (
         f"Above 1, {BASELINE} needs less. The bands are 95 % by bootstrap of both laws; where an "
         "end of one is not known, nothing is drawn."
@@ -316,7 +282,6 @@ def _ratios(one: FamilyLaws) -> Chart:
         Axis(f"compute / compute of {BASELINE} (log scale)", is_log=True),
         series,
         note,
-        FAMILIES,
     )
 
 

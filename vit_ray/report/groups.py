@@ -71,22 +71,13 @@ def differences(groups: Sequence[Group]) -> dict[Group, str]:
 
     The fingerprint of a set stands behind its name where another set has the same name.
     """
-    keys = differing_keys(groups)
-    told: dict[str, dict[str, str]] = {}
-    for key in keys:
-        names = {
-            value: group.names.get(value, value)
-            for group in groups
-            if (value := group.values.get(key)) is not None
-        }
+    shown: dict[Group, list[str]] = {group: [] for group in groups}
+    for key in differing_keys(groups):
+        held = {group: group.values.get(key, "unset") for group in groups}
+        names = {value: group.names.get(value, value) for group, value in held.items()}
         texts = [*names.values()]
-        told[key] = {
-            value: name if texts.count(name) == 1 or name == value else f"{name} {value[:8]}"
-            for value, name in names.items()
-        }
-    return {
-        group: ", ".join(
-            f"{key} {told[key].get(group.values.get(key, ''), 'unset')}" for key in keys
-        )
-        for group in groups
-    }
+        for group, value in held.items():
+            name = names[value]
+            is_clear = name == value or texts.count(name) == 1
+            shown[group].append(f"{key} {name if is_clear else f'{name} {value[:8]}'}")
+    return {group: ", ".join(parts) for group, parts in shown.items()}

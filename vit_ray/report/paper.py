@@ -79,10 +79,9 @@ TABLE_5: Final[dict[str, tuple[tuple[float | None, ...], ...]]] = {
 
 def table_2(model: str, pretraining: str, task: str) -> tuple[float, float] | None:
     """Mean and deviation as shares; None where the paper has none."""
-    row = TABLE_2.get((model, pretraining))
-    if row is None or task not in _TASKS:
+    if (model, pretraining) not in TABLE_2 or task not in _TASKS:
         return None
-    mean, deviation = row[_TASKS.index(task)]
+    mean, deviation = TABLE_2[model, pretraining][_TASKS.index(task)]
     return mean / 100, deviation / 100
 
 

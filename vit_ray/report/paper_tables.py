@@ -8,38 +8,32 @@ Runs of one place that differ in more than their seed are rows of their own, whi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from vit_ray.report import paper
-from vit_ray.report.figures import (
+from vit_ray.report.accuracies import (
     accuracies_of,
     accuracy_name,
     decided_top1,
     epochs_of,
-    is_tested,
-    is_trial,
-    pretrainings,
     studied,
+    trainings,
     tunings_of,
 )
 from vit_ray.report.groups import (
-    PRETRAINING as PRETRAINING_KEY,
-)
-from vit_ray.report.groups import (
+    PRETRAINING,
     TEST_SET,
     TRAINING_SET,
     Group,
     differences,
     differing_keys,
 )
-from vit_ray.report.paper import PRETRAINING, TABLE_2, TEST_SETS
-from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun, set_name
+from vit_ray.report.runs import MEAN_TRANSFER, TRANSFER, RecordedRun
 from vit_ray.report.seeds import Mean, by_group, mean_of
 from vit_ray.report.tables import Column, Table, Value, number, percent
 
-T = TypeVar("T")
 R = TypeVar("R", bound=Hashable)
 C = TypeVar("C", bound=Hashable)
 
@@ -63,7 +57,7 @@ class Transfer:
     @property
     def pretrained_on(self) -> str:
         """Name of the data."""
-        return task_of(self.origin) if self.origin else "not among these runs"
+        return self.origin.training_name if self.origin else "not among these runs"
 
     @property
     def optimizer(self) -> str:
@@ -75,6 +69,13 @@ class Transfer:
         """Row name of the pre-training, and its data."""
         return self.label, self.pretrained_on
 
+    @property
+    def size(self) -> tuple[float, float]:
+        """Images and epochs of the pre-training; 0 where it is not among the runs."""
+        if self.origin is None:
+            return 0.0, 0.0
+        return self.origin.metrics.get("study/train_images", 0.0), epochs_of(self.origin) or 0.0
+
 
 def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
     """Tables 2, 5, 6, 7, 8 and 9 as far as the runs fill them.
@@ -83,12 +84,20 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
         runs: one of each cell. Of trainings those that finished count.
     """
     found = transfers(runs)
-    largest = of_largest_cells(found)
+    # Tables without columns for data size and length have the longest one on most images.
+    models = [
+        (one.label, one.origin and one.origin.group.values.get(TRAINING_SET), one.optimizer)
+        for one in found
+    ]
+    sizes: dict[Hashable, tuple[float, float]] = {}
+    for model, one in zip(models, found, strict=True):
+        sizes[model] = max(sizes.get(model, one.size), one.size)
+    most = [one for model, one in zip(models, found, strict=True) if one.size == sizes[model]]
     tables = [
-        table_2(largest, runs),
-        table_5(largest),
+        table_2(most, runs),
+        table_5(most),
         table_6(runs, found),
-        table_7(largest),
+        table_7(most),
         table_8(runs),
         table_9(runs),
     ]
@@ -97,68 +106,45 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
     """Those that cells record of themselves, and every other fine-tuning that was tested."""
-    found = [one for run in _finished_pretrainings(runs) for one in _of_cell(run)]
+    found = []
+    for run in _finished_pretrainings(runs):
+        for key, top1 in run.metrics.items():
+            if (task := TRANSFER.fullmatch(key)) and key != MEAN_TRANSFER:
+                group = _group_of_cells_transfer(run, task.group(1))
+                found.append(Transfer(task.group(1), top1, group, run.seed, run, run.label))
     vtabs = {run.run_id for run in runs if run.kind == "vtab"}
     for run in runs:
-        top1 = decided_top1(run) if is_tested(run, "eval/top1") else None
+        tuned = decided_top1(run) if run.is_tested("eval/top1") else None
         is_of_parent = {"vit_ray.vtab_task", "vit_ray.study_cell"} & run.tags.keys()
         is_alone = not is_of_parent and run.parent_id not in vtabs
-        if run.kind == "finetune" and is_alone and run.status == "FINISHED" and top1 is not None:
-            label = run.origin.label if run.origin else run.label
-            one = Transfer(task_of(run), top1, run.group, run.seed, run.origin, label)
-            found.append(one)
+        if run.kind == "finetune" and is_alone and run.status == "FINISHED" and tuned is not None:
+            label, name = (run.origin or run).label, run.training_name
+            found.append(Transfer(name, tuned, run.group, run.seed, run.origin, label))
     return [*{(one.task, one.group, one.seed): one for one in found}.values()]
 
 
-def of_largest_cells(found: Sequence[Transfer]) -> list[Transfer]:
-    """Of each pre-trained model those of the longest pre-training on most images.
-
-    Tables without columns for data size and length have no rows for the others.
-    """
-
-    def model(one: Transfer) -> tuple[str, str | None, str]:
-        data = one.origin.group.values.get(TRAINING_SET) if one.origin else None
-        return one.label, data, one.optimizer
-
-    def size(one: Transfer) -> tuple[float, float]:
-        if one.origin is None:
-            return 0.0, 0.0
-        return one.origin.metrics.get("study/train_images", 0.0), epochs_of(one.origin) or 0.0
-
-    ordered = sorted(found, key=size)
-    largest = {model(one): size(one) for one in ordered}
-    return [one for one in found if size(one) == largest[model(one)]]
-
-
 def _finished_pretrainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """One that was stopped has neither the accuracy nor the compute of its cell."""
-    return [run for run in pretrainings(runs) if run.status == "FINISHED"]
-
-
-def _of_cell(run: RecordedRun) -> Iterator[Transfer]:
-    for key, top1 in run.metrics.items():
-        if (task := TRANSFER.fullmatch(key)) and key != MEAN_TRANSFER:
-            group = _group_of_cells_transfer(run, task.group(1))
-            yield Transfer(task.group(1), top1, group, run.seed, run, run.label)
+    """Trainings from no weights. A stopped one has neither accuracy nor compute of its cell."""
+    return [
+        run
+        for run in trainings(runs)
+        if run.kind != "finetune" and "vit_ray.sweep_stage" not in run.tags
+        if run.status == "FINISHED"
+    ]
 
 
 def _group_of_cells_transfer(run: RecordedRun, task: str) -> Group:
     """Of the cell and of the fine-tunings of the task, less what a sweep of the cell has chosen."""
     tuned = tunings_of(run, task)
     if not tuned:
-        whole = {PRETRAINING_KEY + key: text for key, text in run.group.items}
+        whole = {PRETRAINING + key: text for key, text in run.group.items}
         return Group.of(whole, run.group.names)
-    siblings = [one for one in run.tuned if one.parent_id == tuned[0].parent_id and is_trial(one)]
+    siblings = [one for one in run.tuned if one.parent_id == tuned[0].parent_id and one.is_trial]
     return tuned[0].group.without(*differing_keys(one.group for one in siblings))
 
 
-def task_of(run: RecordedRun) -> str:
-    """Name of the data that a run was trained on; of a mixture the names of all."""
-    return " + ".join(map(set_name, run.training_sets)) or "unknown data"
-
-
 def _spread(
-    found: Sequence[Transfer], row: Callable[[Transfer], R], column: Callable[[Transfer], C]
+    found: Iterable[Transfer], row: Callable[[Transfer], R], column: Callable[[Transfer], C]
 ) -> list[tuple[R, str, dict[C, Mean]]]:
     """Means over seeds by row and column; a row once for each thing in which its runs differ.
 
@@ -178,68 +164,51 @@ def _spread(
     return [(name, rest, means) for (name, rest), means in rows.items()]
 
 
-def _text(mean: Mean | None) -> str | None:
-    return None if mean is None else str(mean)
+def _texts(means: dict[C, Mean], columns: Iterable[C]) -> list[str | None]:
+    return [str(means[column]) if column in means else None for column in columns]
 
 
 def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
-    """Comparison: a row for each data set, a column for each of our models and of the paper's."""
-    models = _in_order(one.model for one in found)
-    known = _of_papers_test_sets(runs)
-    theirs = [*TABLE_2] if known else []
-    columns = [
-        Column("data set"),
-        DIFFERS,
-        *(Column(f"{model} ({data})") for model, data in models),
-        *(Column(f"the paper's {name} ({PRETRAINING[data]})", percent) for name, data in theirs),
-    ]
+    """Comparison: a row for each data set, a column for each of our models and of the paper's.
 
-    def of_paper(model: tuple[str, str], task: str) -> float | None:
-        printed = paper.table_2(*model, _key(task)) if task in known else None
-        return None if printed is None else printed[0]
-
-    rows: list[list[Value]] = [
-        [
-            task,
-            rest,
-            *(_text(means.get(model)) for model in models),
-            *(of_paper(model, task) for model in theirs),
-        ]
-        for task, rest, means in _spread(found, lambda one: one.task, lambda one: one.model)
-    ]
-    if rows:
-        days = [_core_days([one for one in found if one.model == model]) for model in models]
-        days += map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
-        if any(days):
-            rows.append(["core-days of pre-training", "", *days])
-    caption = "Table 2: accuracy after fine-tuning, %"
-    if known:
-        caption += f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
-    return Table(caption, columns, rows).used()
-
-
-def _of_papers_test_sets(runs: Sequence[RecordedRun]) -> set[str]:
-    """Tasks whose fine-tunings say that they were tested on as many images as the paper's."""
+    The paper's stand there for tasks whose fine-tunings recorded as many test images and classes as
+    the paper's test set has.
+    """
     sizes: dict[str, set[tuple[int, int]]] = {}
     for run in runs:
         if run.kind == "finetune":
-            task = run.tags.get("vit_ray.transfer_task") or task_of(run)
+            task = run.tags.get("vit_ray.transfer_task") or run.training_name
             sizes.setdefault(task, set()).update(run.test_sets)
-    published = {name: {(one.num_images, one.num_classes)} for name, one in TEST_SETS.items()}
-    return {task for task, found in sizes.items() if found == published.get(_key(task))}
+    keys = {task: task.lower().replace("-", "") for task in sizes}
+    published = {key: {(one.num_images, one.num_classes)} for key, one in paper.TEST_SETS.items()}
+    known = {task for task in sizes if sizes[task] == published.get(keys[task])}
+    theirs = [*paper.TABLE_2] if known else []
+    models = list(dict.fromkeys(one.model for one in found))
+    rows: list[list[Value]] = []
+    for task, rest, means in _spread(found, lambda one: one.task, lambda one: one.model):
+        printed = [paper.table_2(*m, keys[task]) if task in known else None for m in theirs]
+        rows.append([task, rest, *_texts(means, models), *(p and p[0] for p in printed)])
+    days = [_core_days(one.origin for one in found if one.model == model) for model in models]
+    days += map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
+    if rows and any(days):
+        rows.append(["core-days of pre-training", "", *days])
+    columns = [
+        Column("data set"), DIFFERS, *(Column(f"{model} ({data})") for model, data in models),
+        *(
+            Column(f"the paper's {name} ({paper.PRETRAINING[data]})", percent)
+            for name, data in theirs
+        ),
+    ]  # fmt: skip
+    source = f"; the paper's columns, where ours is its test set, are {paper.SOURCE}"
+    caption = f"Table 2: accuracy after fine-tuning, %{source if known else ''}"
+    return Table(caption, columns, rows).used()
 
 
-def _key(task: str) -> str:
-    """A task as the paper's tables are keyed."""
-    return task.lower().replace("-", "")
-
-
-def _core_days(found: Sequence[Transfer]) -> str | None:
-    """Of the dearest group of the pre-trainings that were fine-tuned, mean over seeds."""
-    origins = by_group(one.origin for one in found if one.origin is not None)
+def _core_days(origins: Iterable[RecordedRun | None]) -> str | None:
+    """Of the most costly group of these pre-trainings, mean over seeds."""
     days = [
         statistics.fmean(known)
-        for members in origins.values()
+        for members in by_group(run for run in origins if run is not None).values()
         if (known := [value for run in members if (value := run.metrics.get("cost/core_days"))])
     ]
     return number(max(days)) if days else None
@@ -248,12 +217,9 @@ def _core_days(found: Sequence[Transfer]) -> str | None:
 def table_5(found: Sequence[Transfer]) -> Table:
     """Transfer: a row for each pre-training data set and task, a column for each model."""
     known = [one for one in found if one.origin is not None]
-    models = _in_order(one.label for one in known)
+    models = list(dict.fromkeys(one.label for one in known))
     spread = _spread(known, lambda one: (one.pretrained_on, one.task), lambda one: one.label)
-    rows: list[list[Value]] = [
-        [data, task, rest, *(_text(means.get(model)) for model in models)]
-        for (data, task), rest, means in spread
-    ]
+    rows = [[data, task, rest, *_texts(means, models)] for (data, task), rest, means in spread]
     columns = [Column("pre-trained on"), Column("task"), DIFFERS, *map(Column, models)]
     return Table("Table 5: top-1 after fine-tuning, %", columns, rows).used()
 
@@ -264,7 +230,20 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
         run for run in _finished_pretrainings(studied(runs)) if "study/exaflops" in run.metrics
     ]
     keys = [key for key in accuracies_of(cells) if not TRANSFER.fullmatch(key)]
-    tasks = _in_order(one.task for one in found if one.origin is not None)
+    tuned: dict[Group, dict[str, list[Transfer]]] = {}
+    for one in found:
+        if one.origin is not None:
+            tuned.setdefault(one.origin.group, {}).setdefault(one.task, []).append(one)
+    tasks = list(dict.fromkeys(one.task for one in found if one.origin is not None))
+
+    def means(of: Sequence[Transfer]) -> str | None:
+        """Over the seeds of a cell's transfers to a task; several where fine-tunings differ."""
+        return "; ".join(
+            f"{mean} ({rest})" if rest else str(mean)
+            for _, rest, columns in _spread(of, lambda one: one.task, lambda one: one.task)
+            for mean in columns.values()
+        ) or None  # fmt: skip
+
     columns = [
         Column("model"), Column("images", number), Column("epochs", number), DIFFERS,
         Column("runs", number),
@@ -275,20 +254,17 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
     ]  # fmt: skip
     theirs = {(row.name, float(row.epochs)): row for row in paper.TABLE_6}
     groups = by_group(cells)
-    tuned: dict[tuple[Group, str], list[Transfer]] = {}
-    for one in found:
-        if one.origin is not None:
-            tuned.setdefault((one.origin.group, one.task), []).append(one)
     rest = _differences_in_table(groups)
     rows: list[list[Value]] = []
     for group, mine in groups.items():
         epochs = epochs_of(mine[0])
         row = theirs.get((mine[0].params.get("model.name", ""), epochs or 0.0))
+        tested = [_tested(mine, key) for key in keys]
         rows.append([
             mine[0].label, mine[0].metrics.get("study/train_images"), epochs, rest[group],
             float(len(mine)),
-            *(_text(mean_of(_tested(mine, key))) for key in keys),
-            *(_of_task(tuned.get((group, task), [])) for task in tasks),
+            *(None if mean is None else str(mean) for mean in tested),
+            *(means(tuned.get(group, {}).get(task, [])) for task in tasks),
             statistics.fmean(run.metrics["study/exaflops"] for run in mine),
             row.imagenet if row else None, row.exaflops if row else None,
         ])  # fmt: skip
@@ -298,30 +274,20 @@ def table_6(runs: Sequence[RecordedRun], found: Sequence[Transfer]) -> Table:
 
 def _differences_in_table(groups: dict[Group, list[RecordedRun]]) -> dict[Group, str]:
     """In what rows of one label, data size and length differ, and sets in which any rows do."""
-    rows: dict[tuple[str, str, str], list[Group]] = {}
+    rows: dict[tuple[str, ...], list[Group]] = {}
     for group, (run, *_) in groups.items():
         shown = (run.metrics.get("study/train_images"), epochs_of(run))
-        images, epochs = ("" if one is None else number(one) for one in shown)
-        rows.setdefault((run.label, images, epochs), []).append(group)
+        texts = ("" if one is None else number(one) for one in shown)
+        rows.setdefault((run.label, *texts), []).append(group)
     varied = {TRAINING_SET, TEST_SET} & {*differing_keys(groups)}
-    sets = differences([group.only(lambda key: key in varied) for group in groups])
+    sets = differences([group.only(varied.__contains__) for group in groups])
     found = {}
     for alike in rows.values():
         rest = differences([group.without(*varied) for group in alike])
         for group in alike:
-            parts = sets[group.only(lambda key: key in varied)], rest[group.without(*varied)]
-            found[group] = ", ".join(part for part in parts if part)
+            parts = sets[group.only(varied.__contains__)], rest[group.without(*varied)]
+            found[group] = ", ".join(filter(None, parts))
     return found
-
-
-def _of_task(found: Sequence[Transfer]) -> str | None:
-    """Mean over seeds of a cell's transfers to a task; several means where fine-tunings differ."""
-    means = [
-        f"{mean} ({rest})" if rest else str(mean)
-        for _, rest, means in _spread(found, lambda one: one.task, lambda one: one.task)
-        for mean in means.values()
-    ]
-    return "; ".join(means) or None
 
 
 def table_7(found: Sequence[Transfer]) -> Table:
@@ -331,16 +297,12 @@ def table_7(found: Sequence[Transfer]) -> Table:
         name = one.origin.params.get("model.name", one.label) if one.origin else one.label
         return name, one.optimizer
 
-    pairs = {pair(one) for one in found}
-    models = [
-        name
-        for name in _in_order(pair(one)[0] for one in found)
-        if {(name, "adamw"), (name, "sgd")} <= pairs
-    ]
+    pairs = dict.fromkeys(map(pair, found))
+    models = dict.fromkeys(m for m, _ in pairs if {(m, "adamw"), (m, "sgd")} <= pairs.keys())
     columns = [(model, optimizer) for model in models for optimizer in ("adamw", "sgd")]
     known = [one for one in found if pair(one) in columns]
-    rows: list[list[Value]] = [
-        [task, rest, *(_text(means.get(column)) for column in columns)]
+    rows = [
+        [task, rest, *_texts(means, columns)]
         for task, rest, means in _spread(known, lambda one: one.task, pair)
     ]
     heads = [Column("task"), DIFFERS, *(Column(f"{model}, {name}") for model, name in columns)]
@@ -350,72 +312,53 @@ def table_7(found: Sequence[Transfer]) -> Table:
 
 
 def table_8(runs: Sequence[RecordedRun]) -> Table:
-    """Positions: a row for each kind, a column for each place, the paper's beside.
+    """Positions: a row for each kind, a column for each place, and the paper's.
 
     Runs that differ in more than their positions are in rows of their own.
     """
-    held = [
-        run for run in _finished_pretrainings(studied(runs)) if run.params.get("model.positions")
-    ]
+    held = _finished_pretrainings(studied(runs))
+    held = [run for run in held if run.params.get("model.positions", "None") != "None"]
     keys = accuracies_of(held)
-    kinds = _in_order(run.params["model.positions"] for run in held)
-    kinds = [kind for kind in kinds if kind != "None"]
-    if not keys or len(kinds) < 2:
+    if not keys or len({run.params["model.positions"] for run in held}) < 2:
         return Table("", [], [])
-    columns = [
-        Column("positions"),
-        DIFFERS,
-        *(Column(place.replace("_", " ")) for place in paper.POSITION_PLACES),
-        *(Column(f"the paper's {p.replace('_', ' ')}", percent) for p in paper.POSITION_PLACES),
-    ]
     means: dict[tuple[str, Group], dict[str, Mean]] = {}
-    for group, (first, *others) in by_group(held).items():
-        kind, rest = first.params["model.positions"], group.without(*_POSITIONS)
-        mean = mean_of(_tested([first, *others], keys[0]))
-        if kind in kinds and mean is not None:
-            means.setdefault((kind, rest), {})[_place(first)] = mean
+    for group, members in by_group(held).items():
+        params, rest = members[0].params, group.without("model.positions", "model.positions_at")
+        if mean := _tested(members, keys[0]):
+            place = params.get("model.positions_at", "None").replace("None", "stem")
+            means.setdefault((params["model.positions"], rest), {})[place] = mean
     names = differences([rest for _, rest in means])
-    rows: list[list[Value]] = [
+    rows = [
         [
-            kind, names[rest], *(_text(mine.get(place)) for place in paper.POSITION_PLACES),
+            kind, names[rest], *_texts(mine, paper.POSITION_PLACES),
             *paper.TABLE_8.get(kind, (None,) * 3),
         ]
         for (kind, rest), mine in means.items()
     ]  # fmt: skip
+    places = [place.replace("_", " ") for place in paper.POSITION_PLACES]
+    theirs = [Column(f"the paper's {place}", percent) for place in places]
+    columns = [Column("positions"), DIFFERS, *map(Column, places), *theirs]
     caption = f"Table 8: {accuracy_name(keys[0])} by positions, %; the paper's are {paper.SOURCE}"
     return Table(caption, columns, rows).used()
 
 
-_POSITIONS = ("model.positions", "model.positions_at")
-
-
-def _place(run: RecordedRun) -> str:
-    place = run.params.get("model.positions_at", "None")
-    return "stem" if place == "None" else place
-
-
 def table_9(runs: Sequence[RecordedRun]) -> Table:
     """VTAB: a row for each of our models and the paper's, a column for each task."""
-    ours = [
-        (run.name, [run.metrics.get(f"vtab/{t}_top1") for t in (*paper.VTAB_TASKS, "mean")])
+    tasks = (*paper.VTAB_TASKS, "mean")
+    rows: list[list[Value]] = [
+        [run.name, *(run.metrics.get(f"vtab/{task}_top1") for task in tasks)]
         for run in runs
         if run.kind == "vtab"
     ]
-    if not any(value is not None for _, row in ours for value in row):
+    if not any(value is not None for _, *values in rows for value in values):
         return Table("", [], [])
-    theirs = {
-        f"the paper's {name}": [value / 100 for value in (*values, statistics.fmean(values))]
-        for name, values in paper.TABLE_9.items()
-    }
-    columns = [Column("model"), *(Column(task, percent) for task in (*paper.VTAB_TASKS, "mean"))]
-    rows: list[list[Value]] = [[name, *values] for name, values in ours]
-    rows += [[name, *values] for name, values in theirs.items()]
+    for name, values in paper.TABLE_9.items():
+        mean = statistics.fmean(values)
+        rows.append([f"the paper's {name}", *(value / 100 for value in (*values, mean))])
+    columns = [Column("model"), *(Column(task, percent) for task in tasks)]
     return Table(f"Table 9: VTAB-1k, top-1 %; {paper.SOURCE}", columns, rows)
 
 
-def _tested(runs: Iterable[RecordedRun], key: str) -> list[float]:
-    return [run.metrics[key] for run in runs if key in run.metrics and is_tested(run, key)]
-
-
-def _in_order(values: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(values))
+def _tested(runs: Iterable[RecordedRun], key: str) -> Mean | None:
+    """Of the runs that were tested on no dev split."""
+    return mean_of([run.metrics[key] for run in runs if key in run.metrics and run.is_tested(key)])

@@ -41,6 +41,8 @@ RUN_FOLDER: Final = "vit_ray.run_folder"
 """Tag of the folder of a run's checkpoints."""
 _DIGEST: Final = 32
 """Characters of a fingerprint that MLflow keeps of a data set."""
+DEV: Final = "dev split"
+"""Images held out of the training set."""
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 TRANSFER: Final = re.compile(r"transfer/(.+)_top1")
 """Metric of a cell: accuracy on a task after fine-tuning."""
@@ -122,9 +124,27 @@ class RecordedRun:
         on_dev = {re.sub("^dev/", "eval/", key): value for key, value in self.recorded.items()}
         return {**on_dev, **self.recorded}
 
+    def number(self, key: str) -> float | None:
+        """Value of a metric, or of a key of the recipe if it is a number."""
+        if "/" in key:
+            return self.metrics.get(key)
+        try:
+            return float(self.params[key])
+        except (KeyError, ValueError):
+            return None
+
     def is_on_dev(self, key: str) -> bool:
         """Whether the value of a key is of images held out of the training set, not a test set."""
         return key not in self.recorded and key in self.metrics
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it was trained to choose a learning rate, and measured on a dev split."""
+        return self.tags.get("vit_ray.sweep_stage") == "sweep_trial"
+
+    def is_tested(self, key: str) -> bool:
+        """Whether its value of this accuracy is not of images held out of its training set."""
+        return not self.is_trial and not self.is_on_dev(key)
 
     @property
     def training_sets(self) -> list[str]:
@@ -132,18 +152,18 @@ class RecordedRun:
         return paths_of(self.params.get("data.train", ""))
 
     @property
+    def training_name(self) -> str:
+        """Name of the data that it was trained on; of a mixture the names of all."""
+        return " + ".join(map(set_name, self.training_sets)) or "unknown data"
+
+    @property
     def test_sets(self) -> list[tuple[int, int]]:
         """Numbers of images and of classes of what it was evaluated on, as far as recorded."""
-        profiles = [
-            _json(one.dataset.profile or "")
-            for one in self._datasets
-            if "evaluation" in {tag.value for tag in one.tags}
-        ]
-        sizes = ("num_images", "num_classes")
+        profiles = [_json(one.profile or "") for one in self._datasets("evaluation")]
         return [
-            (one[sizes[0]], one[sizes[1]])
+            (one["num_images"], one["num_classes"])
             for one in profiles
-            if isinstance(one, dict) and {*sizes} <= one.keys()
+            if isinstance(one, dict) and {"num_images", "num_classes"} <= one.keys()
         ]
 
     @property
@@ -161,15 +181,9 @@ class RecordedRun:
         """Row name in a study; the model's or the run's name elsewhere."""
         return self.tags.get("vit_ray.study_label") or self.params.get("model.name") or self.name
 
-    @property
-    def elapsed_s(self) -> float | None:
-        """Seconds from start to end; None while it runs."""
-        start_ms, end_ms = self.run.info.start_time, self.run.info.end_time
-        return (end_ms - start_ms) / 1000 if start_ms and end_ms else None
-
     @cached_property
     def group(self) -> Group:
-        """What was trained and tested, but for the seed; a run without a recipe is alone in its."""
+        """What was trained and tested, but for the seed; without a recipe it is alone."""
         if not any(is_trained(key) for key in self.params):
             return Group.of({"run": self.run_id}, {})
         flat = recorded_before(self.run.data.params, self.tags)
@@ -181,9 +195,12 @@ class RecordedRun:
         names = {}
         for key, (context, place) in _SETS.items():
             path = flat.get(place, "None")
-            values[key] = self._fingerprint(context) or path
+            fingerprints = sorted(str(one.digest)[:_DIGEST] for one in self._datasets(context))
+            if context == "training" and (known := self.tags.get("vit_ray.data_fingerprint")):
+                fingerprints = [known[:_DIGEST]]
+            values[key] = " ".join(fingerprints) or path
             if path != "None":
-                names[values[key]] = " + ".join(set_name(one) for one in paths_of(path))
+                names[values[key]] = " + ".join(map(set_name, paths_of(path)))
         images = self.recorded.get("study/train_images")
         values[TRAINING_IMAGES] = "None" if images is None else f"{images:.0f}"
         if all(flat.get(key, "None") == "None" for key in LENGTH):
@@ -191,7 +208,8 @@ class RecordedRun:
         if EVALUATIONS in self.recorded:
             values["result"] = "best evaluation"
             values["evaluate.every_steps"] = flat["evaluate.every_steps"]
-        values[MEASURED_ON] = self._measured_on
+        if self._is_measured_on_dev:
+            values[MEASURED_ON] = DEV
         values[COMMIT] = self.tags.get("vit_ray.git_commit", "unknown")
         if self.origin is not None:
             values |= {PRETRAINING + key: text for key, text in self.origin.group.items}
@@ -203,7 +221,7 @@ class RecordedRun:
 
     @property
     def seed(self) -> tuple[str, ...]:
-        """Its own and its pre-training's: what tells runs of one group apart.
+        """Its own and its pre-training's: the only difference between runs of one group.
 
         A run without a seed is one by itself.
         """
@@ -218,33 +236,19 @@ class RecordedRun:
         The last evaluation is not chosen, nor is one by images held out of the training set.
         """
         count = self.recorded.get(EVALUATIONS)
-        if count is None or "dev/loss" in self.recorded or self._measured_on != "None":
+        if count is None or "dev/loss" in self.recorded or self._is_measured_on_dev:
             return None
         return int(count)
 
     @property
-    def _measured_on(self) -> str:
-        is_dev = self.tags.get("vit_ray.sweep_stage") == "sweep_trial" or (
-            self.is_on_dev("eval/top1") or self.is_on_dev("eval/averaged_top1")
-        )
-        return "dev split" if is_dev else "None"
+    def _is_measured_on_dev(self) -> bool:
+        keys = ("eval/top1", "eval/averaged_top1")
+        return self.is_trial or any(self.is_on_dev(key) for key in keys)
 
-    def _fingerprint(self, context: str) -> str | None:
-        """Of a data set of the run, as far as recorded."""
-        told = self.tags.get("vit_ray.data_fingerprint")
-        if context == "training" and told:
-            return told[:_DIGEST]
-        found = sorted(
-            str(one.dataset.digest)[:_DIGEST]
-            for one in self._datasets
-            if context in {tag.value for tag in one.tags}
-        )
-        return " ".join(found) or None
-
-    @property
-    def _datasets(self) -> list[Any]:
+    def _datasets(self, context: str) -> list[Any]:
         inputs = getattr(self.run, "inputs", None)
-        return [*inputs.dataset_inputs] if inputs else []
+        held = inputs.dataset_inputs if inputs else []
+        return [one.dataset for one in held if context in {tag.value for tag in one.tags}]
 
     def in_all(self, key: str) -> float | None:
         """Sum of a cost over the training and those whose weights it began with; None: not known.
@@ -278,22 +282,22 @@ class Archive:
         """
         require_store(uri)
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar a history
-        self._client = MlflowClient(uri)
+        client = MlflowClient(uri)
         self.is_server = uri.startswith(("http://", "https://"))
-        self._curves = Histories(self._client, is_server=self.is_server)
+        self._curves = Histories(client, is_server=self.is_server)
         self.address = redact(uri).partition("?")[0].rstrip("/")
         self.parent: RecordedRun | None = None
         found: Experiment | None = None
         if RUN_ID.fullmatch(selection):
             try:
-                self.parent = RecordedRun(self._client.get_run(selection))
+                self.parent = RecordedRun(client.get_run(selection))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 raise ValueError(f"report: MLflow has no run {selection}") from None
-            found = self._client.get_experiment(self.parent.run.info.experiment_id)
-        elif (found := self._client.get_experiment_by_name(selection)) is None:
-            known = sorted(e.name for e in self._client.search_experiments())
+            found = client.get_experiment(self.parent.run.info.experiment_id)
+        elif (found := client.get_experiment_by_name(selection)) is None:
+            known = sorted(e.name for e in client.search_experiments())
             raise ValueError(
                 f"report: MLflow has no experiment {selection!r}; it has {', '.join(known)} "
                 "(give one of these, or a run id)"
@@ -302,7 +306,7 @@ class Archive:
         everything: list[RecordedRun] = []
         token: str | None = ""
         while token is not None:
-            page = self._client.search_runs(
+            page = client.search_runs(
                 [found.experiment_id], order_by=["attributes.start_time ASC"], page_token=token
             )
             everything += [RecordedRun(run) for run in page]
@@ -344,12 +348,9 @@ class Archive:
     @property
     def opening(self) -> str:
         """Where each run's recipe, events and files are."""
-        if self.is_server:
-            return f"Recipe, events and files of each run are in MLflow at {self.address}."
-        return (
-            "Recipe, events and files of each run are in MLflow: mlflow server "
-            f"--backend-store-uri {self.address}"
-        )
+        server = f"mlflow server --backend-store-uri {self.address}"
+        where = f" at {self.address}." if self.is_server else f": {server}"
+        return f"Recipe, events and files of each run are in MLflow{where}"
 
 
 def paths_of(recorded: str) -> list[str]:
@@ -369,7 +370,7 @@ def set_name(path: str) -> str:
 
 
 def _json(text: str) -> Any:
-    """What it says; None where it is no JSON, as in a run of another program."""
+    """Parsed; None where it is no JSON, as in a run of another program."""
     try:
         return json.loads(text)
     except ValueError:
@@ -377,7 +378,7 @@ def _json(text: str) -> Any:
 
 
 def with_tasks(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The runs, each with the tasks of its study: a mean over fewer is no measure beside others."""
+    """The runs, each with the tasks of its study: means over fewer are not compared with others."""
     tasks: dict[str | None, frozenset[str]] = {}
     for run in runs:
         keys = {key for key in run.run.data.metrics if TRANSFER.fullmatch(key)} - {MEAN_TRANSFER}
@@ -390,61 +391,50 @@ def with_origins(
 ) -> list[RecordedRun]:
     """The runs, each with the training whose weights it began with and those that began with its.
 
+    That training is found by its id, which the checkpoint has; of earlier records by the folder
+    that the weights were taken from; and of runs that recorded none by the last part of that
+    folder, where only one training has that name.
+
     Args:
         everything: where pre-trainings are looked up that are not among the runs.
     """
-    finder = _Origins([*runs, *everything])
-    linked = {run.run_id: finder.linked(run) for run in runs}
-    tuned: dict[str, list[RecordedRun]] = {}
-    for run in linked.values():
-        if run.origin is not None:
-            tuned.setdefault(run.origin.run_id, []).append(run)
-    return [replace(run, tuned=tuple(tuned.get(run.run_id, ()))) for run in linked.values()]
+    by_id = {run.run_id: run for run in (*runs, *everything)}
+    by_place: dict[str, list[RecordedRun]] = {}
+    for run in by_id.values():
+        if run.kind in TRAININGS:
+            place = run.tags.get(RUN_FOLDER, "").rstrip("/") or run.name
+            by_place.setdefault(place, []).append(run)
 
-
-class _Origins:
-    """Finds the training whose weights a run began with.
-
-    By its id, which the checkpoint has; of earlier records by the folder that the weights were
-    taken from; and of runs that recorded none by the last part of that folder, where only one
-    training has that name.
-    """
-
-    def __init__(self, runs: Sequence[RecordedRun]) -> None:
-        self._by_id = {run.run_id: run for run in runs}
-        self._by_place: dict[str, list[RecordedRun]] = {}
-        for run in self._by_id.values():
-            if run.kind in TRAININGS:
-                place = run.tags.get(RUN_FOLDER, "").rstrip("/") or run.name
-                self._by_place.setdefault(place, []).append(run)
-
-    def linked(self, run: RecordedRun, above: frozenset[str] = frozenset()) -> RecordedRun:
-        """The run with its origin, that with its own, and so on."""
-        found = self._origin(run)
-        above |= {run.run_id}
-        if found is None or found.run_id in above:
-            return run
-        return replace(run, origin=self.linked(found, above))
-
-    def _origin(self, run: RecordedRun) -> RecordedRun | None:
+    def origin_of(run: RecordedRun) -> RecordedRun | None:
         if known := run.tags.get(INIT_RUN):
-            return self._by_id.get(known)
+            return by_id.get(known)
         folder = _STEP_FOLDER.sub("", run.params.get("init_from", "None").rstrip("/"))
         if folder in ("", "None"):
             return None
-        before = run.run.info.start_time or 0
+        started = run.run.info.start_time or 0
         inside = [
-            one
-            for one in self._by_place.get(folder, [])
-            if (one.run.info.start_time or 0) <= before and one.run_id != run.run_id
+            ((one.status == "FINISHED", begun), one)
+            for one in by_place.get(folder, [])
+            if (begun := one.run.info.start_time or 0) <= started and one.run_id != run.run_id
         ]
         if inside:
-            return max(
-                inside, key=lambda one: (one.status == "FINISHED", one.run.info.start_time or 0)
-            )
-        named = self._by_place.get(PurePosixPath(folder).name, [])
-        named = [one for one in named if one.run_id != run.run_id]
+            return max(inside, key=lambda pair: pair[0])[1]
+        named = [r for r in by_place.get(PurePosixPath(folder).name, []) if r.run_id != run.run_id]
         return named[0] if len({(one.group, one.seed) for one in named}) == 1 else None
+
+    def linked(run: RecordedRun, above: frozenset[str] = frozenset()) -> RecordedRun:
+        """The run with its origin, that with its own, and so on."""
+        found, above = origin_of(run), above | {run.run_id}
+        if found is None or found.run_id in above:
+            return run
+        return replace(run, origin=linked(found, above))
+
+    with_own = [linked(run) for run in {run.run_id: run for run in runs}.values()]
+    tuned: dict[str, list[RecordedRun]] = {}
+    for run in with_own:
+        if run.origin is not None:
+            tuned.setdefault(run.origin.run_id, []).append(run)
+    return [replace(run, tuned=tuple(tuned.get(run.run_id, ()))) for run in with_own]
 
 
 def require_store(uri: str) -> None:

@@ -50,14 +50,11 @@ def by_group(runs: Iterable[RecordedRun]) -> dict[Group, list[RecordedRun]]:
     found: dict[Group, dict[tuple[str, ...], RecordedRun]] = {}
     for run in runs:
         seeds = found.setdefault(run.group, {})
-        if run.seed not in seeds or rank(run) > rank(seeds[run.seed]):
-            seeds[run.seed] = run
+        seeds[run.seed] = max(seeds[run.seed], run, key=rank) if run.seed in seeds else run
     return {group: [*seeds.values()] for group, seeds in found.items()}
 
 
-def one_run_a_cell(
-    runs: Iterable[RecordedRun],
-) -> tuple[list[RecordedRun], list[RecordedRun]]:
+def one_run_a_cell(runs: Iterable[RecordedRun]) -> tuple[list[RecordedRun], list[RecordedRun]]:
     """Runs to show, and those that claim the cell of another, or record a training once more.
 
     A cell of a study and a trial have a name of their own under their parent; a training of any
@@ -68,15 +65,11 @@ def one_run_a_cell(
     best: dict[tuple[str | None, str], RecordedRun] = {}
     for run in runs:
         if run.kind in CELL_KINDS:
-            other = best.setdefault((run.parent_id, run.name), run)
-            if rank(run) > rank(other):
-                best[run.parent_id, run.name] = run
+            cell = run.parent_id, run.name
+            best[cell] = max(best.get(cell, run), run, key=rank)
     cells = {run.run_id for run in best.values()}
     kept = [run for run in runs if run.kind not in CELL_KINDS or run.run_id in cells]
-    others = [run for run in kept if run.kind not in TRAININGS]
-    ids = {run.run_id for run in others}
-    trainings = by_group(run for run in kept if run.kind in TRAININGS)
-    ids |= {run.run_id for seeds in trainings.values() for run in seeds}
-    return [run for run in runs if run.run_id in ids], [
-        run for run in runs if run.run_id not in ids
-    ]
+    shown = {run.run_id for run in kept if run.kind not in TRAININGS}
+    for seeds in by_group(run for run in kept if run.kind in TRAININGS).values():
+        shown |= {run.run_id for run in seeds}
+    return [r for r in runs if r.run_id in shown], [r for r in runs if r.run_id not in shown]

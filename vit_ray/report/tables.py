@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 Value = float | str | None
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def percent(value: float) -> str:
@@ -52,23 +55,11 @@ class Column:
 class Cell:
     """A place of a table as the page shows it."""
 
-    column: Column
-    value: Value
+    text: str
+    raw: Value
+    """What rows are sorted by; empty where nothing is known."""
+    is_number: bool
     link: str = ""
-
-    @property
-    def text(self) -> str:
-        """What is shown."""
-        if self.value is None:
-            return "-"
-        if isinstance(self.value, str) or self.column.form is None:
-            return str(self.value)
-        return self.column.form(self.value)
-
-    @property
-    def raw(self) -> Value:
-        """What rows are sorted by; empty where nothing is known."""
-        return "" if self.value is None else self.value
 
 
 @dataclass(frozen=True)
@@ -83,38 +74,42 @@ class Table:
 
     def used(self) -> Table:
         """Without the columns that no row has a value for."""
-        kept = [
-            i
-            for i in range(len(self.columns))
-            if any(row[i] not in (None, "") for row in self.rows)
+        filled = [
+            any(row[i] not in (None, "") for row in self.rows) for i in range(len(self.columns))
         ]
         return Table(
             self.caption,
-            [self.columns[i] for i in kept],
-            [[row[i] for i in kept] for row in self.rows],
-            self.links if 0 in kept else (),
+            list(itertools.compress(self.columns, filled)),
+            [list(itertools.compress(row, filled)) for row in self.rows],
+            self.links if filled[:1] == [True] else (),
         )
 
     def cells(self) -> Iterator[list[Cell]]:
         """Each row as the page shows it."""
-        for number_of_row, row in enumerate(self.rows):
-            cells = [Cell(*pair) for pair in zip(self.columns, row, strict=True)]
-            if self.links:
-                cells[0] = replace(cells[0], link=self.links[number_of_row])
-            yield cells
+        for row, link in itertools.zip_longest(self.rows, self.links, fillvalue=""):
+            yield [
+                Cell(
+                    "-" if value is None
+                    else column.form(value) if column.form and not isinstance(value, str)
+                    else str(value),
+                    "" if value is None else value,
+                    column.form is not None,
+                    "" if i else str(link),
+                )
+                for i, (column, value) in enumerate(zip(self.columns, row, strict=True))
+            ]  # fmt: skip
 
     def csv(self) -> str:
-        """Comma-separated raw values with a heading line."""
+        """Comma-separated raw values with a heading line.
+
+        A text that a spreadsheet would run as a formula gets a quote before it.
+        """
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([column.title for column in self.columns])
-        writer.writerows([[_cell(value) for value in row] for row in self.rows])
+        for row in self.rows:
+            is_formula = [isinstance(v, str) and v.startswith(_FORMULA) for v in row]
+            writer.writerow(
+                [f"'{v}" if is_one else v for v, is_one in zip(row, is_formula, strict=True)]
+            )
         return text.getvalue()
-
-
-def _cell(value: Value) -> float | str:
-    """A text that a spreadsheet would run as a formula gets a quote before it."""
-    if value is None:
-        return ""
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if is_formula else value

@@ -1,6 +1,11 @@
 "use strict";
-// Each chart is drawn anew over the one that readers without scripts see.
-for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure);
+// Each chart is drawn again over the one that readers without scripts see; a folded one has no
+// width before it is opened.
+for (const figure of document.querySelectorAll("figure[data-chart]")) {
+  const fold = figure.querySelector(".fold");
+  if (fold) fold.addEventListener("toggle", () => draw(figure), {once: true});
+  else draw(figure);
+}
 for (const table of document.querySelectorAll("table")) makeSortable(table);
 document.body.classList.remove("no-scripts");
 window.addEventListener("hashchange", openTarget);
@@ -9,6 +14,7 @@ openTarget();
 async function draw(figure) {
   const place = figure.querySelector(".chart");
   const spec = JSON.parse(document.getElementById(figure.dataset.chart).textContent);
+  if (place.clientWidth < 480) makeNarrow(spec);
   const options = {
     // Errors alone: that no point of a line is picked is no news.
     mode: "vega-lite", logLevel: 1, renderer: "svg", actions: false, defaultStyle: false,
@@ -35,6 +41,13 @@ async function draw(figure) {
   });
   place.addEventListener("keydown", (event) => walk(event, place));
   figure.dataset.drawn = "yes";
+}
+
+// Names at the ends of lines stand inside, so that the lines have all the width.
+function makeNarrow(spec) {
+  const ends = spec.layer.find((layer) => layer.name === "ends");
+  if (ends) Object.assign(ends.mark, {align: "right", dx: -2, dy: -10});
+  spec.padding.right = 8;
 }
 
 // Arrow keys go from point to point and show the values of each, Escape hides them.

@@ -1,0 +1,156 @@
+"""Which accuracies a report shows, what each is called, and at which cost it stands."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from vit_ray.report.groups import FEW_SHOT_SETS, TEST_SET, TRAINING_SET, Group, differences
+from vit_ray.report.runs import MEAN_TRANSFER, TRAININGS, TRANSFER, RecordedRun
+from vit_ray.report.seeds import Mean, by_group, mean_of
+
+
+def averaged(key: str) -> str:
+    """The same metric of the averaged weights instead of the last ones."""
+    return key.replace("/", "/averaged_", 1)
+
+
+_LAST: Final = {
+    "few_shot/5_shot_top1": "5-shot linear accuracy",
+    "few_shot/10_shot_top1": "10-shot linear accuracy",
+    "few_shot/25_shot_top1": "25-shot linear accuracy",
+    "few_shot/1_shot_top1": "1-shot linear accuracy",
+    "eval/top1": "top-1 accuracy",
+}
+ACCURACIES: Final = _LAST | {
+    averaged(key): f"{name} of averaged weights" for key, name in _LAST.items()
+}
+"""Metric keys, and what a person calls each."""
+
+
+def trainings(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Without parents, benchmarks, evaluations and the like, which train nothing themselves."""
+    return [run for run in runs if run.kind in TRAININGS]
+
+
+def studied(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Those that may stand in one figure: where there is a study, its cells.
+
+    Their fine-tunings have other test sets, and compute of their own.
+    """
+    return [run for run in runs if run.kind == "study_cell"] or list(runs)
+
+
+def accuracies_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """Keys to plot: the first few-shot accuracy that there is, top-1, and those of transfers.
+
+    The first two of averaged weights where all that have been measured have them.
+    """
+    held = {key for run in runs for key in run.metrics}
+    few_shot = [key for key in _LAST if key in held and key.startswith("few_shot/")][:1]
+    own = [*few_shot, *(["eval/top1"] if "eval/top1" in held else [])]
+    mean = [MEAN_TRANSFER] if MEAN_TRANSFER in held else []
+    return [decided_key(runs, key) for key in own] + mean + transfer_keys(runs)
+
+
+def transfer_keys(runs: Sequence[RecordedRun]) -> list[str]:
+    """Accuracies on single tasks after fine-tuning."""
+    held = {key for run in runs for key in run.metrics}
+    return sorted(key for key in held if TRANSFER.fullmatch(key) and key != MEAN_TRANSFER)
+
+
+def decided_key(runs: Sequence[RecordedRun], key: str) -> str:
+    """The accuracy that decides: of averaged weights where all that have the key have it of them.
+
+    And of the same images: a test set, or a dev split.
+    """
+    measured, other = [run for run in runs if key in run.metrics], averaged(key)
+    has_all = measured and all(other in run.metrics for run in measured)
+    is_alike = all(run.is_on_dev(key) == run.is_on_dev(other) for run in measured)
+    return other if has_all and is_alike else key
+
+
+def decided_top1(run: RecordedRun) -> float | None:
+    """Accuracy of the averaged weights where the run averaged any, or else of the last ones."""
+    return run.metrics.get(decided_key([run], "eval/top1"))
+
+
+def accuracy_name(key: str) -> str:
+    """What a person calls a metric."""
+    if key == MEAN_TRANSFER:
+        return "mean top-1 over the tasks after fine-tuning"
+    task = TRANSFER.fullmatch(key)
+    return f"{task.group(1)} top-1 after fine-tuning" if task else ACCURACIES[key]
+
+
+def title_of(key: str) -> str:
+    """As `accuracy_name`, to begin a caption with."""
+    name = accuracy_name(key)
+    return name[0].upper() + name[1:]
+
+
+def by_sets(runs: Sequence[RecordedRun], key: str) -> list[tuple[str, list[RecordedRun]]]:
+    """Runs that have the accuracy, those of one training and test set together.
+
+    Each with `, training set NAME, test set NAME`, as far as these differ among the runs. The test
+    set of a transfer is that of its fine-tunings.
+    """
+    tests = FEW_SHOT_SETS if key.startswith("few_shot/") else (TEST_SET,)
+    parts: dict[Group, list[RecordedRun]] = {}
+    for run in runs:
+        if key not in run.metrics:
+            continue
+        sets = run.group.only(lambda name: name in (TRAINING_SET, *tests))
+        if task := TRANSFER.fullmatch(key):
+            tuned = tunings_of(run, task.group(1))[:1]
+            theirs = tuned[0].group.values.get(TEST_SET, "None") if tuned else "None"
+            names = {**sets.names, **(tuned[0].group.names if tuned else {})}
+            sets = Group.of({**sets.values, TEST_SET: theirs}, names)
+        parts.setdefault(sets, []).append(run)
+    names_of = differences([*parts])
+    return [(f", {names_of[sets]}" if names_of[sets] else "", one) for sets, one in parts.items()]
+
+
+def tunings_of(run: RecordedRun, task: str) -> list[RecordedRun]:
+    """Trainings that gave a cell its accuracy on a task of its study."""
+    return [
+        one
+        for one in run.tuned
+        if one.tags.get("vit_ray.transfer_task") == task and not one.is_trial
+    ]
+
+
+def cost_of(run: RecordedRun, key: str, cost: str = "study/exaflops") -> float | None:
+    """Cost at which an accuracy stands: of pre-training and fine-tuning together.
+
+    The accuracy on a task after fine-tuning, of a run's own metrics, has the mean cost of the
+    fine-tunings of the task, and a mean over tasks the mean over these; where theirs is not
+    recorded, it stands at that of the pre-training.
+    """
+    if (own := run.in_all(cost)) is None or not (task := TRANSFER.fullmatch(key)):
+        return own
+    keys = run.tasks if key == MEAN_TRANSFER else {task.group()}
+    tasks = [found.group(1) for one in keys if (found := TRANSFER.fullmatch(one))]
+    tuned = [one.recorded.get(cost) for name in tasks for one in tunings_of(run, name)]
+    known = [one for one in tuned if one is not None]
+    return own + (statistics.fmean(known) if known else 0.0)
+
+
+def best_of(runs: Sequence[RecordedRun], key: str) -> tuple[RecordedRun, Mean] | None:
+    """A run of the group with the best mean over seeds, of those that finished and were tested."""
+    tested = [run for run in runs if key in run.metrics and run.is_tested(key)]
+    groups = [
+        (members[0], mean_of([run.metrics[key] for run in members]))
+        for members in by_group(run for run in tested if run.status == "FINISHED").values()
+    ]
+    known = [(run, mean) for run, mean in groups if mean is not None]
+    return max(known, key=lambda pair: pair[1].value, default=None)
+
+
+def epochs_of(run: RecordedRun) -> float | None:
+    """Length of a training; one in steps or images counts in epochs, too."""
+    if (epochs := run.number("optim.epochs")) is not None:
+        return epochs
+    images, seen = run.metrics.get("study/train_images"), run.metrics.get("study/images_seen")
+    return seen / images if seen and images else None

@@ -40,7 +40,15 @@ def test_two_runs_are_compared_and_their_curves_drawn_over_each_other(
     words = (f"tracking.uri={uri}", "tracking.experiment=mine", f"output={tmp_path}/runs")
     assert compare("a", "b", *words) == 0
     shown = capsys.readouterr().out
-    for text in ("a single run", "A: a", "optim.learning_rate", "0.3", "75.00", "+25.00", "one seed"):
+    for text in (
+        "a single run",
+        "A: a",
+        "optim.learning_rate",
+        "0.3",
+        "75.00",
+        "+25.00",
+        "one seed",
+    ):
         assert text in shown
     folder = tmp_path / "runs" / "compare-a-b"
     assert f"with curves of both: {folder}/compare.html" in shown

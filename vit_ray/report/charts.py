@@ -92,8 +92,9 @@ class Axis:
             texts = json.dumps({str(i): text for i, text in enumerate(ticks.values())})
             at = f"indexof({[*ticks]}, datum.value)"
             marks |= {"values": [*ticks], "labelExpr": f"{texts}[toString({at})] || ''"}
-        scale = {"type": "log" if self.is_log else "linear", "domain": [*ends], "nice": False}
-        titled = {"title": self.title, "scale": {**scale, "zero": False}, "axis": marks}
+        kind = {"type": "log"} if self.is_log else {"type": "linear", "zero": False}
+        scale = {**kind, "domain": [*ends], "nice": False}
+        titled = {"title": self.title, "scale": scale, "axis": marks}
         return {"field": name, "type": "quantitative", **titled}
 
     @property

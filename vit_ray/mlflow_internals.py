@@ -87,7 +87,7 @@ def engine_of(client: MlflowClient) -> Any:
 def sample_of_server(
     client: MlflowClient, run_ids: Sequence[str], key: str, most: int, timeout_s: float
 ) -> list[tuple[str, Record]] | None:
-    """An even sample of each run's history, with the run's id; None where a server lacks the call."""
+    """Even samples of histories, each with its run id; None where a server lacks the call."""
     rest: Any = importlib.import_module("mlflow.utils.rest_utils")
     store: Any = client._tracking_client.store
     start, end = ALL_STEPS

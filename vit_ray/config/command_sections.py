@@ -12,13 +12,13 @@ from vit_ray.config.validation import value_text
 
 
 class ConvertConfig(Section):
-    """From files of images to a sharded parquet data set."""
+    """Converting files of images to a sharded parquet data set."""
 
     source: str
-    """Folder of class folders, tar shards, parquet, TFRecord, CSV or JSONL, a file, a glob, or
-    braces such as `{000..127}`; local or `s3://`."""
+    """Folder of class folders, of tar shards, parquet or TFRecord files; a CSV or JSONL file; a
+    glob, or braces such as `{000..127}`; local or `s3://`."""
     split: str | None = None
-    """Which split of a source that has several, such as train; `all` takes them as one."""
+    """Split of a source that has several, such as train; `all` = all of them as one set."""
     destination: str
     """Folder or `s3://` prefix of the new data set."""
     format: Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl", "tfrecord"] = (
@@ -28,24 +28,23 @@ class ConvertConfig(Section):
     rows_per_row_group: Positive = 64
     """Images per row group: the smallest unit that is read."""
     shard_mib: PositiveFloat = 256.0
-    """Target size of a parquet file in MiB, as it is written."""
+    """Target size of a parquet file in MiB."""
     max_rejected_fraction: Fraction = 0.01
-    """Refuse to commit when more of the source than this cannot be read as images; the command
-    again with a higher limit commits what is finished."""
+    """Nothing is committed if more of the source than this is rejected; the same command with a
+    higher limit then commits what is finished."""
     damaged: Literal["auto", "reject", "keep"] = "auto"
-    """JPEG files that libjpeg warns of but decodes: reject them, or keep them; auto = reject those
-    that end early, such as half a file. What is kept is counted and listed in
-    `damaged.parquet`."""
+    """JPEG files that libjpeg decodes with a warning: reject or keep them; auto = reject those that
+    are truncated. Kept ones are counted and listed in `damaged.parquet`."""
     classes: tuple[str, ...] | None = None
-    """Class names in label order; unset = those that the source declares, or its sorted labels."""
+    """Class names in label order; unset = those of the source, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"
-    """What labels are: class names, or indices into the classes; auto = as the source declares, and
-    indices where it does not, all labels are integers, and no class name is. Where no class names
-    are known, integers other than 0 to n - 1 need one of the two: `indices` keeps each label as it
-    is, `names` numbers what there is from 0 on."""
+    """Whether labels are class names or indices into the classes; auto = as the source declares,
+    else indices if all labels are integers and no class name is. Without known class names,
+    integers other than 0 to n - 1 need one of the two: `indices` keeps each label, `names`
+    renumbers them from 0."""
     columns: tuple[str, ...] = ()
-    """Fields of the source to pass through as text, such as captions and ids: columns of parquet
-    and CSV, keys of JSON, suffixes of a tar's text files."""
+    """Fields of the source to keep as text, such as captions and ids: columns of parquet and CSV,
+    keys of JSON, suffixes of text files in a tar."""
     label_field: str | None = None
     """Field of the source that has the label: a column of parquet or CSV, a key of JSON, a suffix
     of a tar's text files, a feature of TFRecord; or, for TFRecord, a task of VTAB whose label is
@@ -56,19 +55,19 @@ class ConvertConfig(Section):
     feature of TFRecord, or the field of CSV or JSON that has its path; unset = the only one that is
     called as images are, such as `image` or `path`."""
     extend: bool = False
-    """Add what is new in the source to the data set that the destination holds, in shards of its
-    own: the images that it has keep their bytes and numbers, and the manifest before stays in
-    `versions/FINGERPRINT`, which can be given as `data.train`. Without it a source that has changed
-    is an error, and one that has not is not converted again."""
+    """Add new images of the source to an existing data set, in new shards: existing images keep
+    their bytes and numbers, and the previous manifest stays in `versions/FINGERPRINT`, which can be
+    given as `data.train`. With `false`, a source that has changed is an error."""
     keep_damaged_archives: bool = False
-    """Take what stands before the damage of a tar that is cut or broken, instead of refusing it."""
+    """Keep the images before the damage of a truncated or broken tar, instead of refusing it."""
     shrink_to: Positive | None = None
-    """Re-encode images whose shorter side is longer than this; unset = keep every size."""
+    """Re-encode images whose shorter side is longer than this many pixels, as JPEG; unset = keep
+    every size."""
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
     """JPEG quality of re-encoded images."""
     index_jpeg: bool = True
-    """Give JPEG files restart markers, losslessly, so that training decodes no more of an image
-    than its crop: half of the bytes and of the decoding; false = keep every byte as it came."""
+    """Add restart markers to JPEG files, losslessly, so that training reads and decodes only the
+    crop of an image: about half of the bytes and CPU time; false = keep the original bytes."""
     cpus_per_task: PositiveFloat = 1.0
     """CPUs that one conversion task reserves."""
 
@@ -79,12 +78,11 @@ class VerifyConfig(Section):
     path: str
     """Converted data set: a folder or `s3://` prefix."""
     decode_fraction: Fraction = 0.01
-    """Share of the images to decode, and to compare with the source where their files were
-    rewritten (`convert.index_jpeg`); checksums of all are checked always."""
+    """Share of the images to decode, and to compare with the source if they were rewritten
+    (`convert.index_jpeg`). Checksums of all are always checked."""
     compare_source: bool = True
-    """Compare with the source, where it is still there. That lists it, and reads the headers of a
-    tar shard, or all of a parquet or TFRecord file, that has an image of the sample; `false` never
-    looks at it."""
+    """Compare with the source if it still exists. This lists the source, and reads the headers of
+    tar shards and whole parquet or TFRecord files that hold a sampled image."""
 
 
 class SubsetConfig(Section):
@@ -106,9 +104,9 @@ class DeduplicateConfig(Section):
     source: str
     """Converted pre-training set."""
     evaluation_sets: tuple[str, ...] = Field(min_length=1)
-    """Converted sets whose images, exact or near, are left out."""
+    """Converted sets whose images, and near duplicates of them, are left out."""
     destination: str
-    """Folder of the new manifest and of the list of what was left out."""
+    """Folder of the new manifest and of `duplicates.parquet`, the list of what was left out."""
 
 
 class SweepConfig(Section):
@@ -117,37 +115,36 @@ class SweepConfig(Section):
     learning_rates: tuple[PositiveFloat, ...] = Field(
         default=(0.001, 0.003, 0.01, 0.03), min_length=1
     )
-    """The grid where there is no `space`."""
+    """Learning rates to try, if there is no `space`."""
     space: dict[str, JsonValue] | None = None
-    """What is varied in its place: keys of the recipe with lists of values, such as
-    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; or, for `search=random`, with
-    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. Values of a section, such as
-    `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, change the keys that they name."""
+    """Search space instead of `learning_rates`: keys of the recipe with lists of values, such as
+    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; for `search=random` also with
+    ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. A value of a section, such as
+    `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, changes only the keys that it names."""
     search: Literal["grid", "random"] = "grid"
-    """Every combination, or `num_trials` drawn at random, the same for the same `seed`."""
+    """Every combination, or `num_trials` random points that depend only on `seed`."""
     num_trials: Positive | None = None
-    """Points that a random search draws."""
+    """Number of points of a random search."""
     seed: NotNegative = 0
-    """Of the dev split and of what is drawn."""
+    """Seed of the dev split and of the random points."""
     dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
-    """Share of the training set that chooses the rate: ImageNet 0.01, CIFAR 0.02, Pets 0.1; each
-    class has its share."""
+    """Share of the training set used as dev split, of each class: ImageNet 0.01, CIFAR 0.02, Pets
+    0.1."""
     seeds: Positive = 3
-    """Runs on the full training set with the chosen rate; mean and deviation are reported."""
+    """Runs on the full training set with the chosen point; mean and deviation are reported."""
     scheduler: Literal["none", "asha"] = "none"
-    """`asha` (Ray Tune's) measures trials on the dev split at rungs and stops at each all but the
-    best share of those that were there so far; `none` trains every trial to its end."""
+    """`asha` (Ray Tune's) evaluates trials on the dev split at rungs and stops all but the best
+    share at each; `none` trains every trial to its end."""
     grace_steps: Positive | None = None
-    """Steps before ASHA's first rung; unset = those of the longest trial by `reduction_factor`
-    squared."""
+    """Steps before ASHA's first rung; unset = the steps of the longest trial divided by
+    `reduction_factor` squared."""
     reduction_factor: Annotated[float, Field(gt=1.0)] = 4.0
-    """ASHA: a rung lies at so many times the steps of the one before, and one in so many goes
-    on."""
+    """ASHA: factor between the steps of successive rungs; one in so many trials continues."""
     retries: NotNegative = 1
-    """How often a trial that failed is started again from its checkpoint, and as often again behind
-    each rung of ASHA. One whose loss or gradient was not finite has diverged, and is not."""
+    """Restarts of a failed trial from its checkpoint, counted again after each rung of ASHA. A
+    trial that diverged (loss or gradient not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Trials at a time; unset = what the cluster holds."""
+    """Trials at a time; unset = as many as the cluster holds."""
 
     def problems(self) -> dict[str, object]:
         """Keys that do not go together; values that span no space."""
@@ -195,17 +192,17 @@ class VtabTask(Section):
     """One task of VTAB-1k, with its exceptions from the common augmentation."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    """Of its folder, and in tables."""
+    """Name of its folder, and in tables."""
     group: Literal["natural", "specialized", "structured"]
     """Group whose mean it belongs to."""
     flip: bool = True
-    """Mirror half of the training images; not where the answer depends on it."""
+    """Mirror half of the training images; `false` if labels depend on orientation."""
     crop: bool = True
-    """Random crops of training images; not where the answer lies outside of them."""
+    """Random crops of training images; `false` if a crop may miss the answer."""
 
 
 class VtabConfig(Section):
-    """The tasks of VTAB-1k, each fine-tuned with the one recipe, under one parent run."""
+    """The tasks of VTAB-1k, each fine-tuned with the same recipe, under one parent run."""
 
     data: str
     """Folder or `s3://` prefix with the converted sets `TASK/train` (1,000 images) and
@@ -213,19 +210,19 @@ class VtabConfig(Section):
     tasks: tuple[VtabTask, ...] = Field(min_length=1)
     """The tasks."""
     sweep_each: bool = False
-    """Choose among the points of `sweep` for each task, on a dev split of its 1,000 images (200 by
-    `sweep.dev_fraction=0.2`), and train on all of them with `sweep.seeds` seeds, of which mean and
-    deviation are the result; false = one run with the recipe's own rate."""
+    """Run the `sweep` for each task, on a dev split of its 1,000 images (200 with
+    `sweep.dev_fraction=0.2`), then train on all images with `sweep.seeds` seeds; the result is
+    their mean and deviation. `false` = one run with the recipe's learning rate."""
 
 
 class _Axes(Section):
-    """Data sizes and lengths that a row of a study is trained with."""
+    """Data sizes and lengths of a study, or of one of its rows."""
 
     data_fractions: tuple[Share, ...] | None = Field(default=None, min_length=1)
-    """Nested parts of the training set; unset = all of it."""
+    """Nested shares of the training set; unset = all of it."""
     epochs: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=1)
     """Lengths in passes over the part that is trained on; give one of epochs, steps, images. All
-    three unset = 7 epochs, the paper's."""
+    three unset = 7 epochs, as in the paper."""
     steps: tuple[Positive, ...] | None = Field(default=None, min_length=1)
     """Lengths in optimizer steps: the same compute for every data size."""
     images: tuple[Positive, ...] | None = Field(default=None, min_length=1)
@@ -244,60 +241,56 @@ class _Axes(Section):
 
 
 class StudyModel(_Axes):
-    """One row of a scaling study; data sizes and lengths of its own take the place of the study's.
-
-    Any other key of the recipe may differ between rows: optimizer, positions, pooling, shape.
-    """
+    """One row of a scaling study; its data sizes and lengths replace those of the study."""
 
     label: str = Field(min_length=1)
     """Name of the row in tables and figures."""
     model: ModelConfig | None = None
-    """The model of the row, whole: what it leaves out, `image_size` too, is the default and not the
-    recipe's; unset = the recipe's, of which `changes` may change keys."""
+    """The complete model of the row: keys that it leaves out have the schema's defaults, not the
+    recipe's values. Unset = the recipe's model, which `changes` may change."""
     learning_rate: PositiveFloat | None = None
-    """Peak rate of the row; unset = the recipe's."""
+    """Peak learning rate of the row; unset = the recipe's."""
     changes: dict[str, JsonValue] = {}
-    """Other keys of the recipe that the row has values of its own for, such as
+    """Other keys of the recipe that differ in this row, such as
     `{optim.name: sgd, model: {pool: gap}}`."""
 
 
 class StudyTask(Section):
-    """A data set to which every cell's weights are transferred, and how."""
+    """A fine-tuning of every cell's weights on another data set."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    """In names of runs and in tables."""
+    """Name in runs and tables."""
     recipe: str
     """Recipe of the fine-tuning: a YAML file, or a shipped one such as `finetune/pets`. With a
-    section `sweep` the rate is chosen on a dev split; else it is `optim.learning_rate`. Model,
-    weights, seed and workers are the cell's."""
+    section `sweep` the rate is selected on a dev split; else it is `optim.learning_rate`. Model,
+    weights, seed and workers come from the cell."""
     changes: dict[str, JsonValue] = {}
-    """Keys of that recipe with other values, such as
+    """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
 
 
 class StudyConfig(_Axes):
-    """Rows by data sizes by lengths by seeds; each cell is pre-trained and few-shot evaluated."""
+    """A grid over rows, data sizes, lengths and seeds; each cell is pre-trained and evaluated."""
 
     models: tuple[StudyModel, ...] = Field(min_length=1)
     """The rows."""
     seeds: tuple[NotNegative, ...] | None = Field(default=None, min_length=1)
-    """Every cell is trained with each; unset = the recipe's `seed` alone."""
+    """Seeds of every cell; unset = the recipe's `seed`."""
     branch: bool = False
-    """Train the longest of a row's lengths, and of the others only what differs, from the longest
-    one's checkpoint: the cool-down of `optim.schedule=cooldown` or `rsqrt`. Cells are labelled
-    so."""
+    """Train the longest length of a row, and branch the shorter ones off its checkpoints: only
+    their cool-down is trained (`optim.schedule=cooldown` or `rsqrt`). Such cells are labelled."""
     transfer: tuple[StudyTask, ...] = ()
-    """What each cell is fine-tuned on after its pre-training, one after another."""
+    """Fine-tunings of each cell after its pre-training, in this order."""
     retries: NotNegative = 1
-    """How often a cell that failed is started again from its newest checkpoint. One whose loss or
-    gradient was not finite has diverged, and is not."""
+    """Restarts of a failed cell from its newest checkpoint. A cell that diverged (loss or gradient
+    not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Cells at a time, largest first; unset = what the cluster holds when each starts."""
+    """Cells at a time, largest first; unset = as many as the cluster holds at each start."""
     max_gpus: Positive | None = None
-    """GPUs that the cells take together; unset = all of the cluster's."""
+    """Most GPUs that all cells use together; unset = all of the cluster."""
     budget_gpu_hours: PositiveFloat | None = None
-    """Refuse to start a study whose cells, by the plan of `--dry-run`, need more hours of
-    `plan.device` in all; unset = no limit."""
+    """A study that needs more hours of `plan.device`, by the plan of `--dry-run`, does not start;
+    unset = no limit."""
 
     def problems(self) -> dict[str, object]:
         """A task with the name of the mean of all."""
@@ -306,15 +299,15 @@ class StudyConfig(_Axes):
 
 
 class ExportConfig(Section):
-    """Weights for other programs, from a run, a checkpoint or a published file."""
+    """Exporting weights of a run, a checkpoint or a published file to other programs."""
 
     path: str
     """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; for
     huggingface also a folder that `from_pretrained` reads."""
     layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
-    """Whose names and shapes the tensors get."""
+    """Library whose names and shapes the tensors get."""
     averaged: bool | None = None
-    """Averaged weights of a checkpoint; unset = if it has any."""
+    """Use the averaged weights of a checkpoint; unset = if it has any."""
 
 
 class ExtractConfig(Section):
@@ -325,36 +318,38 @@ class ExtractConfig(Section):
     path: str
     """Folder or `s3://` prefix that the files are written to."""
     logits: bool = True
-    """Write logits, too."""
+    """Also write logits."""
 
 
 class BenchmarkConfig(Section):
-    """A published test set whose right answers are not simply the labels of `data.eval`."""
+    """A published test set whose correct answers are not just the labels of `data.eval`."""
 
     kind: Literal["own_labels", "imagenet_real", "imagenet_v2", "objectnet", "class_names"] = (
         "own_labels"
     )
-    """`own_labels`: those of `data.eval`. `imagenet_real`: those of `label_file`, of which an image
-    may have several or none. `imagenet_v2`: class folders are numbers of ImageNet's classes.
-    `objectnet`: class folders by the mappings in `label_file`; others are skipped. `class_names`
-    (ImageNet-A, -R, -Sketch): by name in `model_classes`, and only those of the set compete."""
+    """`own_labels`: labels of `data.eval`. `imagenet_real`: labels of `label_file`, several or none
+    per image. `imagenet_v2`: class folders are ImageNet class numbers. `objectnet`: class folders
+    are mapped by `label_file`; others are skipped. `class_names` (ImageNet-A, -R, -Sketch): classes
+    are matched by name with `model_classes`, and only these are predicted."""
     label_file: str | None = None
     """Published file: `real.json` for `imagenet_real`, the folder `mappings` of ObjectNet."""
     model_classes: str | None = None
-    """The model's outputs in order: a converted set, a `.txt` with a class a line (or a WordNet id
-    and text), or a `.json` list or `imagenet_class_index.json`. Unset = the classes of `data.train`
-    or `data.eval`, in the order in which `config.json` beside the weights has them, if it does."""
+    """Class names of the model's outputs in order: a converted set, a `.txt` with one class (or one
+    WordNet id and text) a line, a `.json` list, or `imagenet_class_index.json`. Unset = the classes
+    of `data.train` or `data.eval`, in the order of the `config.json` next to the weights, if
+    any."""
 
 
 class PaperConfig(Section):
-    """What a result is of in the terms of the paper's Tables 2 and 5, beside which it is shown."""
+    """Which row of the paper's Tables 2 and 5 a result is compared with."""
 
     task: Literal["cifar10", "cifar100", "imagenet", "imagenet_real", "flowers", "pets"] | None = (
         None
     )
-    """The paper's test set that `data.eval` is, whole; unset = none: the result is a proxy."""
+    """The paper's test set, if `data.eval` is the whole of it; unset = none: the result is a
+    proxy."""
     pretraining: Literal["imagenet", "imagenet21k", "jft300m"] | None = None
-    """What the weights in `init_from` were pre-trained on; unset = other data, or unknown."""
+    """Pre-training data of the weights in `init_from`; unset = other or unknown."""
 
 
 class BenchmarkedModel(Section):
@@ -370,32 +365,33 @@ class BenchmarkModelsConfig(Section):
     """Images per second and the largest batch of models on one device (the paper's D.5)."""
 
     models: tuple[BenchmarkedModel, ...] = Field(min_length=1)
-    """Measured one after the other, each in a process of its own."""
+    """Models, measured one after the other, each in its own process."""
     image_sizes: tuple[Positive, ...] = Field(default=(64, 128, 224, 384, 512), min_length=1)
-    """Sides in pixels; for each model the nearest that its patches fill."""
+    """Input sides in pixels; each model uses the nearest side that its patches fill."""
     modes: tuple[Literal["inference", "training"], ...] = Field(
         default=("inference", "training"), min_length=1
     )
-    """`inference`: a forward pass. `training`: forward and backward pass; in memory it has the
-    state of `train.zero_stage` and `optim.name` beside it, as for `train.micro_batch_size=auto`."""
+    """`inference`: a forward pass. `training`: forward and backward pass, with the memory of
+    `train.zero_stage` and `optim.name`, as for `train.micro_batch_size=auto`."""
     max_batch_size: Positive = 4096
-    """Images; no larger batch is tried."""
+    """Largest batch that is tried, in images."""
     memory_gib: PositiveFloat | None = None
-    """Memory that may be taken; unset = all of a GPU's, and 2 GiB of a CPU's, where a batch is
-    tried only if it needs no more by the estimate of `--dry-run`."""
+    """Memory limit; unset = all of a GPU, or 2 GiB on a CPU, where a batch is tried only if the
+    estimate of `--dry-run` is below the limit."""
     timed_s: PositiveFloat = 1.0
-    """Passes of a batch are repeated for so long, three times at least; their median counts."""
+    """Seconds for which the passes of a batch are repeated, at least three times; the result is
+    their median."""
 
 
 class InspectConfig(Section):
-    """Figures of what a trained model looks at."""
+    """Filters, positions and attention of a trained model as images."""
 
     images: str
     """Folder of images, local or `s3://`, searched with its subfolders."""
     path: str = "inspection"
     """Local folder that the figures are written to."""
     num_images: Positive = 128
-    """Images that attention distance is averaged over (the paper's number), over the folder."""
+    """Images over which attention distance is averaged; the default is the paper's."""
     averaged: bool | None = None
     """Averaged weights of a checkpoint; unset = if it has any."""
 
@@ -404,28 +400,28 @@ class ReportConfig(Section):
     """The page of tables and figures."""
 
     watch_s: Annotated[float, Field(ge=1.0)] | None = None
-    """Write the page anew every so many seconds, and let an open one reload itself, while any of
-    its runs goes on; unset = write it once."""
+    """Seconds between rewrites of the page while its runs are training; an open page reloads
+    itself. Unset = write it once."""
 
 
 class PlanConfig(Section):
-    """The cluster, and the data set, that `jobs/plan.py` and `--dry-run` estimate for."""
+    """The cluster and the data set that `plan` and `--dry-run` assume."""
 
     device: str = "H200"
     """GPU: part of the name that its driver reports, such as H200, H100, A100."""
     num_gpus: Positive | None = None
     """GPUs, one per worker; unset = the most of `workers.num_workers`."""
     mfu: Share = 0.4
-    """Share of the GPU's dense peak that training is assumed to reach, communication aside."""
+    """Assumed share of the GPU's dense peak, without communication."""
     link_gb_per_s: PositiveFloat | None = None
-    """GB/s (1000^3) that a GPU sends; unset = the data sheet's link for up to 8 GPUs (one server),
-    and 50 for more (a port of 400 Gbit/s for each GPU)."""
+    """GB/s (1000^3) that a GPU sends; unset = the link of the data sheet for up to 8 GPUs (one
+    server), and 50 for more (a port of 400 Gbit/s for each GPU)."""
     num_images: Positive | None = None
-    """Training images, told instead of read from `data.train`."""
+    """Training images, if not read from `data.train`."""
     num_classes: Positive | None = None
-    """Classes, told instead of read from `data.train`."""
+    """Classes, if not read from `data.train`."""
     price_per_gpu_hour: PositiveFloat | None = None
-    """What an hour of one GPU costs, in any currency; unset = no costs are shown."""
+    """Price of one GPU-hour, in any currency; unset = no costs are shown."""
 
     def problems(self) -> dict[str, object]:
         """One of the two counts without the other."""

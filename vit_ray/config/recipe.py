@@ -53,19 +53,20 @@ class Recipe(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Run name: folder of its checkpoints, and how it is resumed."""
     seed: Annotated[NotNegative, Field(lt=2**63), OnResume.FIXED] = 0
-    """Initial weights, order, augmentation and dropout; as torch's generators take it."""
+    """Seed of initial weights, order, augmentation and dropout."""
     output: Annotated[str, OnResume.FREE] = "runs"
     """Folder or `s3://` prefix under which runs keep their checkpoints."""
     resume: Annotated[bool | Literal["auto", "from_zero", "changed"], OnResume.FREE] = "auto"
-    """A run of this name exists: `auto` continues it, `true` demands it, `false` refuses it;
-    `from_zero` is `auto`, but starts at step 0 where none of its checkpoints can be used;
-    `changed` is `auto`, but goes on with a recipe that is not the one it was begun with."""
+    """If a run of this name exists: `auto` continues it, `true` requires it, `false` refuses it;
+    `from_zero` is `auto`, but starts at step 0 if none of its checkpoints can be used; `changed`
+    is `auto`, but also continues with a changed recipe."""
     init_from: Annotated[str | None, OnResume.CONFIRM] = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
-    folder of Hugging Face, local or `s3://`; or `hf://OWNER/NAME` of its hub, timm's too."""
+    Hugging Face folder, local or `s3://`; or `hf://OWNER/NAME` of the Hugging Face hub, also for
+    timm's models."""
     init_resize: Annotated[Literal["bilinear", "bicubic"], OnResume.CONFIRM] = "bilinear"
-    """How positions of `init_from` reach another resolution: as the paper's code, or as timm and
-    transformers."""
+    """How position embeddings of `init_from` are resized: `bilinear` as in the paper's code,
+    `bicubic` as in timm and transformers."""
     model: Annotated[ModelConfig, OnResume.FIXED] = ModelConfig()
     data: Annotated[DataConfig, OnResume.CONFIRM] = DataConfig()
     optim: Annotated[OptimConfig, OnResume.CONFIRM] = OptimConfig()

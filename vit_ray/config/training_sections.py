@@ -27,9 +27,9 @@ from vit_ray.config.validation import value_text
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that may be a word."""
 MOST_BLOCKS: Final = 1000
-"""Of a model: what is more is a slip of the hand, and would be built for hours."""
+"""Of a model; more is a typing error that would take hours to build."""
 HIGHEST_BF16_BETA: Final = 0.95
-"""Momentum that bf16 holds: a constant gradient's comes to 0.96 of it, at 0.999 to 0.34."""
+"""With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
 
 class ModelConfig(Section):
@@ -42,38 +42,39 @@ class ModelConfig(Section):
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
     depth: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] | None = None
-    """Transformer blocks; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    """Transformer blocks (`ViT`, `Axial-ViT`, `R+ViT`)."""
     width: Positive | None = None
-    """Token width D; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    """Token width D (`ViT`, `Axial-ViT`, `R+ViT`)."""
     mlp_dim: Positive | None = None
-    """Hidden width of the MLP; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    """Hidden width of the MLP (`ViT`, `Axial-ViT`, `R+ViT`)."""
     num_heads: Positive | None = None
-    """Attention heads; of `ViT`, `Axial-ViT`, `R+ViT` only."""
+    """Attention heads (`ViT`, `Axial-ViT`, `R+ViT`)."""
     patch_size: Positive | None = None
-    """Patch side in pixels; of `ViT`, `Axial-ViT` only."""
+    """Patch side in pixels (`ViT`, `Axial-ViT`)."""
     stages: tuple[Annotated[int, Field(gt=0, le=MOST_BLOCKS)], ...] | None = None
-    """Units of each stage; of `R+ViT`, `ResNet`, `AxialResNet` only."""
+    """Units of each stage (`R+ViT`, `ResNet`, `AxialResNet`)."""
     width_factor: Positive | None = None
-    """Factor on the widths of a ResNet (64 in its first stage); of the same three only."""
+    """Factor on the widths of a ResNet, 64 in its first stage (same three families)."""
     positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] | None = None
-    """Position embedding of Table 8, or fixed sines and cosines; unset = the model's default."""
+    """Position embedding of the paper's Table 8, or fixed sines and cosines; unset = the model's
+    default."""
     positions_at: Literal["stem", "every_layer", "every_layer_shared"] | None = None
     """Where positions are added."""
     pool: Literal["cls", "gap", "map"] | None = None
-    """Classifier input: the class token, the mean over patch tokens, or their pooling by attention
-    (the MAP head of "Scaling Vision Transformers")."""
+    """Classifier input: the class token, the mean over patch tokens, or attention pooling (the MAP
+    head of "Scaling Vision Transformers")."""
     registers: NotNegative | None = None
-    """Tokens that belong to no patch, beside the class token. Exported in our own layout only, as
-    are the MAP head and the positions that are fixed."""
+    """Extra tokens that belong to no patch. Models with registers, a MAP head or fixed positions
+    are exported only in the layout `vit_ray`."""
     representation: bool | None = None
     """The tanh layer before the head, used in pre-training."""
     head_bias: float | None = None
     """Initial bias of the head: -10 for ImageNet-21k, -6.9 for ImageNet with sigmoid loss."""
     dropout: Fraction | None = None
-    """Dropout after every dense layer but q, k, v, and after the positions."""
+    """Dropout after the positions and after every dense layer except q, k and v."""
     stochastic_depth: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """Share of images for which the last block's attention and MLP are left out in training; the
-    first block's never, linearly between. Not of axial ViTs."""
+    """Share of images that skip the attention and MLP of the last block in training; it rises
+    linearly from 0 at the first block. Not for axial ViTs."""
 
     @model_validator(mode="after")
     def _take_catalog_name(self) -> Self:
@@ -150,14 +151,14 @@ class AugmentConfig(Section):
     flip: bool = True
     """Mirror half of the images."""
     randaugment: Literal["tensorflow", "timm"] | None = None
-    """Random operations on the finished crop: the space of the paper's code and of AugReg, or
-    timm's `inc1` of DeiT; unset = none. Done by the tasks that read (`data.decode=host`)."""
+    """Random operations on the finished crop: those of the paper's code and AugReg, or timm's
+    `inc1` of DeiT; unset = none. Needs `data.decode=host`."""
     randaugment_layers: Annotated[Positive, UsedIf("randaugment")] = 2
-    """Operations for each image."""
+    """Operations per image."""
     randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
-    """Their strength; 10 is full, and timm's are not stronger."""
+    """Strength of the operations; 10 is full strength and the maximum of `timm`."""
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
-    """Of normal noise on the strength of each operation (DeiT: 0.5)."""
+    """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
 
     def problems(self) -> dict[str, object]:
         """An empty range of areas; strengths that timm's operations do not have."""
@@ -172,23 +173,24 @@ class AugmentConfig(Section):
 
 
 class EvalAugmentConfig(Section):
-    """How an encoded image becomes a square of pixels in an evaluation, the same every time."""
+    """How an encoded image becomes a square of pixels in evaluation, without randomness."""
 
     kind: Literal["resize", "center_crop"] = "center_crop"
     """Plain resize, or resize and centre crop."""
     resize: Positive | None = None
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
     border: NotNegative = 0
-    """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
+    """Pixels cut off all four sides first: 2 for ObjectNet's red frame."""
 
 
 class TrainingSet(Section):
-    """One of several data sets that are trained on together."""
+    """One of several training sets that are mixed."""
 
     path: str
     """Converted set: a folder or `s3://` prefix."""
     weight: PositiveFloat = 1.0
-    """In proportion to it, samples come from this set; the smaller set is then read more often."""
+    """Samples are drawn from the sets in proportion to their weights, so a small set with a large
+    weight is read more than once an epoch."""
 
 
 class DataConfig(Section):
@@ -197,48 +199,48 @@ class DataConfig(Section):
     train: Annotated[
         str | Annotated[tuple[TrainingSet, ...], Field(min_length=1)] | None, OnResume.FREE
     ] = None
-    """Converted training set: a folder or `s3://` prefix; or several, as a list of
-    `{path, weight}`, which have the same classes. `fraction` and `held_out_fraction` are then of
-    each, and an epoch is as many images as all have together. A run is resumed with these data
-    only, wherever they lie by then."""
+    """Converted training set: a folder or `s3://` prefix; or a list of `{path, weight}` with the
+    same classes. `fraction` and `held_out_fraction` then apply to each set, and an epoch has as
+    many images as all sets together. A run resumes only with the same data, which may have
+    moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
     eval: Annotated[str | None, OnResume.EVALUATED] = None
-    """Converted set for accuracy; unset = none, or the held-out part of `train`."""
+    """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
-    """Share of `train` set aside (keyed by `seed`) and evaluated on when `eval` is unset."""
+    """Share of `train` that is set aside (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
-    """Training images, a multiple of the global batch, whose row groups are shared out among their
-    batches, so that images of one row group meet others in each epoch; a reading task keeps the
-    window in its memory. 0 = whole row groups in turn. `auto` = up to 2,048 where task_memory_mib
-    and object_store_mib allow it, which costs next to nothing, or as the run began."""
+    """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
+    over its batches, differently in each epoch. A reading task holds one window in memory.
+    0 = row groups one after another. `auto` = up to 2,048 within task_memory_mib and
+    object_store_mib; a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()
     """Training images."""
     eval_augment: EvalAugmentConfig = EvalAugmentConfig()
     """Evaluation images."""
     max_bad_fraction: Annotated[Fraction, OnResume.FREE] = 0.001
-    """Undecodable images tolerated before the run stops, as a share of the data set."""
+    """Undecodable images, as a share of the data set, above which the run stops."""
     cpus_per_task: Annotated[PositiveFloat, OnResume.FREE] = 0.66
-    """CPUs that one read-and-decode task reserves. Below 1, since each waits a part of its time
-    for storage and for its turn: three tasks keep two cores busy."""
+    """CPUs that one read-and-decode task reserves. Below 1 because tasks wait for storage: three
+    keep two cores busy."""
     max_tasks: Annotated[Positive | None, OnResume.FREE] = None
-    """Most read-and-decode tasks at a time; unset = as many as there are CPUs left for data."""
+    """Most read-and-decode tasks at a time; unset = as many as the CPUs left for data allow."""
     decode: Literal["host", "device"] = "host"
-    """Where training images become pixels: in reading tasks, or in the training workers, on the GPU
-    by nvImageCodec, where the CPUs cannot keep up. The crops are the same; pixels differ a little
-    (an antialiased resize of the region at full scale, where reading tasks decode it coarser). What
-    of it a CPU does, each worker does in `workers.cpus_per_worker` threads."""
+    """Where training images are decoded: in reading tasks, or on the worker's GPU by nvImageCodec
+    where the CPUs cannot keep up. The crops are the same; pixels differ slightly (`device` decodes
+    at full scale and resizes with antialiasing). The CPU part of `device` uses
+    `workers.cpus_per_worker` threads."""
     task_memory_mib: Annotated[Positive, OnResume.FREE] = 256
-    """Encoded images that one such task keeps at hand, in MiB; one row group at least."""
+    """Encoded images that one task holds, in MiB; at least one row group."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
-    """Most of the cluster's object store, in MiB, that a stream's images may take while they wait
-    for training; at the limit reading waits. Unset = Ray Data's share, half of the store."""
+    """Most MiB of the object store that images waiting for training may take; at the limit reading
+    pauses. Unset = Ray Data's default, half of the store."""
     cache_dir: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FREE] = None
-    """Folder on each node's own disk, for this alone, where what is read is kept for later epochs,
-    and compared with its checksum before it is used again; unset = none is."""
+    """Folder on each node's local disk, used for nothing else, that caches what is read for later
+    epochs; checksums are verified at each use. Unset = no cache."""
     cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
-    """Most GiB that `cache_dir` takes on a node. A full one keeps what it has of this data set, and
-    gives up what it has of others once that was not used for an hour."""
+    """Most GiB that `cache_dir` takes on a node. A full cache keeps this data set and evicts others
+    that were not used for an hour."""
 
     def problems(self) -> dict[str, object]:
         """RandAugment on the device; a cache that is not on a disk."""
@@ -255,56 +257,57 @@ class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
     name: Annotated[Literal["adamw", "sgd", "adafactor"], OnResume.FIXED] = "adamw"
-    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or Adafactor
-    as "Scaling ViT" and big_vision have it: a second moment of rows and columns for each matrix,
-    in attention for each head."""
+    """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or the
+    Adafactor of "Scaling ViT" and big_vision, with a second moment factored into rows and columns
+    of each matrix, in attention of each head."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw", "adafactor"))] = (
         0.9,
         0.999,
     )
-    """AdamW's moments; of Adafactor the momentum, and the most that the other grows to."""
+    """AdamW's betas; for Adafactor the momentum and the limit of the second beta."""
     first_moment: Annotated[Literal["fp32", "bf16"], UsedIf("name", ("adamw", "adafactor"))] = (
         "fp32"
     )
-    """Precision in which AdamW and Adafactor keep their first moment; "Scaling ViT" has bf16, with
-    both. AdamW in bf16 is not one fused kernel."""
+    """Precision of the first moment of AdamW and Adafactor; "Scaling ViT" uses bf16. AdamW with
+    bf16 does not run as one fused kernel."""
     momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
-    """On matrices and kernels only, never on biases, norms, tokens or positions. AdamW decouples
-    it from the moments and scales it by the rate; SGD adds it to the gradient, as BiT did."""
+    """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
+    the rate in AdamW; added to the gradient in SGD, as in BiT."""
     layer_decay: Share = 1.0
-    """Factor on the rate from each layer of a Transformer to the one below it, for fine-tuning
-    (BEiT, MAE: 0.65 to 0.85): head and last norm have the whole rate, the last block this share of
-    it, the embedding with class token and positions the least. 1 = the same rate for all."""
+    """Layer-wise decay of the learning rate for fine-tuning (BEiT, MAE: 0.65 to 0.85): the head and
+    the last norm have the full rate, and each block below this share of the one above; the
+    embedding, class token and positions have the smallest. 1 = one rate for all."""
     frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
-    """Parts of the model that keep their first weights, without gradient and optimizer state:
+    """Parts of the model that are not trained and have no gradient or optimizer state:
     `embedding`, `class_token`, `positions`, `registers`, `blocks` or `blocks.0-5`, `norm`,
     `attention_pool`, `representation`, `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`,
     `head`."""
     clip_norm: NotNegativeFloat = 1.0
-    """Largest global gradient norm; 0 = no clipping."""
+    """Gradients are clipped to this global norm; 0 = no clipping."""
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown", "rsqrt"] = "cosine"
-    """Decay after the warm-up; `steps` multiplies by 0.1 at each of `decay_at`, `cooldown` is
-    constant until its last part, and `rsqrt` falls until then by the inverse square root."""
+    """Learning rate after the warm-up: `steps` multiplies it by 0.1 at each of `decay_at`;
+    `cooldown` is constant and `rsqrt` an inverse square root, both with a cool-down at the end."""
     decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
-    """Shares of the run at which `schedule=steps` decays; unset = BiT's for fine-tuning."""
+    """Shares of the run at which `schedule=steps` decays; the default is BiT's for fine-tuning."""
     cooldown_fraction: Annotated[Share, UsedIf("schedule", ("cooldown", "rsqrt"))] = 0.2
-    """Share of the run at its end in which `schedule=cooldown` falls linearly, and `rsqrt` by a
-    linear factor to 0."""
+    """Last share of the run, in which `schedule=cooldown` falls linearly and `rsqrt` is multiplied
+    by a linear factor down to 0."""
     timescale: Annotated[PositiveFloat, UsedIf("schedule", ("rsqrt",))] = 10_000.0
-    """Steps after the warm-up in which `schedule=rsqrt` falls to 0.71 of the peak, and three times
-    as many to a half; big_vision's is 10,000."""
+    """Time scale of `schedule=rsqrt` in steps: after so many steps the rate is 0.71 of the peak,
+    after three times as many 0.5. The default is big_vision's."""
     end_learning_rate: Annotated[
         NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
     ] = 0.0
-    """Where linear and cosine decay and a cool-down end; the paper's linear decay ends at 1e-5."""
+    """Final rate of linear and cosine decay and of the cool-down; the paper's linear decay ends at
+    1e-5."""
     warmup_steps: NotNegative = 0
-    """Linear warm-up from zero."""
+    """Steps of linear warm-up from zero."""
     steps: Annotated[Positive | None, OnResume.LENGTH] = None
-    """Length in optimizer steps; give exactly one of steps, epochs, images."""
+    """Length in optimizer steps; give one of steps, epochs, images."""
     epochs: Annotated[PositiveFloat | None, OnResume.LENGTH] = None
     """Length in passes over the training set."""
     images: Annotated[Positive | None, OnResume.LENGTH] = None
@@ -363,22 +366,23 @@ class TrainConfig(Section):
     loss: Annotated[Literal["softmax", "sigmoid", "masked_patch"], OnResume.FIXED] = "softmax"
     """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels)."""
     label_smoothing: Fraction = 0.0
-    """Softmax only."""
+    """For `loss=softmax`."""
     mixup: NotNegativeFloat = 0.0
-    """Alpha of MixUp's Beta(alpha, alpha), 0 = off. Neighbours in the global batch are mixed, and
-    their labels, so a worker's share and its passes have an even number of images."""
+    """Alpha of MixUp's Beta(alpha, alpha); 0 = off. Neighbours in the global batch are mixed, so
+    each micro-batch has an even number of images."""
     cutmix: NotNegativeFloat = 0.0
-    """Alpha of CutMix's, 0 = off; with MixUp each has half of the pairs."""
+    """Alpha of CutMix; 0 = off. With MixUp, each applies to half of the pairs."""
     masked_target: Annotated[
         Literal["mean_color", "downsized", "full_patch"],
         OnResume.FIXED,
         UsedIf("loss", ("masked_patch",)),
     ] = "mean_color"
-    """What masked patch prediction predicts."""
+    """Target of masked patch prediction."""
     global_batch_size: Annotated[Positive, OnResume.FIXED] = 4096
-    """Images per optimizer step, on any number of workers."""
+    """Images per optimizer step, over all workers."""
     micro_batch_size: Annotated[Positive | Literal["auto"], OnResume.FREE] = "auto"
-    """Images per worker and pass; `auto` = the largest that fits. The rest is accumulation."""
+    """Images per worker and pass; `auto` = the largest that fits. Gradients are accumulated over
+    the passes of a step."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], OnResume.FREE] = 1
     """DeepSpeed ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights."""
     offload: Annotated[bool, OnResume.FREE] = False
@@ -388,26 +392,27 @@ class TrainConfig(Section):
     activation_checkpointing: Annotated[NotNegative, OnResume.FREE] = 0
     """0 = keep all activations, n = recompute every n-th block."""
     compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
-    """torch.compile the model's blocks, all by the code of one (ZeRO 0-2); `auto` = on GPUs, and
-    eager where that fails, for want of a C compiler say."""
+    """torch.compile the model's blocks, all with the code of one (ZeRO 0-2); `auto` = on GPUs, and
+    eager where compiling fails, for example without a C compiler."""
     averaging: Fraction = 0.0
-    """Polyak averaging factor per step (the paper's is 0.9999); 0 = off."""
+    """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
+    off."""
     averaging_warmup: Annotated[bool, UsedIf("averaging")] = True
-    """Average by at most (1 + t) / (10 + t) in step t, so that a short run's average is not the
-    weights that it began with; `false` = by the same factor in every step, as the paper."""
+    """Limit the decay to (1 + t) / (10 + t) in step t, so that the average of a short run does not
+    stay near the initial weights; `false` = a constant decay, as in the paper."""
     nonfinite: Annotated[Literal["stop", "skip", "rollback"], OnResume.FREE] = "stop"
-    """A loss or gradient that is not finite is never applied; then: stop, skip on, or roll back.
-    Three such steps in a row stop the run."""
+    """After a loss or gradient that is not finite, which is never applied: stop, skip the step, or
+    roll back to a checkpoint. Three such steps in a row stop the run."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
-    """Cadence of log lines and metrics."""
+    """Steps between log lines and metrics."""
     profile_steps: Annotated[tuple[Positive, Positive] | None, OnResume.FREE] = None
-    """First and last step of a profiler's trace, kept with the MLflow run; unset = none."""
+    """First and last step of a profiler trace, kept with the MLflow run; unset = none."""
     early_stopping: Positive | None = None
-    """Stop after this many evaluations without a better validation loss, which is that of the
-    averaged weights where there are any (`averaging`), on held-out images where there are any
-    (`data.held_out_fraction`). The best evaluation is the result, as for `checkpoint.keep_best`."""
+    """Stop after this many evaluations without a better validation loss: of the averaged weights if
+    there are any (`averaging`), on held-out images if there are any (`data.held_out_fraction`).
+    The best evaluation is the result, as with `checkpoint.keep_best`."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
-    """A step that takes longer counts as hung: the attempt is ended and restarted."""
+    """A step that takes longer counts as hung, and the workers are restarted."""
 
     def compiles(self, has_gpu: bool) -> bool:
         """Whether the model is compiled."""
@@ -458,38 +463,38 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is written, and how much of it is kept."""
+    """When checkpoints are written, and which are kept."""
 
     every_steps: Positive | None = None
-    """Cadence in steps; unset = only by minutes, and at the end."""
+    """Steps between checkpoints; unset = only by minutes, and at the end."""
     every_minutes: PositiveFloat | None = 15.0
-    """Cadence by the clock."""
+    """Minutes between checkpoints; null = only by steps."""
     keep_last: Positive = 2
     """Newest checkpoints kept."""
     keep_every_steps: Positive | None = None
-    """Also write one after every so many steps, and never remove it; unset = none is permanent."""
+    """Steps between permanent checkpoints, which are never removed; unset = none."""
     keep_steps: tuple[Positive, ...] = ()
-    """Also write one after each of these steps, and never remove it."""
+    """Steps after which permanent checkpoints are written."""
     keep_best: Annotated[bool, OnResume.CONFIRM] = False
-    """The evaluation with the best validation loss is the result, as for `train.early_stopping`:
-    its accuracy counts, and its checkpoint is kept and handed on."""
+    """The evaluation with the best validation loss is the result: its accuracy is reported, and its
+    checkpoint is kept and used by later steps."""
 
 
 class EvalConfig(Section):
-    """Evaluation while training, and at its end."""
+    """Evaluation during training and at its end."""
 
     every_steps: Positive | None = None
-    """Cadence; unset = only at the end."""
+    """Steps between evaluations; unset = only at the end."""
     batch_size: Annotated[Positive, OnResume.FREE] = 256
     """Images per worker and pass."""
     few_shot_train: Annotated[str | None, OnResume.EVALUATED] = None
-    """Converted set that few-shot examples are drawn from; unset = no few-shot accuracy."""
+    """Converted set for the few-shot examples; unset = no few-shot accuracy."""
     few_shot_test: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set that few-shot accuracy is measured on."""
     shots: Annotated[tuple[Positive, ...], UsedIf("few_shot_train")] = (1, 5, 10, 25)
     """Examples per class."""
     few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
-    """Random draws of examples; the mean is reported."""
+    """Random draws of the examples; the mean accuracy is reported."""
 
     def problems(self) -> dict[str, object]:
         """One of the two few-shot sets without the other; no numbers of examples."""
@@ -504,21 +509,21 @@ class EvalConfig(Section):
 
 
 class WorkersConfig(Section):
-    """Ray Train workers: how many, on what, and how failures are met."""
+    """Ray Train workers: how many, with which resources, and how many failures they may have."""
 
     num_workers: Positive | tuple[Positive, Positive] = 1
-    """Workers, or (min, max) for an elastic run, which takes those counts that divide the batch."""
+    """Workers, or [min, max] for an elastic run, which uses only counts that divide the batch."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """One GPU per worker; `auto` = if the cluster has any."""
+    """One GPU per worker; `auto` = if the cluster has GPUs."""
     cpus_per_worker: PositiveFloat = 1.0
-    """CPUs that a worker reserves, and has threads for; the rest of the cluster feeds it."""
+    """CPUs that a worker reserves for its threads; the other CPUs of the cluster read data."""
     max_failures: int = Field(default=5, ge=-1)
-    """Failures in a row, with no new checkpoint between them, that the run survives; -1 = any
-    number. Passes that do not fit into memory and nodes that are preempted are not counted."""
+    """Failures in a row without a new checkpoint between them that the run survives; -1 = any
+    number. Preempted nodes and micro-batches that do not fit into memory do not count."""
     place_timeout_minutes: PositiveFloat = 60.0
-    """The run ends when its workers have found no place on the cluster for so long."""
+    """Minutes that the run waits for free resources on the cluster before it ends."""
     collective_timeout_s: Positive = 600
-    """A collective operation that takes longer fails the attempt."""
+    """A collective operation that takes longer fails, and the workers are restarted."""
 
     @property
     def sizes(self) -> range:
@@ -537,17 +542,18 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str = "sqlite:///mlflow.db"
-    """Tracking server or SQLite file; relative files lie in the folder of the command."""
+    """Tracking server or SQLite file; relative files are in the current folder."""
     experiment: str = "vit_ray"
     """MLflow experiment."""
     parent_run_id: str | None = None
-    """Record under this run (sweeps and studies set it)."""
+    """Parent run in MLflow (set by sweeps and studies)."""
     system_metrics: bool = True
     """CPU, memory, GPU and network of every node."""
     log_model: bool = True
-    """Log the trained model for `mlflow.pyfunc.load_model`: its checkpoint's address, no copy."""
+    """Log the trained model for `mlflow.pyfunc.load_model`: the address of its checkpoint, no
+    copy."""
     register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
-    """Registered model of which what is trained becomes a version; trials of a sweep do not."""
+    """Registered model that gets a new version; trials of a sweep are not registered."""
 
     @field_validator("uri")
     @classmethod

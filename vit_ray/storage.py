@@ -1,6 +1,7 @@
 """Storage of data sets and runs: a local folder or an `s3://` address, as a pyarrow file system."""
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -164,6 +165,10 @@ class Location:
             _sync_file(target)
             os.replace(target, self.path)
             _sync_folder(folder)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+                raise OSError(error.errno, os.strerror(error.errno), self.path) from error
+            raise
         finally:
             with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
                 os.remove(target)

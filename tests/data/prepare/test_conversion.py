@@ -570,3 +570,12 @@ def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path)
     assert report.num_images == 9
     assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
     assert convert(str(tmp_path / "source"), str(tmp_path / "whole")).num_images == 10
+
+
+def test_a_full_disk_is_named(serial: None, small_disk: Path, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=1, per_class=30)
+    (tmp_path / "source" / "class_0" / "large.png").write_bytes(
+        encoded(np.random.default_rng(0).integers(0, 256, (900, 900, 3), np.uint8), "PNG")
+    )
+    with pytest.raises(OSError, match=rf"No space left on device: '{small_disk}/set/part-00000"):
+        convert(tmp_path / "source", small_disk / "set")

@@ -418,3 +418,57 @@ def test_an_extension_that_is_refused_leaves_the_set_as_it_was_and_can_be_mended
     convert(str(source), str(target), **SMALL, extend=True)
     assert verify(str(target), compares_source=False).problems == []
     assert len(pictures_of(target)) == 16
+
+
+def test_an_extension_that_is_given_up_leaves_no_shards(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    convert(source, target, **SMALL)
+    files = {file.name for file in target.iterdir()}
+    write_files(source, range(28))
+    with stopped_at(monkeypatch, "commit"):
+        convert(source, target, **SMALL, extend=True)
+    assert len(list(target.glob("part-*"))) > len([name for name in files if "part" in name])
+    for i in range(20, 28):
+        next(source.glob(f"*/{i:03d}.jpg")).unlink()
+    assert convert(source, target, **SMALL).was_done
+    assert {file.name for file in target.iterdir()} == files | {"versions"}
+
+
+def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    with stopped_at(monkeypatch, "_delete_staging"):
+        convert(source, target, **SMALL)
+    grow_files(source)
+    with pytest.raises(ValueError, match="its source has changed since"):
+        convert(source, target, **SMALL)
+    assert not (target / "_staging").exists()
+    assert verify(str(target), compares_source=False).problems == []
+
+
+def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked before the other had ended, and got the lock after that."""
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    look = conversion._finished
+    found: list[Any] = []
+
+    def late(*arguments: Any) -> Any:
+        if not found:
+            found.append(None)
+            convert(source, target, **SMALL)
+            return None
+        return look(*arguments)
+
+    monkeypatch.setattr(conversion, "_finished", late)
+    with pytest.raises(ValueError, match=r"data set of other settings: seed=4 \(it was 3\)"):
+        convert(source, target, **SMALL | {"seed": 4})
+    assert not (target / "_staging").exists()
+    assert open_dataset(str(target)).num_images == 20

@@ -10,6 +10,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import check_file
 
 
 def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:
@@ -63,3 +64,19 @@ def test_a_conversion_under_way_is_not_committed_by_a_part(
     (tmp_path / "set" / "_staging" / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"\(_staging\); choose another folder"):
         subset(str(tmp_path / "whole"), str(tmp_path / "set"), count=7)
+
+
+@pytest.mark.parametrize("fraction", [float("nan"), 0.0, -0.5, 1.5, float("inf")])
+def test_a_share_is_above_0_and_at_most_1(
+    dataset: Manifest, tmp_path: Path, fraction: float
+) -> None:
+    with pytest.raises(ValueError, match=r"subset.fraction=.*use a number above 0"):
+        subset(dataset.path, str(tmp_path / "part"), fraction=fraction)
+
+
+def test_verify_counts_the_images_of_a_part(dataset: Manifest, tmp_path: Path) -> None:
+    part = subset(dataset.path, str(tmp_path / "part"), count=7)
+    used = sorted(set(part.file_index.tolist()))
+    checks = [check_file(file, part, 1.0) for file in used]
+    assert sum(check.images for check in checks) == 7
+    assert sum(check.decoded for check in checks) == 7

@@ -22,7 +22,7 @@ from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDE
 from vit_ray.data.prepare.commit import HALF_WRITTEN, OUTPUT, ConvertReport, commit, report_of
 from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.make_shards import make_shards
-from vit_ray.data.prepare.plan import PLAN, plan_conversion, settings_of
+from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
 from vit_ray.data.prepare.source_index import units_of
 from vit_ray.data.prepare.source_record import (
     changed_settings,
@@ -34,6 +34,7 @@ from vit_ray.data.prepare.sources.columns import check_columns
 from vit_ray.data.prepare.sources.entries import relative
 from vit_ray.data.prepare.sources.formats import list_units
 from vit_ray.data.prepare.sources.patterns import is_pattern
+from vit_ray.data.prepare.staged_files import read_facts
 from vit_ray.lock import HeldError, LockLostError, hold_lock, is_lock_file
 from vit_ray.storage import Location, locate
 
@@ -63,15 +64,28 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     check_columns(config.columns)
     _check_free(folder)
     staging = folder.child(STAGING_FOLDER)
-    report = _finished(config, seed, folder)
-    if report is not None and not staging.exists():
+    if not staging.exists() and (report := _finished(config, seed, folder)) is not None:
         return report
-    with _alone(folder) as lock_number:
-        _check_free(folder)  # again: another conversion may have ended meanwhile
-        report = _finished(config, seed, folder)
-        if report is None and (plan := plan_conversion(config, seed, folder)) is not None:
-            make_shards(plan, config)
-            report = commit(plan, folder, config.max_rejected_fraction, lock_number)
+    is_held = False
+    try:
+        with _alone(folder) as lock_number:
+            is_held = True
+            _check_free(folder)  # again: another conversion may have ended meanwhile
+            planned = _Planned(folder)
+            if planned.is_committed:
+                planned.delete()
+            report = _finished(config, seed, folder)
+            if report is not None:
+                planned.delete()
+            elif (plan := plan_conversion(config, seed, folder)) is not None:
+                make_shards(plan, config)
+                report = commit(plan, folder, config.max_rejected_fraction, lock_number)
+                _Planned(folder).delete_unlisted()
+    except ValueError:
+        # What holds nothing but the lock of a conversion that was refused is no use to a set.
+        if is_held and folder.child(MANIFEST_FILE).exists() and not _staged_files(staging):
+            staging.delete()
+        raise
     _delete_staging(staging)
     return report or report_of(folder)
 
@@ -87,6 +101,41 @@ def check_conversion(config: ConvertConfig) -> None:
     if is_pattern(source) or locate(source).info().type != fs.FileType.Directory:
         list_units(source, config.format, config.split)
     _check_free(locate(config.destination))
+
+
+class _Planned:
+    """The plan in a staging folder, and what was made by it."""
+
+    def __init__(self, folder: Location) -> None:
+        self._folder = folder
+        file = folder.child(STAGING_FOLDER).child(PLAN)
+        self._plan = Plan(**read_facts(file)) if file.exists() else None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the data set that is there, whole, is the one that was planned."""
+        record = read_record(self._folder)
+        if self._plan is None or record is None:
+            return False
+        fingerprint = open_dataset(self._folder.uri).fingerprint
+        return record.fingerprint == fingerprint != self._plan.extends
+
+    def delete_unlisted(self) -> None:
+        """Delete the shards that the plan names and that the data set has not."""
+        if self._plan is not None:
+            listed = {file.path for file in open_dataset(self._folder.uri).files}
+            names = map(self._plan.name_of, range(self._plan.num_shards))
+            for name in (name for name in names if name not in listed):
+                self._folder.child(name).delete()
+
+    def delete(self) -> None:
+        """Likewise, and what the staging folder has of it, the plan last."""
+        if self._plan is not None:
+            self.delete_unlisted()
+            staging = self._folder.child(STAGING_FOLDER)
+            for name in sorted(_staged_files(staging), key=lambda name: name == PLAN):
+                if _STAGED.fullmatch(name):
+                    staging.child(name).delete()
 
 
 def _delete_staging(staging: Location) -> None:
@@ -140,9 +189,14 @@ def _check_free(folder: Location) -> None:
         )
 
 
-def _foreign_files(staging: Location) -> list[str]:
+def _staged_files(staging: Location) -> list[str]:
+    """All but locks."""
     names = [relative(info.path, staging.path) for info in staging.list_files()]
-    return [name for name in names if not is_lock_file(name) and not _STAGED.fullmatch(name)]
+    return [name for name in names if not is_lock_file(name)]
+
+
+def _foreign_files(staging: Location) -> list[str]:
+    return [name for name in _staged_files(staging) if not _STAGED.fullmatch(name)]
 
 
 def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertReport | None:

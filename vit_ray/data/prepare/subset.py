@@ -38,7 +38,9 @@ def subset(
     whole = open_dataset(source)
     if (count is None) == (fraction is None):
         raise ValueError(f"subset: count={count} and fraction={fraction}; give one of the two")
-    wanted = count if count is not None else round(whole.num_images * float(fraction or 0))
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"subset.fraction={fraction}; use a number above 0, up to 1")
+    wanted = count if count is not None else round(whole.num_images * (fraction or 0))
     if not 0 < wanted <= whole.num_images:
         raise ValueError(
             f"subset: {wanted} of {whole.num_images} images; use from 1 to {whole.num_images}"

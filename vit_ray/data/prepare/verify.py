@@ -148,7 +148,8 @@ def _check_group(
     found: list[Problem] = []
     rewritten: list[Rewritten] = []
     decoded = 0
-    for row in range(len(encoded.keys)):
+    stored = [manifest.stored_row(group, row) for row in range(int(manifest.rows[group]))]
+    for row in stored:
         is_sampled = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
         try:
             image = encoded.stored(row)
@@ -167,4 +168,4 @@ def _check_group(
                     rewritten.append(Rewritten(name, number, encoded.key(row), *facts))
         except (BadImageError, ValueError) as error:
             found.append(Problem(name, str(error), encoded.key(row), number))
-    return FileCheck(len(encoded.keys), decoded, found, rewritten)
+    return FileCheck(len(stored), decoded, found, rewritten)

@@ -1,7 +1,11 @@
 """Which files a source has: formats, splits, globs and brace ranges."""
 
+import bz2
+import gzip
+import lzma
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,3 +177,36 @@ def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
     assert detect_format(str(tmp_path / "classes")) == "folder"
     assert detect_format(str(tmp_path / "tars")) == "webdataset"
     assert detect_format(str(tmp_path / "list.csv")) == "csv"
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tfrecord"])
+@pytest.mark.parametrize("module", [gzip, bz2, lzma], ids=lambda module: module.__name__)
+def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
+    serial: None, tmp_path: Path, name: str, module: Any
+) -> None:
+    kind = {"gzip": "gzip", "bz2": "bzip2", "lzma": "xz"}[module.__name__]
+    content = tar_of([("0.jpg", jpeg(0)), ("0.cls", b"cat")])
+    (tmp_path / name).write_bytes(module.compress(content))
+    with pytest.raises(ValueError, match=rf"{name}' is compressed by {kind}; decompress it first"):
+        converted(tmp_path / name, tmp_path / "set", keep_damaged_archives=True)
+
+
+def test_a_folder_of_packed_archives_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds packed archives, such as a.tar.gz; unpack them"):
+        list_units(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
+def test_a_list_beside_class_folders_is_not_taken_without_a_word(
+    serial: None, tmp_path: Path, name: str
+) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "source" / label).mkdir(parents=True)
+        (tmp_path / "source" / label / "0.jpg").write_bytes(jpeg(0))
+    (tmp_path / "source" / name).write_text("id,label\n0,tabby\n")
+    why = rf"has a list \({name}\) beside folders of images \(cat, dog\); set convert.format=cs|jso"
+    with pytest.raises(ValueError, match=why):
+        list_units(str(tmp_path / "source"))
+    rows = converted(tmp_path / "source", tmp_path / "set", format="folder")
+    assert labels_of(rows) == {"cat/0.jpg": "cat", "dog/0.jpg": "dog"}

@@ -4,13 +4,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from os.path import commonpath
 from typing import Final, Literal
 
 from pyarrow import fs
 
 from vit_ray.data.prepare.sources import folders, hub, lists, tars, tfrecords
-from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit, is_hidden, relative
+from vit_ray.data.prepare.sources.entries import (
+    DamagedUnitError,
+    IndexEntry,
+    SourceUnit,
+    is_hidden,
+    relative,
+)
 from vit_ray.data.prepare.sources.patterns import Match, is_pattern, matching
 from vit_ray.data.prepare.sources.splits import choose_split, named_split, split_of
 from vit_ray.storage import Location, locate
@@ -57,6 +64,13 @@ _RULES: Final = {
 _FORMAT_OF: Final = {rules.suffix: format for format, rules in _RULES.items() if rules.suffix}
 _READERS: Final = 16
 _PACKED: Final = frozenset({"zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar"})
+_COMPRESSED: Final = {
+    "gzip": b"\x1f\x8b\x08",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ\0",
+    "zstd": b"\x28\xb5\x2f\xfd",
+}
+"""What a file begins with."""
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 """Behind the suffix of a file of TensorFlow Datasets."""
 
@@ -66,9 +80,19 @@ def index_unit(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
     Raises:
         DamagedUnitError: after the last image before the damage.
-        ValueError: the unit is not of its format.
+        ValueError: the unit is not of its format, or is compressed as a whole.
     """
-    yield from _RULES[unit.format].index(unit, pack)
+    try:
+        yield from _RULES[unit.format].index(unit, pack)
+    except DamagedUnitError as error:
+        head = b"" if error.offset else locate(unit.path).read_range(0, 6)
+        for name, magic in _COMPRESSED.items():
+            if head.startswith(magic):
+                raise ValueError(
+                    f"{unit.path!r} is compressed by {name}; decompress it first, since images are "
+                    "read at their places in it"
+                ) from error
+        raise
 
 
 def key_prefix(unit: SourceUnit) -> str:
@@ -157,7 +181,7 @@ def detect_format(source: str) -> str:
 def _format_of_file(path: str) -> str:
     suffix = _SHARD_NUMBER.sub("", path).rsplit(".", 1)[-1].lower()
     if suffix in _PACKED:
-        raise ValueError(f"convert.source={path!r} is a packed archive; unpack it first.")
+        raise ValueError(f"convert.source={path!r} is a packed archive; unpack it first")
     if suffix not in _FORMAT_OF:
         raise ValueError(
             f"convert.source={path!r} is a file of no known format; give a folder of class "
@@ -172,7 +196,21 @@ def _format_of_folder(folder: Location, source: str) -> str | None:
     if len(found) > 1:
         raise ValueError(
             f"convert.source={source!r} has files of the formats {', '.join(found)}; "
-            f"say which by convert.format, or give a glob such as {source}/*.tar."
+            f"say which by convert.format, or give a glob such as {source}/*.tar"
+        )
+    if found in (["csv"], ["jsonl"]):
+        holders = (n for n in _folders_in(folder) if folders.loose_images(folder.child(n)))
+        if len(classes := list(islice(holders, 2))) > 1:
+            listed = [name for name in names if _suffix(name) in _FORMAT_OF]
+            raise ValueError(
+                f"convert.source={source!r} has a list ({listed[0]}) beside folders of images "
+                f"({', '.join(classes)}); set convert.format={found[0]} or convert.format=folder"
+            )
+    packed = [name for name in names if _suffix(name) in _PACKED]
+    if not found and packed and not _folders_in(folder):
+        raise ValueError(
+            f"convert.source={source!r} holds packed archives, such as {packed[0]}; unpack them "
+            "first"
         )
     return found[0] if found else None
 

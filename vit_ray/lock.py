@@ -69,7 +69,7 @@ class Owner:
     """Where its process number counts: the machine's boot and the namespace of processes."""
     pid: int
     started: str
-    """In the kernel's ticks; tells a process from a later one with the same number."""
+    """In the kernel's ticks; distinguishes a process from a later one with the same number."""
     token: str
     beat: int = 0
     is_released: bool = False
@@ -163,7 +163,7 @@ def sees_lock(folder: Location, number: int) -> bool:
 
 
 def held_by(folder: Location) -> Owner | None:
-    """Who holds the folder now; None if nobody is seen to. Takes nothing and writes nothing.
+    """Who holds the folder now; None if it looks free. Takes nothing and writes nothing.
 
     Raises:
         OSError: the folder cannot be read.

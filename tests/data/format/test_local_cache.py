@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_no_half_file_and_stops_no_reading(
     with caplog.at_level(logging.WARNING):
         assert keys(small, cache) == [f"key {i}" for i in range(6)]
     assert entries(cache) == {}
-    assert caplog.text.count("No space left on device; reading goes on without it") == 1
+    assert caplog.text.count("No space left on device; reading continues without it") == 1
 
 
 def test_a_folder_that_goes_away_stops_no_reading(small: Manifest, cache: LocalCache) -> None:
@@ -334,7 +334,7 @@ def test_a_disk_that_is_really_full_is_told_once_and_costs_nothing_else(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert keys(whole, cache) == [f"key {i}" for i in range(240)]
-    assert caplog.text.count("No space left on device; reading goes on without it") == 1
+    assert caplog.text.count("No space left on device; reading continues without it") == 1
     kept = list(small_disk.glob("cache/*-*"))
     assert bool(kept) != is_full_before
     assert not [file for file in kept if file.suffix == ".tmp"]
@@ -354,4 +354,4 @@ def test_a_disk_too_full_for_the_folder_is_told_and_costs_nothing_else(
     monkeypatch.setattr(Path, "touch", full)
     with caplog.at_level(logging.WARNING):
         assert keys(small, cache) == [f"key {i}" for i in range(6)]
-    assert caplog.text.count("No space left on device; reading goes on without it") == 1
+    assert caplog.text.count("No space left on device; reading continues without it") == 1

@@ -4,9 +4,8 @@ Reading tasks of a node share one folder, which belongs to the cache alone. What
 ever a copy: it is compared with the manifest's checksum whenever it is read, and an entry that
 differs, cannot be read, or has no room is as if it were not there.
 
-A full cache keeps what it has of a data set: epochs come in random orders, of which a cache that
-replaces what was used last longest ago would serve far less (for half of a data set, 15 % of the
-reads and not 50 %). Entries of other data sets make room when they have not been used for a while.
+A full cache keeps what it has of a data set. Epochs come in random orders, and an LRU cache would
+serve far less of them (for half of a data set, 15 % of the reads and not 50 %). Entries of other data sets make room when they have not been used for a while.
 """
 
 import contextlib
@@ -205,4 +204,4 @@ def _delete(path: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _warn_once(folder: str, reason: str) -> None:
-    _LOG.warning("data.cache_dir=%s: %s; reading goes on without it", folder, reason)
+    _LOG.warning("data.cache_dir=%s: %s; reading continues without it", folder, reason)

@@ -86,7 +86,7 @@ class RowGroupColumns:
 def one_after_another(
     parts: Sequence[RowGroupColumns], num_files: Sequence[int]
 ) -> RowGroupColumns:
-    """The row groups of all parts, each of which has files of its own."""
+    """The row groups of all parts; each part has its own files."""
     first_files = np.cumsum([0, *num_files]).tolist()
     first_groups = np.cumsum([0, *(len(part.rows) for part in parts)]).tolist()
     return RowGroupColumns(

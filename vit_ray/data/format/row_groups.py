@@ -1,8 +1,8 @@
 """Row groups of a data set as encoded images, every byte of them checked against the manifest.
 
 A row group is read in one piece, from the end of the one before it to its own, and compared with
-its checksum; the footer likewise when a file is opened. Where a row group differs, its images are
-told apart by their own checksums, so that one damaged image costs no other.
+its checksum; the footer likewise when a file is opened. Where a row group differs, each image is
+compared with its own checksum, so that one damaged image costs no other.
 """
 
 import io

@@ -1,11 +1,11 @@
 """The parquet layout of a data set: column names, types and file names.
 
 A shard holds one row per image: its encoded bytes, the labels, a key that names the
-image in its source, its size in pixels, and a checksum, by which one damaged image is told from its
-neighbours; that of its row group is in the manifest. Where JPEG files were given restart markers
+image in its source, its size in pixels, and a checksum, so that one damaged image costs no other;
+the checksum of its row group is in the manifest. Where JPEG files were given restart markers
 (`convert.index_jpeg`), two columns follow: the checksum of the file as it came, and where the parts
 lie that a crop is made of (`data.jpeg_index`), null for what was left as it came. Columns of
-text that a source has beside its images (`convert.columns`) stand behind these; training does not
+text that a source has with its images (`convert.columns`) follow; training does not
 decode them.
 """
 

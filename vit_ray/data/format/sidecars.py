@@ -1,4 +1,4 @@
-"""The files beside the shards (what was rejected, the report), and their checksums.
+"""The small files of a data set (what was rejected, the report), and their checksums.
 
 These stand in a file of their own, as `sha256sum` writes and checks it (`sha256sum -c SHA256SUMS`).
 """

@@ -31,7 +31,7 @@ _RANDAUGMENT: Final = 4
 """Tells its random numbers from those of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Those that Pillow opens for us. Among its others are PostScript, which it hands to another
-program, and formats that nobody keeps photographs in."""
+program, and formats that are not for photographs."""
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 _BLURRED_FROM: Final = 1.25
@@ -147,9 +147,9 @@ def jpeg_region(
         image.size,
         (top, left, min(bottom, height), min(right, width)),
     )
-    above, beside = part.top // scale, part.left // scale
+    above, to_left = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
-    return part.image, (top - above, left - beside, bottom - above, right - beside)
+    return part.image, (top - above, left - to_left, bottom - above, right - to_left)
 
 
 def crop_of_pixels(pixels: UInt8Array, augmentation: Augmentation) -> UInt8Array:
@@ -197,7 +197,7 @@ def _decode_other(image: bytes | memoryview) -> UInt8Array:
                 eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
                 return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
             if opened.mode == "F":
-                raise BadImageError("its pixels are floats, whose range nobody tells")
+                raise BadImageError("its pixels are floats of unknown range")
             return np.asarray(opened.convert("RGB"))
     except BadImageError:
         raise

@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al., arXiv:1909.13719) of a finished crop: uint8 in, uint8 out.
 
 Two spaces of operations are in use. `tensorflow` is the one of the paper's code, which "How to
-train your ViT" took over: 16 operations, of which each layer applies one, whose strength goes on
+train your ViT" took over: 16 operations; each layer applies one, and its strength keeps
 growing past a magnitude of 10; some are weaker at a higher one. `timm` is `rand-...-inc1` of timm,
 as in DeiT: 15 operations that are all stronger at a higher magnitude, each applied half of the
 time, at a magnitude with noise. All operations are Pillow's; the contrast is about the image's own

@@ -175,7 +175,7 @@ def select(
 
 
 _FIRST_RANKS: Final[WeakKeyDictionary[Manifest, dict[int, Int64Array]]] = WeakKeyDictionary()
-"""By seed, as long as there is the data set, of which a run may read any number."""
+"""By seed, as long as the data set is in use; a run may read any number of them."""
 
 
 def _first_ranks(seed: int, manifest: Manifest) -> Int64Array:

@@ -36,7 +36,7 @@ _BLOCKS_READY: Final = 2
 """Blocks that a task makes ahead of whoever takes them (Ray Data's own setting)."""
 _LARGE_BLOCKS: Final = 2
 PAUSE_S: Final = 0.02
-"""Short beside the time that a full buffer lasts, unless it is of a block or two."""
+"""Short compared with the time that a full buffer lasts, unless it has a block or two."""
 _SEGMENT_TASKS: Final = 1024
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. What is planned
 stays in memory, where Python's garbage collector walks it again and again: with 8,192 tasks it took
@@ -94,7 +94,7 @@ def training_segments(
             f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}"
         )
     counts = rows_per_group(spec.manifest, spec.rows)
-    # A host of a large group has ranks that take many blocks, each of which costs its server time.
+    # Ranks of a large group take many blocks, and each block costs its server time.
     factor = 1 if readers.share == 1 else _LARGE_BLOCKS
     job = StreamJob(spec, partition, start, is_training=True, counts=counts, block_factor=factor)
     return _segments(job, readers, (stop - start) // world_size)
@@ -220,7 +220,7 @@ def start_beside_server(num_tasks: int) -> None:
 
 
 def warm_up(spec: StreamSpec, share: float) -> None:
-    """Let idle workers of a cluster import while a stream is planned; nobody waits for it."""
+    """Let idle workers of a cluster import while a stream is planned, without waiting for it."""
     for _ in range(reading_tasks(spec, share)):
         _import_what_tasks_need.options(num_cpus=spec.num_cpus).remote()
 
@@ -249,7 +249,7 @@ _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None,
 
 _STREAMS_HELD: Final = 2
 _READERS: Final[dict[str, tuple[BatchReader, BadRowLimit]]] = {}
-"""Of the streams that this process last worked for: training, and an evaluation beside it.
+"""Of the streams that this process last worked for: training, and an evaluation during it.
 
 The job itself is fetched once: it holds the manifest, and is the same for all servers.
 """
@@ -263,7 +263,7 @@ class _Blocks:
 
     def __call__(self) -> Iterator[Block]:
         if self.name not in _READERS:
-            # A task has one core; the threads of OpenCV's pool would only spin beside it.
+            # A task has one core; more threads of OpenCV's pool would only spin.
             cv2.setNumThreads(0)
             # no limit: the driver has put it there before the task began
             job: StreamJob = ray.get(self.job_ref)

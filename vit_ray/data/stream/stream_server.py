@@ -52,7 +52,7 @@ class PassName(NamedTuple):
     """How often this group has read the stream before."""
 
     def replaces(self, other: PassName) -> bool:
-        """Whether nobody reads `other` any more once this one is being read."""
+        """Whether `other` is no longer read once this one is."""
         if self.group != other.group:
             return True
         return self.stream == other.stream and self.number > other.number
@@ -76,7 +76,7 @@ class Pass:
 
 
 class StreamLostError(RuntimeError):
-    """A stream cannot go on where its ranks are; a new attempt starts at a checkpoint."""
+    """A stream and its ranks no longer agree; a new attempt starts at a checkpoint."""
 
 
 class RankBlock(NamedTuple):
@@ -88,7 +88,7 @@ class RankBlock(NamedTuple):
 
 
 class DealtBlocks:
-    """The blocks of some ranks, of which each takes its own."""
+    """The blocks of some ranks; each rank takes its own."""
 
     def __init__(
         self, blocks: Generator[RankBlock, None, None], ranks: range | None = None
@@ -150,7 +150,7 @@ class DealtBlocks:
 
 
 def blocks_of(segments: Iterator[Segment]) -> Generator[RankBlock, None, None]:
-    """The blocks of consecutive sets, each of which starts while the last of the one before it run.
+    """The blocks of consecutive sets; each set starts while the last tasks of the one before run.
 
     Closing it drops the executions under way, which ends their tasks.
     """
@@ -273,7 +273,7 @@ class StreamServer:
                 )
             return blocks_of(segments)
 
-        # Where there are more nodes, blocks may be lost with one, and a worker group go on.
+        # With more nodes, blocks may be lost with one of them while the worker group continues.
         is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]
         if one.name.stream == "train" or spec.object_store_mib is not None or not is_one_node:
             return read()

@@ -16,7 +16,7 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, PauseWhileFull, training_segments
+from vit_ray.data.stream.ray_datasets import HostRanks, PauseWhileFull, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.streams import resolve_run
 
@@ -87,7 +87,7 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
     monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=pause))
     spec = slow_stream(dataset, 24, tmp_path)
     readers = HostRanks("one", range(1), 1)
-    (one,) = training_segments(spec, readers, batch_size_per_rank=20, start=0, stop=1500)
+    (one,) = segments_of(spec, readers, batch_size=20, start=0, stop=1500)
     bundles = one.dataset.iter_internal_ref_bundles()
     taken = [next(bundles)]  # and then none: 24 MiB are full before the end
     did_pause = has_paused.wait(60)

@@ -20,7 +20,7 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, Segment, training_segments
+from vit_ray.data.stream.ray_datasets import HostRanks, Segment, segments_of
 from vit_ray.data.stream.stream_server import (
     DealtBlocks,
     KeptBlocks,
@@ -122,9 +122,7 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     tiny = Augmentation("resize", size=8, flip=False)
     readers = HostRanks(uuid.uuid4().hex, ranks, 2)
     segment = next(
-        training_segments(
-            StreamSpec(dataset, tiny), readers, batch_size_per_rank=12, start=0, stop=240
-        )
+        segments_of(StreamSpec(dataset, tiny), readers, batch_size=12, start=0, stop=240)
     )
     strategy = segment.dataset._logical_plan.dag.ray_remote_args["scheduling_strategy"]
     node = ray.get_runtime_context().get_node_id()
@@ -180,7 +178,7 @@ def test_a_run_of_many_segments_is_one_run(
     tiny = Augmentation("resize", size=8, flip=False)
     spec = StreamSpec(dataset, tiny, seed=11, window=window, num_cpus=0.5, task_rows=96)
     readers = HostRanks("many-segments", range(2), 2)
-    segments = list(training_segments(spec, readers, batch_size_per_rank=12, start=0, stop=20 * 24))
+    segments = list(segments_of(spec, readers, batch_size=12, start=0, stop=20 * 24))
     assert len(segments) > 2
     found: list[list[int]] = [[], []]
     for one in blocks_of(iter(segments)):
@@ -220,13 +218,13 @@ def test_trainings_of_one_pool_share_the_decoded_images_of_an_evaluation(
     dataset: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[StreamSpec] = []
-    evaluation_segments = stream_server.evaluation_segments
+    segments_of = stream_server.segments_of
 
-    def counted(spec: StreamSpec, readers: HostRanks, **options: int) -> Any:
+    def counted(spec: StreamSpec, *options: Any) -> Any:
         read.append(spec)
-        return evaluation_segments(spec, readers, **options)
+        return segments_of(spec, *options)
 
-    monkeypatch.setattr(stream_server, "evaluation_segments", counted)
+    monkeypatch.setattr(stream_server, "segments_of", counted)
     crop = Augmentation("resize", size=16, flip=False)
     spec = StreamSpec(dataset, crop, num_cpus=0.5)
     workers, images = uuid.uuid4().hex, partial(samples_of, StreamServer())

@@ -26,7 +26,7 @@ from vit_ray.data.order.selection import split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, training_segments
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
 
 BATCH = 24
@@ -275,6 +275,6 @@ def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
 def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec: StreamSpec) -> None:
     readers = HostRanks("odd", range(2), 2)
     with pytest.raises(ValueError, match="use a multiple of 24"):
-        training_segments(spec, readers, batch_size_per_rank=12, start=0, stop=100)
+        next(segments_of(spec, readers, batch_size=12, start=0, stop=100))
     with pytest.raises(ValueError, match="not a positive"):
-        training_segments(spec, readers, batch_size_per_rank=12, start=24, stop=24)
+        next(segments_of(spec, readers, batch_size=12, start=24, stop=24))

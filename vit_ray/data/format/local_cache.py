@@ -5,7 +5,8 @@ ever a copy: it is compared with the manifest's checksum whenever it is read, an
 differs, cannot be read, or has no room is as if it were not there.
 
 A full cache keeps what it has of a data set. Epochs come in random orders, and an LRU cache would
-serve far less of them (for half of a data set, 15 % of the reads and not 50 %). Entries of other data sets make room when they have not been used for a while.
+serve far less of them (for half of a data set, 15 % of the reads and not 50 %).
+Entries of other data sets make room when they have not been used for a while.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Nothing here has state and nothing depends on numpy's generators, whose streams 
 versions: an order or a crop drawn today is drawn again after any upgrade, on any worker.
 """
 
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +17,16 @@ _MIX_2: Final = 0x94D049BB133111EB
 _ALL: Final = slice(None)
 
 UInt64Array = NDArray[np.uint64]
+Bits = TypeVar("Bits", int, UInt64Array)
 
 
-def mix(value: int) -> int:
-    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
+def mix(value: Bits) -> Bits:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out; of an array, each."""
+    mixed: Any = (value + _GOLDEN) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
+    found: Bits = mixed ^ (mixed >> 31)
+    return found
 
 
 def key_of(*parts: int) -> int:
@@ -35,18 +37,9 @@ def key_of(*parts: int) -> int:
     return key
 
 
-def mix_array(values: UInt64Array) -> UInt64Array:
-    """`mix` of every element."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(_GOLDEN)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
-        return values ^ (values >> np.uint64(31))
-
-
 def keys_of(key: int, parts: NDArray[np.integer]) -> UInt64Array:
     """`key_of(..., part)` for every part, where `key` is the key of the leading parts."""
-    return mix_array(np.uint64(key) ^ parts.astype(np.uint64))
+    return mix(np.uint64(key) ^ parts.astype(np.uint64))
 
 
 class KeyedUniform:
@@ -81,10 +74,10 @@ class KeyedUniforms:
     def __init__(self, first: int, *parts: NDArray[np.integer] | int) -> None:
         keys = np.array([key_of(first)], np.uint64)
         for part in parts:
-            keys = mix_array(keys ^ np.asarray(part).astype(np.uint64))
+            keys = mix(keys ^ np.asarray(part).astype(np.uint64))
         self._keys = keys
 
     def draw(self, number: int, which: NDArray[np.intp] | slice = _ALL) -> NDArray[np.float64]:
         """Number `number` of each sequence, from 1 on, or of some sequences."""
-        mixed = mix_array(self._keys[which] ^ np.uint64(number))
+        mixed = mix(self._keys[which] ^ np.uint64(number))
         return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

@@ -74,51 +74,37 @@ class HostRanks:
         return len(self.ranks) / self.world_size
 
 
-def training_segments(
-    spec: StreamSpec, readers: HostRanks, *, batch_size_per_rank: int, start: int, stop: int
+def segments_of(
+    spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None = None
 ) -> Iterator[Segment]:
-    """Some ranks' blocks of positions [start, stop) of a run, in segments that follow each other.
+    """Some ranks' blocks of a stream, in segments that follow each other.
 
     Args:
-        start, stop: samples seen before and after; positions over all epochs joined.
+        batch_size: rows of a rank that go together.
+        start: training: samples seen before; positions over all epochs joined. Evaluation: images
+            at the beginning that are left out.
+        stop: training: samples seen after. None for an evaluation, which has every image once, in
+            order, padded so that all ranks get equally many whole batches.
 
     Raises:
-        ValueError: if the range is empty or not a whole number of passes of all ranks.
+        ValueError: if a training's range is empty or not a whole number of passes of all ranks.
     """
-    world_size = readers.world_size
-    partition = Partition(world_size, batch_size_per_rank)
-    if stop <= start or (stop - start) % partition.rows_per_pass:
+    share, partition = readers.share, Partition(readers.world_size, batch_size)
+    rows_per_pass = partition.rows_per_pass
+    if stop is None:
+        passes = max(0, -((start - spec.num_images) // rows_per_pass))
+    elif stop <= start or (stop - start) % rows_per_pass:
         raise ValueError(
             f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
-            f"multiple of workers x batch size per rank ({world_size} x {batch_size_per_rank} = "
-            f"{partition.rows_per_pass}); use a multiple of {partition.rows_per_pass}"
+            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
+            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
         )
+    else:
+        passes = (stop - start) // rows_per_pass
     counts = rows_per_group(spec.manifest, spec.rows)
     # Ranks of a large group take many blocks, and each block costs its server time.
-    factor = 1 if readers.share == 1 else _LARGE_BLOCKS
-    job = StreamJob(spec, partition, start, is_training=True, counts=counts, block_factor=factor)
-    return _segments(job, readers, (stop - start) // world_size)
-
-
-def evaluation_segments(
-    spec: StreamSpec, readers: HostRanks, *, batch_size: int, start: int = 0
-) -> Iterator[Segment]:
-    """Every image once, in order, padded so that all ranks get equally many whole batches.
-
-    The segments have the blocks of some ranks.
-
-    Args:
-        start: images at the beginning that are left out.
-    """
-    partition = Partition(readers.world_size, batch_size)
-    passes = max(0, -((start - spec.num_images) // partition.rows_per_pass))
-    counts = rows_per_group(spec.manifest, spec.rows)
-    job = StreamJob(spec, partition, start, is_training=False, counts=counts)
-    return _segments(job, readers, passes * batch_size)
-
-
-def _segments(job: StreamJob, readers: HostRanks, rows_per_rank: int) -> Iterator[Segment]:
-    spec, share = job.spec, readers.share
+    factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
+    job = StreamJob(spec, partition, start, stop is not None, counts, factor)
     most_bytes = spec.object_store_mib and int(share * (spec.object_store_mib << 20))
     most_tasks = max(1, int(share * spec.concurrency)) if spec.concurrency else None
     if most_bytes is not None:
@@ -128,7 +114,7 @@ def _segments(job: StreamJob, readers: HostRanks, rows_per_rank: int) -> Iterato
         most_tasks = min(tasks, most_tasks or tasks)
     last_tasks = reading_tasks(spec, share)
     job_ref = ray.put(job)
-    tasks_left = read_tasks(job.partition, 0, rows_per_rank, job.shape, readers.ranks)
+    tasks_left = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
     while planned := list(itertools.islice(tasks_left, _SEGMENT_TASKS)):
         # A set takes from the context where its tasks run. A block that is made on its ranks' host
         # crosses no network; where there is one server alone, Ray Data spreads the tasks.

@@ -29,8 +29,7 @@ from vit_ray.data.stream.blocks import Batch, cut
 from vit_ray.data.stream.ray_datasets import (
     HostRanks,
     Segment,
-    evaluation_segments,
-    training_segments,
+    segments_of,
     warm_up,
 )
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
@@ -265,13 +264,8 @@ class StreamServer:
         def read() -> Generator[RankBlock, None, None]:
             if self._warms_up:
                 warm_up(spec, readers.share)
-            if one.name.stream != "train":
-                segments = evaluation_segments(spec, readers, batch_size=size, start=one.start)
-            else:
-                segments = training_segments(
-                    spec, readers, batch_size_per_rank=size, start=one.start, stop=one.stop
-                )
-            return blocks_of(segments)
+            stop = one.stop if one.name.stream == "train" else None
+            return blocks_of(segments_of(spec, readers, size, one.start, stop))
 
         # With more nodes, blocks may be lost with one of them while the worker group continues.
         is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]

@@ -181,6 +181,9 @@ class EvalAugmentConfig(Section):
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
     border: NotNegative = 0
     """Pixels cut off all four sides first: 2 for ObjectNet's red frame."""
+    crop: Annotated[Literal["exact", "whole_pixels"], OnResume.FREE] = "exact"
+    """Cut between pixels, close to Pillow's resize of the same box; or at the whole pixels around
+    it, as for training and in older versions, for figures that are compared with theirs."""
 
 
 class TrainingSet(Section):

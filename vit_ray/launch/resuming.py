@@ -109,6 +109,15 @@ def accepted_changes(
     ]
     if changes:
         notes.append(f"continues with another recipe: {_listed(changes)}")
+    evaluates = recipe.data.eval or recipe.data.held_out_fraction or recipe.evaluate.few_shot_train
+    # Older runs had no choice.
+    crop_before = position.recipe["data"].get("eval_augment", {}).get("crop", "whole_pixels")
+    crop = recipe.data.eval_augment.crop
+    if evaluates and crop != crop_before:
+        notes.append(
+            f"data.eval_augment.crop was {crop_before} and is {crop}: accuracies from here on are "
+            "of images that are cut a little differently"
+        )
     if total_steps > steps_before:
         rates = lr_at(step, before.optim, steps_before), lr_at(step, recipe.optim, total_steps)
         notes.append(

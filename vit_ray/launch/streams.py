@@ -154,7 +154,7 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         resize=augment.resize or round(max(model.sides) * 8 / 7),
     )
     if isinstance(augment, EvalAugmentConfig):
-        return replace(cut, border=augment.border)
+        return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
     operations = augment.randaugment and RandAugment(
         augment.randaugment,
         augment.randaugment_layers,

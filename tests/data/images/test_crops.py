@@ -188,6 +188,56 @@ def test_each_scale_stays_close_to_pillows_antialiased_resize(
         assert psnr(crop, np.asarray(reference)) > bound
 
 
+# Output side and side that is resized to: decoded at full, half and quarter scale, and enlarged.
+EXACT_CROPS = [(224, 256), (224, 299), (384, 438), (96, 110), (64, 73), (160, 161), (427, 490)]
+
+
+def boxes_by_pillow(
+    image: bytes, augmentation: Augmentation, is_flipped: bool
+) -> NDArray[np.uint8]:
+    opened = Image.open(io.BytesIO(image))
+    scale = min(opened.size) / augmentation.resize
+    width, height = augmentation.width * scale, augmentation.height * scale
+    left, top = (opened.width - width) / 2, (opened.height - height) / 2
+    crop = opened.resize(
+        (augmentation.width, augmentation.height),
+        Image.Resampling.BILINEAR,
+        box=(left, top, left + width, top + height),
+    )
+    return np.asarray(crop)[:, ::-1] if is_flipped else np.asarray(crop)
+
+
+def test_exact_crops_are_pillows_of_the_same_box(photographs: dict[str, bytes]) -> None:
+    """Those at whole pixels reach 33 dB on average here, and 26 at least."""
+    found = []
+    for size, resize in EXACT_CROPS:
+        for flip in (False, True):
+            augmentation = Augmentation(
+                "center_crop", size=size, resize=resize, flip=flip, is_exact=True
+            )
+            for image in photographs.values():
+                for key in range(2 if flip else 1):
+                    crop = training_crop(image, augmentation, (0, 0, key))
+                    ours = [
+                        psnr(crop, boxes_by_pillow(image, augmentation, is_flipped))
+                        for is_flipped in ((False, True) if flip else (False,))
+                    ]
+                    found.append(max(ours))
+    assert np.mean(found) > 44
+    assert min(found) > 36
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 900), (3, 2), (17, 5), (4000, 60)])
+@pytest.mark.parametrize("kind", ["center_crop", "resize"])
+def test_an_exact_crop_of_any_shape_is_whole(height: int, width: int, kind: Any) -> None:
+    """One colour stays one colour, to the last pixel, whatever the sides are."""
+    pixels = np.full((height, width, 3), (200, 40, 90), np.uint8)
+    augmentation = Augmentation(kind, size=(24, 31), resize=33, flip=False, is_exact=True)
+    for image in (encoded(pixels, "PNG"), encoded(pixels, quality=95, subsampling=0)):
+        crop = training_crop(image, augmentation, (0, 0, 0)).astype(int)
+        assert abs(crop - pixels[0, 0]).max() <= 3
+
+
 def test_a_centre_crop_is_the_middle_of_the_resized_image() -> None:
     image = jpeg(4, 300, 400)
     augmentation = Augmentation("center_crop", size=96, resize=128, flip=False)

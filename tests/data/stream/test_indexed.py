@@ -87,8 +87,12 @@ def test_batches_are_those_of_a_set_without(
         np.testing.assert_array_equal(indexed[name], column)
 
 
-def test_evaluation_batches_are_those_of_a_set_without(sets: tuple[Manifest, Manifest]) -> None:
-    augmentation = Augmentation("center_crop", size=50, resize=60)
+@pytest.mark.parametrize(("size", "resize"), [(50, 60), (224, 256), (300, 301)])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_evaluation_batches_are_those_of_a_set_without(
+    sets: tuple[Manifest, Manifest], size: int, resize: int, is_exact: bool
+) -> None:
+    augmentation = Augmentation("center_crop", size=size, resize=resize, is_exact=is_exact)
     indexed, plain = (batch_of(manifest, augmentation, is_training=False) for manifest in sets)
     np.testing.assert_array_equal(indexed["image"], plain["image"])
     assert indexed["weight"].tolist() == [1.0] * 7 + [0.0] * 28

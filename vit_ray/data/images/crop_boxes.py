@@ -38,6 +38,8 @@ class Augmentation:
         min_area, max_area: range of the crop's share of the image.
         min_aspect, max_aspect: range of the crop's width over height.
         border: pixels cut off all four sides before anything else.
+        is_exact: the crop is cut between pixels, and resized with more care, for evaluation;
+            otherwise at the whole pixels around it.
         randaugment: what is done to the finished crop; None for nothing.
     """
 
@@ -51,6 +53,7 @@ class Augmentation:
     max_aspect: float = 4 / 3
     border: int = 0
     randaugment: RandAugment | None = None
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
         if self.kind in ("resize_crop", "center_crop") and self.resize < max(self.shape[:2]):

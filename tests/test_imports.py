@@ -10,7 +10,7 @@ import pytest
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "retry", "s3", "lock", "outcomes", "optional_imports"}
+EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
 EVERYONE |= {"internals", "ray_internals", "mlflow_internals"}
 BELOW = {
     "worker",
@@ -49,6 +49,7 @@ ALLOWED = {
     "optional_imports": set(),
     "outcomes": set(),
     "lock": set(),
+    "file_lock": set(),
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},

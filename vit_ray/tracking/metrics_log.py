@@ -7,8 +7,6 @@ process. A second file, `<name>.sent`, notes how far MLflow has it, and in which
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import io
 import json
 import logging
 import math
@@ -26,6 +24,7 @@ from typing import IO, Any, Final, Literal, NamedTuple
 
 from vit_ray.config.secrets import redacted
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.file_lock import lock_file
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 
@@ -363,8 +362,8 @@ def metrics_log_path(run_folder: str) -> Path:
     return home / folder.path / "metrics.jsonl"
 
 
-def lock_log(log_path: Path, run_name: str) -> IO[str]:
-    """The run's log for this process alone, until the file is closed or the process ends.
+def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
+    """The run's log for this process alone, until this is closed or the process ends.
 
     Raises:
         RuntimeError: the process of an earlier driver still writes it.
@@ -372,29 +371,16 @@ def lock_log(log_path: Path, run_name: str) -> IO[str]:
     path = log_path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")  # noqa: SIM115 - held until the run has ended
+        held = lock_file(path, RELEASE_S)
     except OSError:  # nothing can be written there: the log itself will warn
-        return io.StringIO()
-    if locks_in_time(file, RELEASE_S):
-        return file
+        return contextlib.ExitStack()
+    if held is not None:
+        return held
     raise RuntimeError(
         f"run {run_name!r}: the recorder of its last driver on this machine has not ended in "
         f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), then "
         "start again"
     )
-
-
-def locks_in_time(file: IO[str], limit_s: float) -> bool:
-    """Lock a file until it is closed; False if another process has it for all of the time."""
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.05)
 
 
 def _parsed(line: bytes) -> Record:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from vit_ray.config.secrets import redact, userinfo
-from vit_ray.tracking.metrics_log import locks_in_time
+from vit_ray.file_lock import lock_file
 from vit_ray.tracking.mlflow_api import MlflowClient, MlflowException
 
 SQLITE = "sqlite:///"
@@ -92,12 +92,14 @@ def open_client(uri: str) -> MlflowClient:
     if path is None:
         return MlflowClient(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        if not locks_in_time(lock, LOCK_S):
-            raise TimeoutError(
-                f"another process has held {lock.name} for {LOCK_S:g} s; end the process that "
-                f"`fuser {lock.name}` shows, or choose another tracking.uri"
-            )
+    lock = path.with_name(f"{path.name}.lock")
+    held = lock_file(lock, LOCK_S)
+    if held is None:
+        raise TimeoutError(
+            f"another process has held {lock} for {LOCK_S:g} s; end the process that "
+            f"`fuser {lock}` shows, or choose another tracking.uri"
+        )
+    with held:
         client = MlflowClient(absolute_uri(uri))
         client.search_experiments(max_results=1)  # the first query makes the schema
     return client

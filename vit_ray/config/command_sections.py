@@ -35,6 +35,9 @@ class ConvertConfig(Section):
     damaged: Literal["auto", "reject", "keep"] = "auto"
     """JPEG files that libjpeg decodes with a warning: reject or keep them; auto = reject those that
     are truncated. Kept ones are counted and listed in `damaged.parquet`."""
+    max_pixels: Positive = 1 << 27
+    """Reject images of more pixels than this, which take 3 to 12 bytes each in memory whenever they
+    are decoded; those above 178,956,970 are refused in any case."""
     classes: tuple[str, ...] | None = None
     """Class names in label order; unset = those of the source, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.data.converting import convert
+from tests.data.pictures import write_class_folders
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
@@ -67,16 +68,17 @@ def test_a_conversion_under_way_is_not_committed_by_a_part(
 
 
 @pytest.mark.parametrize("fraction", [float("nan"), 0.0, -0.5, 1.5, float("inf")])
-def test_a_share_is_above_0_and_at_most_1(
-    dataset: Manifest, tmp_path: Path, fraction: float
-) -> None:
+def test_a_share_is_above_0_and_at_most_1(serial: None, tmp_path: Path, fraction: float) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=5)
+    convert(tmp_path / "source", tmp_path / "set")
     with pytest.raises(ValueError, match=r"subset.fraction=.*use a number above 0"):
-        subset(dataset.path, str(tmp_path / "part"), fraction=fraction)
+        subset(str(tmp_path / "set"), str(tmp_path / "part"), fraction=fraction)
 
 
-def test_verify_counts_the_images_of_a_part(dataset: Manifest, tmp_path: Path) -> None:
-    part = subset(dataset.path, str(tmp_path / "part"), count=7)
-    used = sorted(set(part.file_index.tolist()))
-    checks = [check_file(file, part, 1.0) for file in used]
+def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
+    convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=16)
+    part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=7)
+    checks = [check_file(int(file), part, 1.0) for file in np.unique(part.file_index)]
     assert sum(check.images for check in checks) == 7
     assert sum(check.decoded for check in checks) == 7

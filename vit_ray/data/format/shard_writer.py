@@ -4,7 +4,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +12,10 @@ import pyarrow.parquet as pq
 from vit_ray.data.format.schema import checksum, shard_schema
 from vit_ray.data.jpeg_index.restart_index import RestartIndex
 from vit_ray.storage import Location, closed_after
+
+MOST_ROW_GROUP_BYTES: Final = 1 << 30
+"""Of the images of a row group, which ends earlier than after its number of rows where they have
+more: a column of bytes of 2 GiB or more cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class ShardWriter:
         self._is_indexed = is_indexed
         self._schema = shard_schema(text_columns, is_indexed=is_indexed)
         self._pending: list[EncodedImage] = []
+        self._pending_bytes = 0
         self._rows: list[int] = []
         self._crc32: list[int] = []
         self._metadata: list[pq.FileMetaData] = []
@@ -125,7 +130,11 @@ class ShardWriter:
 
     def add(self, row: EncodedImage) -> None:
         """Append one row."""
+        size = len(row.image)
+        if self._pending_bytes + size > MOST_ROW_GROUP_BYTES:
+            self._flush()
         self._pending.append(row)
+        self._pending_bytes += size
         if len(self._pending) == self._rows_per_row_group:
             self._flush()
 
@@ -140,7 +149,7 @@ class ShardWriter:
         return ShardFacts(self._rows, sizes, self._stream.tell(), self._crc32, footer_crc32)
 
     def _flush(self) -> None:
-        rows, self._pending = self._pending, []
+        rows, self._pending, self._pending_bytes = self._pending, [], 0
         if not rows:
             return
         crc32 = [checksum(row.image) for row in rows]

@@ -139,5 +139,15 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
             at += 2 + length
 
 
+def num_scans(image: bytes) -> int:
+    """How often a decoder passes over the pixels; 0 for what is no JPEG file."""
+    try:
+        scans = [at + length for marker, at, length in header_segments(image) if marker == SCAN]
+    except (struct.error, IndexError):
+        return 0
+    # In coded data 0xff is followed by other bytes.
+    return image.count(b"\xff\xda", scans[0]) + 1 if image[:2] == START and scans else 0
+
+
 def _is_metadata(marker: int) -> bool:
     return 0xE0 <= marker <= 0xEF or marker == _COMMENT

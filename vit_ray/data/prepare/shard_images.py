@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import cv2
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
-from vit_ray.data.images.crops import decode
+from vit_ray.data.images.crops import decode, open_image
 from vit_ray.data.images.jpeg import size_of_jpeg
-from vit_ray.data.jpeg_index.headers import START
+from vit_ray.data.jpeg_index.headers import START, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
 from vit_ray.data.jpeg_index.restart_markers import (
     Libjpeg,
@@ -22,9 +23,16 @@ from vit_ray.data.jpeg_index.restart_markers import (
 )
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceChangedError
 from vit_ray.data.prepare.staged_files import ahead
+from vit_ray.storage import locate
 
 _READERS: Final = 8
 """Threads that read a shard's images ahead: object stores are slow to answer, but answer many."""
+
+_MOST_AHEAD: Final = 1 << 28
+"""Bytes that are read ahead, where images are no larger: of usual ones it is reached by none."""
+_MOST_SCANS: Final = 100
+"""Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
+10, and libjpeg-turbo's own tests of hostile files allow 500."""
 
 _MOST_JPEG_PIXELS: Final = 65_500
 """Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
@@ -32,7 +40,17 @@ _MOST_JPEG_PIXELS: Final = 65_500
 
 def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
     """Each entry with its bytes, or why it has none, in order, a few reads ahead."""
-    return zip(entries, ahead(_bytes_or_reason, entries, _READERS), strict=True)
+    sized = ahead(_with_length, entries, _READERS)
+    images = ahead(_bytes_or_reason, sized, _READERS, lambda entry: entry.length, _MOST_AHEAD)
+    return zip(entries, images, strict=True)
+
+
+def _with_length(entry: IndexEntry) -> IndexEntry:
+    """The entry, with the length of a file that a list names."""
+    if entry.length < 0 and entry.problem is None:
+        with contextlib.suppress(ValueError, OSError):  # which reading it will say
+            return replace(entry, length=locate(entry.path).info().size or 0)
+    return entry
 
 
 def _bytes_or_reason(entry: IndexEntry) -> bytes | ValueError:
@@ -68,7 +86,11 @@ def checked(
     writer = libjpeg if config.index_jpeg else None
     # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
     found = None
-    if not _is_too_large(size_of_jpeg(image), config.shrink_to):
+    declared = _declared_size(image)
+    is_over = declared is not None and declared[0] * declared[1] > config.max_pixels
+    if (scans := num_scans(image)) > _MOST_SCANS:
+        raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
+    if not is_over and not _is_too_large(size_of_jpeg(image), config.shrink_to):
         found = _rewritten(image, writer)
     damage = ""
     if found is None:
@@ -76,6 +98,11 @@ def checked(
         ends_early = "premature end" in damage.lower()
         if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
             raise ValueError(f"it is damaged: {damage}")
+        if is_over and declared is not None:
+            raise ValueError(
+                f"it has {declared[1]} x {declared[0]} pixels, more than "
+                f"convert.max_pixels={config.max_pixels}"
+            )
         pixels = decode(image)
         size = pixels.shape[:2]
         if config.shrink_to is not None and _is_too_large(size, config.shrink_to):
@@ -88,6 +115,15 @@ def checked(
     return EncodedImage(
         image, labels, key, width, height, original_crc32=original_crc32, index=index, damage=damage
     )
+
+
+def _declared_size(image: bytes) -> tuple[int, int] | None:
+    """Height and width by the header of a file; None where it cannot be read."""
+    if (size := size_of_jpeg(image)) is None:
+        # Pillow's plugins raise anything; decoding the image will say what is wrong.
+        with contextlib.suppress(Exception), open_image(image) as opened:
+            return opened.height, opened.width
+    return size
 
 
 def _damage_of(image: bytes, libjpeg: Libjpeg | None) -> str:

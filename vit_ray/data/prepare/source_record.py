@@ -69,7 +69,9 @@ def read_record(folder: Location) -> SourceRecord | None:
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Each setting that differs, as a user gives it; empty for none."""
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    # A key that is newer than a data set had its default.
+    then = {n: field.default for n, field in ConvertConfig.model_fields.items() if n in now} | then
+    names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
     return ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
 

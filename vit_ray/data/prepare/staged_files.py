@@ -60,16 +60,28 @@ def read_many_facts(files: Iterable[Location]) -> Iterator[dict[str, Any]]:
 
 
 def ahead(
-    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int
+    work: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    threads: int,
+    size_of: Callable[[_Item], int] = lambda _: 0,
+    most: int = 0,
 ) -> Iterator[_Result]:
-    """The results of `work` on each item, in order, computed by threads a few items ahead."""
+    """The results of `work` on each item, in order, computed by threads a few items ahead.
+
+    Those that wait have a size of `most` together, or are one.
+    """
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[_Result]] = deque()
+        waiting: deque[tuple[Future[_Result], int]] = deque()
+        held = 0
         for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()  # no limit: retry.py limits each file
-        for future in waiting:
+            size = size_of(item)
+            while waiting and (len(waiting) > 2 * threads or held + size > most):
+                future, done = waiting.popleft()
+                held -= done
+                yield future.result()  # no limit: retry.py limits each file
+            waiting.append((pool.submit(work, item), size))
+            held += size
+        for future, _ in waiting:
             yield future.result()  # no limit: as above
 
 

@@ -153,7 +153,9 @@ class IndexEntry:
                 what, version = f"reading {location.path}", self.version
                 return with_retries(lambda: s3.read_if(location.path, version, **part), what)
             content = (
-                _read_file(location) if is_whole else location.read_range(self.offset, self.length)
+                _read_file(location, self.length)
+                if is_whole
+                else location.read_range(self.offset, self.length)
             )
             # Looked at last: it may change while it is read.
             if self.version is None or file_version(location) == self.version:
@@ -226,12 +228,12 @@ _MOST_KEY_BYTES: Final = 1024
 """Of an object on S3."""
 
 
-def _read_file(location: Location) -> bytes:
+def _read_file(location: Location, length: int) -> bytes:
     if not location.is_local:
         key = location.path.partition("/")[2]
         if len(key.encode()) > _MOST_KEY_BYTES:
             raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
-        _check_size(location.info().size or 0)
+        _check_size(location.info().size or 0 if length < 0 else length)
         return location.read()
     try:
         status = os.stat(location.path)

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     )
     from ray.train.v2._internal.execution.controller.state import ResizingState as ResizingState
     from ray.train.v2._internal.execution.controller.state import RunningState as RunningState
+    from ray.train.v2._internal.execution.controller.state import (
+        SchedulingState as SchedulingState,
+    )
     from ray.train.v2._internal.execution.failure_handling import (
         DefaultFailurePolicy as DefaultFailurePolicy,
     )
@@ -126,6 +129,10 @@ INTERNALS: Final = (
     Internal(
         f"{_TRAIN}.execution.controller.state", "RunningState",
         "Shows whether a group is placed.", "",
+    ),
+    Internal(
+        f"{_TRAIN}.execution.controller.state", "SchedulingState",
+        "A group begins to wait for its place.", "",
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "PreemptingState",

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ray.util.state import list_actors
 
 from tests.conftest import Digits, Head
-from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
+from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until, write_recipe
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.measure.goodput import TimeClass
 
 # Long enough that there is time to interfere after the first checkpoint.
 STEPS = 600
@@ -32,6 +34,17 @@ def start(recipe: Recipe, head: Head, folder: Path) -> Driver:
     driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
     return driver
+
+
+def seconds_of(recipe: Recipe) -> dict[str, float]:
+    """Where the time of a run went, by class, and `wall`."""
+    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
+    held = run.data.metrics
+    seconds = {str(kind): held[f"run/{kind}_s"] for kind in TimeClass}
+    wall_s = held["run/wall_s"]
+    assert sum(seconds.values()) == pytest.approx(wall_s + seconds["stopped"])
+    assert seconds["unknown"] <= 0.02 * wall_s
+    return {**seconds, "wall": wall_s}
 
 
 def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
-from tests.faults.runs import EVERY, STEPS, long_recipe, start, worker_pids
+from tests.faults.runs import EVERY, STEPS, long_recipe, seconds_of, start, worker_pids
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -29,6 +30,7 @@ from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 from vit_ray.tracking.tracker import replay
 
 
@@ -44,11 +46,19 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
 ) -> None:
     recipe = long_recipe("worker-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
+    killed_s = time.time()
     os.kill(worker_pids(ray_cluster)[-1], signal.SIGKILL)
     code, output = driver.wait()
     assert code == 0, output
     assert "worker failed" in output
     assert "resumed: from step" in output
+    seconds = seconds_of(recipe)
+    timeline = MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
+    (noticed_s,) = [one["time_ms"] / 1000 for one in timeline if one["kind"] == "event"]
+    assert seconds["lost"] == pytest.approx(noticed_s - killed_s, abs=2)
+    assert seconds["repeated"] > 0
+    assert seconds["restoring"] > 0
+    assert "goodput " in output
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
 
@@ -76,9 +86,18 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     driver = start(recipe, ray_cluster, folder)
     driver.process.kill()
     driver.wait()
+    killed_s = time.time()
     code, output = Driver(ray_cluster, "pretrain", str(write_recipe(recipe, folder))).wait()
     assert code == 0, output
     assert "resumed: from step" in output
+    seconds = seconds_of(recipe)
+    starts = [
+        one["began_s"]
+        for one in MetricsLog(metrics_log_path(recipe.run_folder)).timeline()
+        if one["kind"] == "start"
+    ]
+    assert seconds["stopped"] == pytest.approx(starts[-1] - killed_s, abs=2)
+    assert seconds["repeated"] > 0
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
 

@@ -11,6 +11,7 @@ from vit_ray.launch import run
 from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun
 from vit_ray.launch.run import run_prepared
+from vit_ray.measure.goodput import DriverBegan, Work, account
 
 
 class OpenRun:
@@ -18,8 +19,12 @@ class OpenRun:
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, dict[str, float]]] = []
-        self.record = SimpleNamespace(metrics=lambda *call: self.recorded.append(call[:2]))
-        self.control = SimpleNamespace(status=lambda: SimpleNamespace(step=7))
+        self.record = SimpleNamespace(metrics=lambda *call, again: self.recorded.append(call[:2]))
+        status = SimpleNamespace(step=7, metrics={"cost/core_days": 0.5})
+        worked = Work("a", 0.0, 86_400.0, {"training": 86_400.0}, world_size=2)
+        self.control = SimpleNamespace(
+            status=lambda: status, account=lambda: account([DriverBegan(0.0), worked])
+        )
 
 
 @pytest.mark.parametrize(("kind", "has_cost"), [("pretrain", True), ("evaluate", False)])
@@ -50,3 +55,4 @@ def test_a_training_that_fails_has_the_compute_of_its_steps(
     for _, cost in opened.recorded:
         assert cost["study/images_seen"] == 7 * 128
         assert cost["study/exaflops"] > 0
+        assert (cost["cost/core_days"], cost["run/goodput"]) == (2.0, 1.0)

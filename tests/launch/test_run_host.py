@@ -25,6 +25,7 @@ from vit_ray.launch.run_host import (
     host_on,
     start_run,
 )
+from vit_ray.measure.goodput import TimeClass, Work
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
@@ -326,6 +327,57 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     here.die()
     assert record.finish("FINISHED")
     assert sampled == [run_id]
+
+
+def test_where_the_time_went_outlives_the_host_and_its_drivers(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    here, start_s = Here(), time.time() - 1000
+    opening = replace(opening_of(tmp_path), began_s=start_s)
+    record, control = recorded_here(opening, here)
+
+    def work(attempt: str, begin_s: float, steps: tuple[int, int], training_s: float) -> None:
+        until_s, (first, last) = begin_s + training_s, steps
+        spent = {TimeClass.TRAINING: training_s}
+        record.work(Work(attempt, begin_s, until_s, spent, 2, first, last, last - first))
+
+    def spent() -> dict[str, float]:
+        account = control.account().seconds
+        return {key: round(value) for key, value in account.items() if round(value)}
+
+    record.place_wait(start_s + 10, start_s + 15)
+    work("a", start_s + 20, (0, 20), 20.0)
+    work("a", start_s + 20, (0, 10), 10.0)  # a thread of the host took it late
+    assert spent() == {"starting": 15, "place_wait": 5, "training": 20, "ending": 960}
+    here.die()
+    size = opening.log_path.stat().st_size
+    work("a", start_s + 20, (0, 100), 100.0)
+    assert opening.log_path.stat().st_size == size  # it comes once a second
+    work("b", start_s + 130, (80, 120), 40.0)
+    assert spent()["training"] == 120
+    assert control.account().core_days == pytest.approx(2 * 140 / 86_400)
+    here.die()  # with the driver: nothing is the end of it
+    opening.log_path.with_suffix(".lock").touch()
+    again = replace(opening_of(tmp_path), began_s=start_s + 500)
+    record, control = recorded_here(again)
+    work("c", start_s + 520, (120, 130), 10.0)
+    assert spent() == {
+        "starting": 15 + 10 + 20, "place_wait": 5, "training": 130, "repeated": 20,
+        "stopped": 330, "ending": 470,
+    }  # fmt: skip
+    record.finish("FINISHED")
+
+
+def test_the_goodput_so_far_is_recorded_from_time_to_time(
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_host, "ACCOUNT_EVERY_S", 0.0)
+    opening = replace(opening_of(tmp_path), began_s=time.time() - 100)
+    record, control = recorded_here(opening)
+    begin_s = time.time() - 50
+    record.work(Work("a", begin_s, begin_s + 25, {"training": 25.0}))
+    assert control.status().metrics["run/goodput"] == pytest.approx(0.25, abs=0.01)
+    record.finish("FINISHED")
 
 
 def test_an_answer_with_all_that_may_come_before_it_has_one_limit(

@@ -15,6 +15,7 @@ from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, Snapshot
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.config import Recipe
+from vit_ray.measure.goodput import Work
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.storage import locate
 from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, StepResult
@@ -66,6 +67,12 @@ class FakeRun(RecordsRun, ControlsRun):
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         self.files[name] = content
+
+    def work(self, work: Work, wait_s: float = 0.0) -> None:
+        self.worked = work
+
+    def place_wait(self, begin_s: float, end_s: float) -> None:
+        raise AssertionError("a worker has a place")
 
     def fail(self, failure: Failure | None) -> None:
         self.failed = failure

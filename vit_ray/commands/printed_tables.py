@@ -11,6 +11,7 @@ from rich.table import Table
 
 from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
+from vit_ray.measure.goodput import describe_goodput
 from vit_ray.outcomes import TrialState
 from vit_ray.report import tables as report_tables
 
@@ -44,6 +45,8 @@ def print_result(result: RunResult) -> int:
     _show(table)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint}{note}")
+    if goodput := describe_goodput(result.metrics):
+        print(goodput)
     print_link(result.hint, result.run_id)
     return 0 if result.is_complete else 3
 

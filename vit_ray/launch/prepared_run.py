@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
@@ -54,6 +54,8 @@ class PreparedRun:
     """Features that are written in the place of an evaluation."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
+    began_s: float = field(default_factory=time.time)
+    """Unix time at which its driver has begun to work on it."""
     training_id: str | None = None
     """Of a training that begins at step 0: what is recorded of another one is not continued."""
 
@@ -91,6 +93,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
     """
+    began_s = time.time()
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
@@ -128,6 +131,7 @@ def prepared_training(recipe: Recipe, kind: Kind) -> Iterator[PreparedRun]:
                 *((EventKind.RECIPE_CHANGED, text) for text in changes),
             ),
             lock_number,
+            began_s=began_s,
             training_id=training_id,
         )
 

@@ -37,6 +37,7 @@ from vit_ray.ray_internals import (
     ResizingState,
     RunningState,
     ScalingDecision,
+    SchedulingState,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     _is_preemption_failure,
@@ -54,6 +55,7 @@ KEEP_REQUEST_S: Final = 45
 """How long a driver that was killed holds the places of its group; Ray's default is 180 s."""
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0
+JOB_S: Final = 30.0
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
@@ -171,6 +173,7 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         super().__init__(scaling_config)
         self._sizes, self._reading_cpus = sorted(sizes), reading_cpus
         self._current_job = current_job
+        self._waits_since_s: float | None = None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Here, in the controller's process: the first request is kept no longer than others."""
@@ -186,8 +189,13 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
         with contextlib.suppress(ray.exceptions.RayError):  # then by what was counted before
             refresh_reserved_resources(self, REFRESH_S)
         decision = super().make_decision_for_non_running_worker_group()
-        if isinstance(decision, NoopDecision):
-            self._current_job()
+        is_waiting, since_s = isinstance(decision, NoopDecision), self._waits_since_s
+        if is_waiting or since_s is not None:
+            job = self._current_job()
+            if not is_waiting and since_s is not None and job is not None:
+                job.record.place_wait(since_s, time.time())
+            self._waits_since_s = (since_s or time.time()) if is_waiting else None
+        if is_waiting:
             time.sleep(WAIT_FOR_NODES_S)
         return decision
 
@@ -216,15 +224,38 @@ def cpus_by_node() -> dict[str, float]:
 
 
 class NotePlacement(ControllerCallback):
-    """Tells the pool's server whether the group is placed, be it about to lose its place."""
+    """Notes whether the group is placed, be it about to lose its place, and its waits for it."""
 
     def __init__(self, server: Any) -> None:
-        self._server = server
+        self._server, self._asked_s, self._pool = server, 0.0, ""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """The name of its placement groups begins with that of the pool."""
+        self._pool = train_run_context.run_config.name
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Each time that the group starts, runs, fails, or changes its size."""
         is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
         self._server.note_placement.remote(is_placed)
+        was_asking = isinstance(previous_state, SchedulingState)
+        if isinstance(current_state, SchedulingState):
+            self._asked_s = time.time()
+        elif was_asking and isinstance(current_state, RunningState):
+            with contextlib.suppress(ray.exceptions.RayError):  # the next call of it decides
+                job = ray.get(self._server.current_job.remote(), timeout=JOB_S)
+                if job is not None:
+                    wait_s = placement_wait_s(self._pool)
+                    job.record.place_wait(self._asked_s, self._asked_s + wait_s)
+
+
+def placement_wait_s(pool_name: str) -> float:
+    """How long the newest worker group of a pool has waited for its place."""
+    waits = {
+        int(group["name"].rpartition("-")[2]): group["stats"]["end_to_end_creation_latency_ms"]
+        for group in placement_group_table().values()
+        if group["name"].startswith(f"{pool_name}-")
+    }
+    return float(waits[max(waits)]) / 1e3 if waits else 0.0
 
 
 class OwnEnvironment(ControllerCallback):

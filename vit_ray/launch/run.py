@@ -159,6 +159,7 @@ def run_prepared(
         tags={**(tags or {}), **origin},
         node_id=parent.node_id if parent else None,
         resume_step=position.step if position else None,
+        began_s=prepared.began_s,
         training_id=prepared.training_id,
         parent=parent.run.opening if parent else None,
         measured_on="dev" if kind == "sweep_trial" or is_on_dev_split(recipe) else "eval",
@@ -259,9 +260,13 @@ def _result_of(
 
 
 def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
-    """Record the cost of a training up to a step, and return it."""
-    cost = training_cost(prepared.recipe, prepared.resolved, step)
-    run.record.metrics(step, cost, ANSWER_LIMIT_S)  # before the end, which comes next
+    """Record the cost of a training up to a step, and where its time went; return both."""
+    cost, spent = training_cost(prepared.recipe, prepared.resolved, step), run.control.account()
+    # A checkpoint has the days of drivers whose log is elsewhere, but not of steps done twice.
+    known_days = run.control.status().metrics.get("cost/core_days", 0.0)
+    cost |= {**spent.metrics(), "cost/core_days": max(known_days, spent.core_days)}
+    # Before the end, which comes next; days of a step that was logged before are replaced.
+    run.record.metrics(step, cost, ANSWER_LIMIT_S, again=True)
     return cost
 
 

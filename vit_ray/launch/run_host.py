@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
@@ -24,6 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.control import ControlState, RunStatus
+from vit_ray.launch.run_time import marks_of
+from vit_ray.measure.goodput import Account, Work, account
 from vit_ray.outcomes import Failure
 from vit_ray.tracking.metrics_log import MetricsLog, Recorder, RunOpening, Status, lock_log
 from vit_ray.worker.run_link import Orders
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 CONCURRENT_CALLS: Final = 64
 HEARTBEAT_S: Final = 30.0
+ACCOUNT_EVERY_S: Final = 600.0
+"""How often a run's goodput is recorded while it works."""
 NAMESPACE: Final = "vit_ray"
 """Ray namespace of the hosts' names, by which they can be inspected from outside."""
 
@@ -65,6 +68,7 @@ class _Run:
         """Set at its end: whether MLflow has everything."""
         self._key, self._is_read, self._has_opening = key, False, False
         self._reading = threading.Lock()
+        self._accounted_s = time.monotonic()
         self._held: list[Callable[[], None]] = []
         """Ends what runs and is held until its end: the lock of the log, system metrics."""
 
@@ -98,6 +102,17 @@ class _Run:
         # Nodes are shared by what runs under a sweep or study, which samples them itself.
         elif opening.config.system_metrics and opening.parent is None and self.tracker.run_id:
             self._held = [*sample_nodes(self.tracker.run_id, opening.config.uri), lock.close]
+
+    def account(self) -> Account:
+        """Where the run's time went until now, over all openings in the log."""
+        return account(list(marks_of(self.log.timeline())), time.time())
+
+    def keep_work(self, **work: Any) -> None:
+        """Keep what an attempt has completed; from time to time record the goodput so far."""
+        self.log.keep_work(**work)
+        if time.monotonic() - self._accounted_s > ACCOUNT_EVERY_S:
+            self._accounted_s = time.monotonic()
+            self.log.metrics(self.control.status().step, self.account().metrics())
 
     def close(self) -> None:
         """Send what is recorded; the run has ended."""
@@ -150,11 +165,16 @@ class RunHost:
         if not run.has_opening():
             raise RuntimeError(f"nothing can be recorded in {log_path}, which has no such run")
         if not run.control.has_finished:
-            write = run.log.content if kind == "content" else partial(run.log.append, kind)
-            write(**values)
+            match kind:
+                case "content":
+                    run.log.content(**values)
+                case "work":
+                    run.keep_work(**values)
+                case _:
+                    run.log.append(kind, **values)
 
     def ask(self, key: str, what: str, *args: Any) -> Any:
-        """The answer of `control.method` or `tracker.method` of the run, or `NoRun`."""
+        """The answer of `control.method`, `tracker.method` or a method of the run, or `NoRun`."""
         run = self._runs.get(key)
         if run is None or run.tracker is None:
             return NoRun.UNKNOWN if run is None or run.is_sent is None else NoRun.ENDED
@@ -280,6 +300,10 @@ class RunControl:
         """Where the run is."""
         return self._run.ask(wait_s, "ask", "control.status")
 
+    def account(self) -> Account:
+        """Where the run's time went until now."""
+        return self._run.ask(ANSWER_LIMIT_S, "ask", "account")
+
     def request_stop(self, reason: str) -> None:
         """Ask all workers, of the runs under this one too, to checkpoint and end."""
         self._run.send("stop", reason=reason)
@@ -318,6 +342,14 @@ class RunRecord(Recorder):
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """A file to keep with the run, from a worker that may be on another node."""
         self.append("content", wait_s, name=name, content=content, folder=folder)
+
+    def work(self, work: Work, wait_s: float = 0.0) -> None:
+        """What an attempt has completed so far, in the place of what it had before."""
+        self.append("work", wait_s, **vars(work))
+
+    def place_wait(self, begin_s: float, end_s: float) -> None:
+        """The worker group has waited for its place; Unix times."""
+        self.append("place wait", begin_s=begin_s, end_s=end_s)
 
     def run_id(self, wait_s: float = ANSWER_LIMIT_S) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""

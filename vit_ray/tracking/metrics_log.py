@@ -41,7 +41,7 @@ FILES: Final = ("text", "artifact", "model", "event")
 """Kinds of records that become files of the run; its events are one together."""
 FAILURE: Final = "vit_ray.failure"
 """Tag of the reason why a run has failed."""
-_FIELDS: Final[dict[str, dict[str, Any]]] = {
+_FIELDS: dict[str, dict[str, Any]] = {
     "start": {
         "run_name": str,
         "experiment": str,
@@ -61,6 +61,21 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
 }
 SENT_KINDS: Final = frozenset(_FIELDS)
 """What MLflow gets; other kinds are for the process that opens the log again."""
+_FIELDS |= {
+    "place wait": {"begin_s": (int, float), "end_s": (int, float)},
+    "work": {"attempt": str, "begin_s": (int, float), "until_s": (int, float), "seconds": dict},
+}
+_TIMELINE: Final = tuple(
+    f'{{"kind": "{kind}"'.encode()
+    for kind in (
+        "start",
+        "place wait",
+        "work",
+        "finish",
+        f'event", "event": "{EventKind.WORKER_FAILED}',
+    )
+)
+"""How lines begin by which a run's time is accounted for."""
 _START: Final = b'{"kind": "start"'
 RELEASE_S = 20.0
 """How long the process of a driver that was killed may take to release its logs."""
@@ -94,6 +109,8 @@ class RunOpening:
     """Group of what workers call `eval/...`: `dev` where it is a split to choose on."""
     awaited_metric: str | None = None
     """Listed first among the run's metrics: MLflow's compare view draws the first one."""
+    began_s: float | None = None
+    """Unix time at which the driver has begun to work on it."""
     training_id: str | None = None
     """Of a training that begins at step 0; the log of another one is set aside."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
@@ -186,6 +203,10 @@ class MetricsLog(Recorder):
         self._has_warned = False
         self._sent_path = path.with_name(path.name + ".sent")
         self._sent = self.read_sent()
+        self._work_path = path.with_name(path.name + ".work")
+        self._work: dict[str, Any] | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self._work = json.loads(self._work_path.read_text())
 
     def open(self, opening: RunOpening) -> Record:
         """The start record of an opening, written unless it is there.
@@ -202,7 +223,7 @@ class MetricsLog(Recorder):
             tags |= {STARTED_OVER: run_id} if run_id else {}
         elif opening.run_id and run_id and opening.run_id != run_id:
             self._set_aside(run_id)
-        same = ("run_name", "resume_step", "datasets", "awaited_metric", "measured_on")
+        same = ["run_name", "resume_step", "datasets", "awaited_metric", "measured_on", "began_s"]
         return self.append(
             "start",
             **{name: getattr(opening, name) for name in same},
@@ -216,10 +237,10 @@ class MetricsLog(Recorder):
 
     def _set_aside(self, name: str) -> None:
         with self._lock:
-            for path in (self.path, self._sent_path):
+            for path in (self.path, self._sent_path, self._work_path):
                 if path.exists():
                     path.rename(path.with_name(f"{name}.{path.name}"))
-            self._sent, self._end = Sent(), 0
+            self._sent, self._end, self._work = Sent(), 0, None
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -319,6 +340,28 @@ class MetricsLog(Recorder):
                     found.append(_parsed(line))
         return found
 
+    def keep_work(self, **work: Any) -> None:
+        """Keep what an attempt has completed, which comes each second, in a small file of its own.
+
+        What the attempt before it had becomes a record of the log.
+        """
+        before = self._work
+        if before is not None and before["attempt"] != work["attempt"]:
+            self.append("work", **before)
+        elif before is not None and before["until_s"] > work["until_s"]:
+            return  # threads take calls in any order
+        self._work = work
+        self._replace(self._work_path, work)
+
+    def timeline(self) -> list[Record]:
+        """Records by which the run's time is accounted for, of all openings."""
+        found: list[Record] = []
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            found = [_parsed(line) for line in file if line.startswith(_TIMELINE)]
+        if self._work is not None:
+            found.append(_parsed(json.dumps({"kind": "work", **self._work, "time_ms": 0}).encode()))
+        return found
+
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening has ended with this status, and MLflow has all of the log."""
         sent = self.read_sent()
@@ -345,14 +388,17 @@ class MetricsLog(Recorder):
 
     def mark_sent(self, **changes: Any) -> None:
         """Note fields of `Sent` on disk; never raises, as sending twice does no harm."""
-        half = self._sent_path.with_suffix(".half")
+        with self._lock:
+            self._sent = self._sent._replace(**changes)
+            self._replace(self._sent_path, self._sent._asdict())
+
+    def _replace(self, path: Path, content: dict[str, Any]) -> None:
+        half = path.with_name(path.name + ".half")
         try:
-            with self._lock:
-                self._sent = self._sent._replace(**changes)
-                half.write_text(json.dumps(self._sent._asdict()))
-                os.replace(half, self._sent_path)
+            half.write_text(json.dumps(content))
+            os.replace(half, path)
         except OSError as error:
-            logger.debug("progress of %s cannot be noted: %s", self.path, error)
+            logger.debug("%s cannot be written: %s", path, error)
 
 
 def metrics_log_path(run_folder: str) -> Path:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.train.engine import DeepSpeedEngine
@@ -103,7 +104,8 @@ class Attempt:
         self.engine.close()
 
     def _train(self) -> None:
-        progress, batches = self.progress, self.batches
+        progress, clock = self.progress, self.link.clock
+        batches = clock.waits_for(self.batches)
         steps = self.job.recipe.train.profile_steps
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
@@ -123,7 +125,9 @@ class Attempt:
             self.engine, batches, self.job.recipe, self.context, hooks, progress, compute
         )
         self.watchdog.pause()  # the steps are over, and waiting has limits of its own
-        self.saver.wait_until_written()
+        with clock.within(TimeClass.CHECKPOINT):
+            self.saver.wait_until_written()
+        clock.enter(TimeClass.ENDING)
         if ending is not Ending.FINISHED:
             self.context.all_sum([0.0])  # all ranks have written
             step = progress.step
@@ -143,6 +147,7 @@ class Attempt:
             UnrecoverableError: checkpoints can no longer be written.
         """
         self.watchdog.note_step(step)
+        self.link.clock.note_step(step)
         self.saver.check()
         self._note_start(step)
 
@@ -170,7 +175,8 @@ class Attempt:
         """Accuracy and few-shot accuracy."""
         wants_save = partial(self.save_is_wanted, step)
         try:
-            figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
+            with self.link.clock.within(TimeClass.EVALUATION):
+                figures = self.evaluator.evaluate(step, self.is_stopping, wants_save)
         except EvaluationCutError as cut:
             reason = "a stop" if cut.is_stopping else "a checkpoint at once"
             text = f"for {reason}; there are no figures of it"
@@ -182,14 +188,16 @@ class Attempt:
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint, and log for how long training stood still."""
-        stall_s = self.saver.save(progress)
+        with self.link.clock.within(TimeClass.CHECKPOINT):
+            stall_s = self.saver.save(progress)
         progress.metrics["checkpoint/stall_s"] = stall_s
         self.link.log(progress.step, {"checkpoint/stall_s": stall_s})
 
     def wait_until_saved(self) -> None:
         """This rank's part."""
         self.watchdog.pause()
-        self.saver.wait_until_written()
+        with self.link.clock.within(TimeClass.CHECKPOINT):
+            self.saver.wait_until_written()
         self.watchdog.resume()
 
     def save_is_wanted(self, step: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 import ray
 
+from vit_ray.measure.goodput import Work, WorkClock
 from vit_ray.outcomes import EventKind, Failure
 
 HANG_REPORT_S: Final = 10.0
@@ -46,6 +47,12 @@ class RecordsRun(Protocol):
 
     def run_id(self, wait_s: float) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
+
+    def work(self, work: Work, wait_s: float = 0.0) -> None:
+        """What an attempt has completed so far, in the place of what it had before."""
+
+    def place_wait(self, begin_s: float, end_s: float) -> None:
+        """The worker group has waited for its place; Unix times."""
 
 
 class ControlsRun(Protocol):
@@ -86,6 +93,9 @@ class RunLink:
     ) -> None:
         self._record, self._control, self.rank = record, control, rank
         self._world_size = world_size
+        self.clock = WorkClock(world_size)
+        """Of this attempt."""
+        self._sent = self.clock.work
         self._introduction: tuple[str, ...] = (host,) if host else ()
         """Sent until it has arrived: a heartbeat is small."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
@@ -110,6 +120,16 @@ class RunLink:
                 self._saves_requested = orders.saves
                 if self._saves_seen is None:
                     self._saves_seen = orders.saves
+
+        if self.rank == 0:
+            self.send_work()
+
+    def send_work(self, wait_s: float = 0.0) -> None:
+        """Send what this attempt has completed, where that is news."""
+        if self.clock.work is not self._sent:
+            self._sent = self.clock.work
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                self._record.work(self._sent, wait_s)
 
     def current_stop_reason(self) -> str | None:
         """Asked now: another worker's heartbeat may have had the answer first."""

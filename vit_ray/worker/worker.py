@@ -25,6 +25,7 @@ import torch.distributed as dist
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.measure.goodput import TimeClass
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.storage import Location, locate
@@ -38,7 +39,7 @@ from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
 from vit_ray.worker.pool_link import Assignment, PoolLink, Streams
 from vit_ray.worker.process_group import RankPlace, joined_process_group
 from vit_ray.worker.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
-from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
 from vit_ray.worker.setup import (
     build_engine,
@@ -96,6 +97,8 @@ def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
         timeout_s=job.recipe.workers.collective_timeout_s,
     ):
         run_attempt(link, partial(set_up_attempt, job, link, streams, place, device))
+    if place.rank == 0:
+        link.send_work(DELIVERY_S)
 
 
 def training_device(use_gpu: bool) -> torch.device:
@@ -123,7 +126,8 @@ def set_up_attempt(
         point = ResumePoint(None, 0)
         if job.kind == "train":
             watchdog.pause()  # the choice has a limit of its own
-            point = _agreed_point(job, link, run_folder, place.rank)
+            with link.clock.within(TimeClass.RESTORING):
+                point = _agreed_point(job, link, run_folder, place.rank)
             watchdog.resume()
             if point.is_over:
                 return None
@@ -153,7 +157,8 @@ def set_up_attempt(
         progress = Progress()
         if checkpoint is not None:
             try:
-                engine.restore(checkpoint)
+                with link.clock.within(TimeClass.RESTORING):
+                    engine.restore(checkpoint)
             except DamagedCheckpointError:
                 raise  # the next attempt chooses an older one
             except ValueError as error:

@@ -24,6 +24,7 @@ class EventKind(StrEnum):
     EVALUATION_NOT_RECORDED = "evaluation not recorded"
     FIRST_STEP = "first step"
     HUNG = "hung"
+    NODE_LEFT_OUT = "node left out"
     NO_PLACE = "waiting for a place"
     NOT_COMPILED = "not compiled"
     NOT_FINITE = "not finite"
@@ -60,6 +61,21 @@ class Failure:
     reason: str
     has_diverged: bool = False
     """Its loss or gradient is not finite: the same recipe would diverge again."""
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker is, as it has introduced itself, and how far."""
+
+    host: str
+    node: str
+    """Ray's id of its node."""
+    detail: str
+    """GPU, process and log file, as errors name them."""
+    step: int
+
+    def __str__(self) -> str:
+        return f"on {self.host} ({self.detail}, step {self.step})"
 
 
 class TrialState(StrEnum):

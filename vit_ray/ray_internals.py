@@ -120,7 +120,10 @@ INTERNALS: Final = (
         f"{_TRAIN}.execution.callback", "ControllerCallback",
         "A checkpoint is asked for before the group changes its size; `ray.train.UserCallback` is "
         "not called then.", "",
-        {"after_controller_state_update": ("self", "previous_state", "current_state")},
+        {
+            "after_controller_state_update": ("self", "previous_state", "current_state"),
+            "on_controller_start_worker_group": ("self", "scaling_config", "num_workers"),
+        },
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "ResizingState",

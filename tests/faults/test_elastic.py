@@ -1,11 +1,14 @@
 """A node goes away under a worker, or joins: the run goes on with the group that fits."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
@@ -176,6 +179,42 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
     assert ranks_of_newest(recipe) == 1
     told = ["preemption: a node is about to leave: checkpoint at once", "resumed: from step"]
     assert 0 < output.index(told[0]) < output.index(told[1])
+
+
+def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(
+    one_node: Cluster, digits: Digits, folder: Path
+) -> None:
+    nodes = [one_node.head_node, one_node.add_node(num_cpus=1, include_dashboard=False)]
+    recipe = elastic_recipe("bad-node", digits, folder).with_changes(
+        optim={"steps": 100_000}, workers={"num_workers": 1}
+    )
+    driver = Driver(Head(one_node.address, ""), "pretrain", str(write_recipe(recipe, folder)))
+    killed_on: list[str] = []
+    while "node left out" not in logged(recipe):
+        saved = checkpoint_steps(recipe)[-1:]
+        wait_until(lambda: checkpoint_steps(recipe)[-1:] > saved, driver)  # noqa: B023
+        ((node, pid),) = [(node, pid) for node in nodes for pid in workers_on(node)]
+        os.kill(pid, signal.SIGKILL)
+        killed_on.append(node.node_id)
+        assert len(killed_on) <= 4, killed_on
+        failures = len(killed_on)
+        wait_until(lambda: logged(recipe).count("resumed") == failures, driver)  # noqa: B023
+    saved = checkpoint_steps(recipe)[-1:]
+    wait_until(lambda: checkpoint_steps(recipe)[-1:] > saved, driver)
+    assert killed_on[-1] == killed_on[-2]
+    assert [node.node_id for node in nodes if workers_on(node)] == [
+        node.node_id for node in nodes if node.node_id != killed_on[-1]
+    ]
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    assert re.search(r"worker failed: worker 0 on [\d.]+ \(pid \d+, log /\S+\.err, step", output)
+
+
+def workers_on(node: Any) -> list[int]:
+    """Process ids of a node's workers that train."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [each.pid for each in raylet.children() if "RayTrainWorker" in " ".join(each.cmdline())]
 
 
 def logged(recipe: Recipe) -> str:

@@ -43,13 +43,14 @@ from vit_ray.launch.ray_policies import (
     KEEP_REQUEST_S,
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
+    LeaveOutNodes,
     NotePlacement,
     SaveBeforeResize,
     cause,
     newest_step,
     remove_groups,
 )
-from vit_ray.outcomes import Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
@@ -300,7 +301,7 @@ def told_training(
     def note(*entry: Any) -> None:
         told.append(" ".join(str(part) for part in entry))
 
-    run: Any = SimpleNamespace(event=note, fail=note, failure=lambda: None)
+    run: Any = SimpleNamespace(event=note, fail=note, failure=lambda: None, places=dict)
     job = make_job(folder, workers={"max_failures": max_failures})
     job = replace(job, record=run, control=run)
     return lambda: job, told
@@ -349,6 +350,98 @@ PID\tMEM(GB)\tCOMMAND
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io. \
 Consider provisioning more memory on this node. To disable worker killing, set the environment \
 variable `RAY_memory_monitor_refresh_ms` to zero."""
+
+
+def places(*nodes: str) -> dict[int, WorkerPlace]:
+    """Of one worker on each node."""
+    return {
+        rank: WorkerPlace(f"10.0.0.{node}", node, f"GPU 3, pid 4{rank}, log /l/w.err", 57)
+        for rank, node in enumerate(nodes)
+    }
+
+
+def test_an_error_names_the_worker_its_host_gpu_process_step_and_log(
+    workers: Any, tmp_path: Path
+) -> None:
+    workers.at = places("1", "2")
+    policy = ConsecutiveFailurePolicy(training(workers, tmp_path, max_failures=0))
+    crash = failed(RuntimeError("Connection closed by peer"), RuntimeError("CUDA error: ECC"))
+    assert policy.make_decision(crash) is FailureDecision.RAISE
+    assert workers.failed.reason.startswith(
+        "worker 1 on 10.0.0.2 (GPU 3, pid 41, log /l/w.err, step 57): CUDA error: ECC; worker 0 on "
+    )
+
+
+BAD_CARD, BY_PEER = RuntimeError("CUDA error: ECC"), RuntimeError("Connection reset by peer")
+RAY_NODES = [
+    {"NodeID": node, "Alive": node != "gone", "Resources": {"CPU": 4.0, "GPU": 2.0}}
+    for node in ("1", "2", "gone")
+]
+
+
+@pytest.mark.parametrize(
+    ("failures", "selector"),
+    [
+        # By node of the two workers: where each failure came from.
+        ([(BY_PEER, BAD_CARD)] * 2, "!in(2)"),
+        ([(BAD_CARD, BY_PEER)] * 2, "!in(1)"),
+        ([(BY_PEER, BAD_CARD)], None),
+        ([(BY_PEER, BAD_CARD), (BAD_CARD, BY_PEER), (BY_PEER, BAD_CARD)], None),  # in turn
+        ([(BY_PEER, BY_PEER)] * 2, None),  # nobody knows whose fault it is
+        ([(BAD_CARD, BAD_CARD)] * 2, None),
+        ([(BY_PEER, SmallerMicroBatchError("8 images"))] * 2, None),
+        ([(BY_PEER, RuntimeError(MEMORY))] * 2, None),
+    ],
+)
+def test_a_node_on_which_a_group_fails_twice_in_a_row_is_left_out(
+    failures: Any, selector: str | None, workers: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ray_policies, "FAILING_NODES", ray_policies.FailingNodes())
+    monkeypatch.setattr(ray, "nodes", lambda: RAY_NODES)
+    workers.at = places("1", "2")
+    job = training(workers, tmp_path, max_failures=-1)
+    policy, callback = ConsecutiveFailurePolicy(job), LeaveOutNodes(job)
+    for errors in failures:
+        policy.make_decision(failed(*errors))
+    scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 2, "GPU": 1})
+    for _ in range(2):
+        chosen = callback.on_controller_start_worker_group(scaling_config=scaling, num_workers=2)
+        assert chosen == (selector and {"ray.io/node-id": selector})
+    texts = [text for kind, text, _ in workers.events if kind is EventKind.NODE_LEFT_OUT]
+    assert len(texts) == (selector is not None)
+    # Where no other nodes have room for it, a group with the bad one is better than none.
+    assert callback.on_controller_start_worker_group(scaling_config=scaling, num_workers=3) is None
+
+
+def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, now_s = ray_policies.FailingNodes(), [0.0]
+    monkeypatch.setattr(ray_policies.time, "monotonic", lambda: now_s[0])
+    place = places("1")[0]
+    for _ in range(3):
+        nodes.note(place)
+        now_s[0] += ray_policies.IN_A_ROW_S + 1
+    assert nodes.hosts == {}
+    nodes.note(place)
+    nodes.note(place)
+    assert nodes.hosts == {"1": "10.0.0.1"}
+
+
+def test_a_group_that_may_change_its_size_does_without_a_node_that_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = ray_policies.FailingNodes()
+    bad.hosts["b"] = "10.0.0.2"
+    monkeypatch.setattr(ray_policies, "FAILING_NODES", bad)
+    monkeypatch.setattr(ray_policies, "cpus_by_node", lambda: {"a": 4.0, "b": 4.0})
+    scaling = ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": 1.0})
+    policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], 0.5, lambda: None)
+    held = {"a": {"CPU": 4.0}, "b": {"CPU": 4.0}}
+    assert policy._count_possible_workers(held) == 2  # one of four CPUs is kept to read with
+    bad.hosts.clear()
+    assert policy._count_possible_workers(held) == 4
 
 
 def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do() -> None:

@@ -16,7 +16,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, Snaps
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.config import Recipe
 from vit_ray.measure.goodput import Work
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.train.loop import Batch, EvaluationCutError, RankContext, StepResult
 from vit_ray.worker.attempt import Attempt
@@ -42,10 +42,14 @@ class FakeRun(RecordsRun, ControlsRun):
         self.failed: Failure | None = None
         self.stop: str | None = None
         self.saves = 0
+        self.at: dict[int, WorkerPlace] = {}
 
-    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
         self.beats.append((rank, step))
         return Orders(self.stop, self.saves)
+
+    def places(self) -> dict[int, WorkerPlace]:
+        return self.at
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         return self.waited_for

@@ -56,7 +56,7 @@ def test_only_rank_0_takes_a_save_request(actor: FakeRun) -> None:
 )
 def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
     class Gone(FakeRun):
-        def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+        def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
             raise error
 
         def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
@@ -124,8 +124,8 @@ def test_a_worker_says_on_which_host_it_is_until_that_has_arrived() -> None:
     sent: list[tuple[str, ...]] = []
 
     class Control(FakeRun):
-        def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
-            sent.append(host)
+        def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
+            sent.append(introduction)
             return Orders(None, 0) if len(sent) > 1 else None
 
     run = Control()

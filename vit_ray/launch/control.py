@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import STARTUP, Record
 from vit_ray.worker.run_link import Orders
 
@@ -69,7 +69,8 @@ class _Heard(NamedTuple):
 
     step: int
     time_s: float
-    host: str
+    introduction: tuple[str, ...]
+    """Host, node and detail, as in `WorkerPlace`; empty where they are not known."""
 
 
 class ControlState:
@@ -102,6 +103,8 @@ class ControlState:
             case "event":
                 kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
                 self._now.events.append(Event(kind, record["text"], record["step"], time_s))
+                if kind is EventKind.WORKER_FAILED:
+                    self._heard = {}  # others come in their place, on other nodes perhaps
             case "stop":
                 self._stop = record["reason"]
             case "fail":
@@ -117,12 +120,12 @@ class ControlState:
             case "finish":
                 self.has_finished = True
 
-    def heartbeat(self, rank: int, step: int, host: str = "") -> Orders:
-        """A worker is at `step`; it gives its host once."""
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
+        """A worker is at `step`; it introduces itself once."""
         earlier = self._heard.get(rank)
-        known = earlier.host if earlier else ""
-        self._heard[rank] = _Heard(step, time.monotonic(), host or known)
-        if host:  # of a new attempt, whose hang would be another one
+        known = earlier.introduction if earlier else ()
+        self._heard[rank] = _Heard(step, time.monotonic(), introduction or known)
+        if introduction:  # of a new attempt, whose hang would be another one
             self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
@@ -151,7 +154,7 @@ class ControlState:
         newest = max((of.step for _, of in heard if of), default=0)
         named: list[str] = []
         for one, of in heard:
-            name = f"worker {one}" + (f" on {of.host}" if of and of.host else "")
+            name = f"worker {one}" + (f" on {of.introduction[0]}" if of and of.introduction else "")
             if of is None:
                 named.append(f"{name} has never been heard of")
             elif one != rank and now_s - of.time_s > SILENT_S:
@@ -161,6 +164,14 @@ class ControlState:
         others = f"{world_size - len(named)} of {world_size} workers are at step {newest}"
         more = [f"{len(named) - _MOST_NAMED} more of them"] if len(named) > _MOST_NAMED else []
         return "; ".join([*named[:_MOST_NAMED], *more, others])
+
+    def places(self) -> dict[int, WorkerPlace]:
+        """Of the workers that have introduced themselves since the last failure, by rank."""
+        return {
+            rank: WorkerPlace(*of.introduction, of.step)
+            for rank, of in self._heard.items()
+            if len(of.introduction) == 3
+        }
 
     def stop_reason(self) -> str | None:
         """Why this run, or the one that it is part of, was asked to stop."""

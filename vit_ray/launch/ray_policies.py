@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import ray
@@ -24,7 +24,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
 from vit_ray.launch.actor_calls import PROCESS_DIED
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import (
     ControllerCallback,
     DatasetsCallback,
@@ -56,6 +56,8 @@ KEEP_REQUEST_S: Final = 45
 REPEAT_REQUEST_S: Final = 5
 REFRESH_S: Final = 5.0
 JOB_S: Final = 30.0
+IN_A_ROW_S: Final = 3600.0
+"""Failures on one node that are further apart are not taken for a defect of it."""
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
@@ -122,12 +124,16 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
         failure = getattr(training_failed_error, "controller_failure", None)
         if job is None or isinstance(failure, WorkerGroupStartupTimeoutError):
             return super().make_decision(training_failed_error)  # the driver reports the wait
-        text = cause(training_failed_error)
+        places: dict[int, WorkerPlace] = {}
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            places = job.control.places()
+        text = cause(training_failed_error, places)
         job.record.event(EventKind.WORKER_FAILED, text, 0)
         if job.control.failure():
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
+        FAILING_NODES.note(failing_node(training_failed_error, places))
         run_folder, newest = job.run_folder, newest_step(job.run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest
@@ -202,7 +208,9 @@ class DivisorScalingPolicy(ElasticScalingPolicy):
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
         wanted = self.scaling_config._resources_per_worker_not_none
         # Ray's coordinator counts a node that is lost for some seconds more than the cluster does.
-        cpus = cpus_by_node()
+        cpus = {
+            node: n for node, n in cpus_by_node().items() if node not in FAILING_NODES.hosts
+        } or cpus_by_node()
         counts = {
             node: int(min(held.get(key, 0.0) // n for key, n in wanted.items() if n > 0))
             for node, held in reserved_resources.items()
@@ -221,6 +229,65 @@ def cpus_by_node() -> dict[str, float]:
     """CPUs of each node that is alive, by its id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes if n["Alive"]}
+
+
+class FailingNodes:
+    """Nodes on which the group has failed twice in a row, in the process of its controller."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, str] = {}
+        """Host by Ray's id of the node."""
+        self._last: tuple[str, float] = "", 0.0
+
+    def note(self, place: WorkerPlace | None) -> None:
+        """The group has failed: on one node alone, or not (None)."""
+        node, now_s = (place.node if place else ""), time.monotonic()
+        before, at_s = self._last
+        self._last = node, now_s
+        if place and node == before and now_s - at_s < IN_A_ROW_S:
+            self.hosts[node] = place.host
+
+
+FAILING_NODES: Final = FailingNodes()
+
+
+class LeaveOutNodes(ControllerCallback):
+    """Places the group on nodes that have not failed twice in a row, where they have room for it.
+
+    It runs in the controller's process, as the policy does that counts failures.
+    """
+
+    def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
+        self._current_job = current_job
+        self._noted: set[str] = set()
+
+    def on_controller_start_worker_group(
+        self, *, scaling_config: Any, num_workers: int
+    ) -> dict[str, str] | None:
+        """Ray's label selector for each worker; None where any node may take it."""
+        hosts = FAILING_NODES.hosts
+        wanted = scaling_config._resources_per_worker_not_none
+        if not hosts or _room(wanted) < num_workers:
+            return None
+        if news := hosts.keys() - self._noted:
+            self._noted |= news
+            named = ", ".join(sorted(hosts[node] for node in news))
+            text = (
+                f"{named}: workers there have failed twice in a row, so the group has its place on "
+                "other nodes; look at its GPUs and its system log"
+            )
+            with contextlib.suppress(ray.exceptions.RayError):
+                if (job := self._current_job()) is not None:
+                    job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
+        return {"ray.io/node-id": f"!in({','.join(sorted(hosts))})"}
+
+
+def _room(wanted: Mapping[str, float]) -> int:
+    """Workers that the nodes which are not left out have room for."""
+    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    held = [n["Resources"] for n in nodes if n["NodeID"] not in FAILING_NODES.hosts]
+    needs = [(key, need) for key, need in wanted.items() if need > 0]
+    return sum(int(min(one.get(key, 0.0) // need for key, need in needs)) for one in held)
 
 
 class NotePlacement(ControllerCallback):
@@ -326,11 +393,15 @@ def newest_step(run_folder: str) -> int:
     return checkpoint.position.step if checkpoint else -1
 
 
-def cause(error: BaseException) -> str:
+def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None) -> str:
     """The workers' own errors, without Ray's frames; errors that followed from them come last.
 
     A worker that dies takes the connections of the others with it.
+
+    Args:
+        places: of the workers by rank, as far as they are known.
     """
+    places = places or {}
     failures = getattr(error, "worker_failures", None)
     if not failures:
         if found := memory_kill(error):
@@ -341,12 +412,37 @@ def cause(error: BaseException) -> str:
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[-1].strip() if lines else repr(error)
-    places: dict[str, tuple[bool, int]] = {}
+    by_text: dict[str, tuple[bool, int]] = {}
     for rank, failure in sorted(failures.items()):
         text = cause(failure)
-        # By what torch 2's NCCL and Gloo say where a worker has only lost the others.
-        is_ours = type(failure).__module__.startswith("vit_ray")
-        is_collateral = not is_ours and bool(_COLLATERAL.search(text))
-        places.setdefault(text, (is_collateral, rank))
-    first_to_last = sorted(places, key=places.__getitem__)
-    return "; ".join(f"worker {places[text][1]}: {text}" for text in first_to_last[:_MOST_CAUSES])
+        by_text.setdefault(text, (_is_collateral(failure, text), rank))
+    shown = []
+    for text in sorted(by_text, key=by_text.__getitem__)[:_MOST_CAUSES]:
+        rank = by_text[text][1]
+        place = f" {places[rank]}" if rank in places else ""
+        shown.append(f"worker {rank}{place}: {text}")
+    return "; ".join(shown)
+
+
+def _is_collateral(failure: BaseException, text: str) -> bool:
+    """Whether a worker has only lost the others, by what torch 2's NCCL and Gloo say of that."""
+    return not _is_ours(failure) and bool(_COLLATERAL.search(text))
+
+
+def _is_ours(failure: BaseException) -> bool:
+    return type(failure).__module__.startswith("vit_ray")
+
+
+def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace | None:
+    """A place on the one node that may be to blame for a failure; None where there is no such one.
+
+    What this project raises, and a lack of memory, would be met on any node.
+    """
+    blamed = {
+        rank: failure
+        for rank, failure in getattr(error, "worker_failures", {}).items()
+        if not (_is_ours(failure) or memory_kill(failure) or _is_collateral(failure, str(failure)))
+    }
+    found = [places[rank] for rank in sorted(blamed) if rank in places]
+    is_one = len(found) == len(blamed) and len({place.node for place in found}) == 1
+    return found[0] if is_one else None

@@ -25,7 +25,7 @@ from vit_ray.launch.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.control import ControlState, RunStatus
 from vit_ray.launch.run_time import marks_of
 from vit_ray.measure.goodput import Account, Work, account
-from vit_ray.outcomes import Failure
+from vit_ray.outcomes import Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import MetricsLog, Recorder, RunOpening, Status, lock_log
 from vit_ray.worker.run_link import Orders
 
@@ -280,13 +280,17 @@ class RunControl:
             return self._run.ask(limit_s, "ask", f"control.{method.__name__}", *args, opens=opens)
         return None
 
-    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
         """A worker is at `step`; None: no news. Of the ranks, 0 alone opens an unknown run."""
-        return self._ask(HEARTBEAT_S, rank == 0, ControlState.heartbeat, rank, step, *host)
+        return self._ask(HEARTBEAT_S, rank == 0, ControlState.heartbeat, rank, step, *introduction)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """As `ControlState.hanging`; None where nothing is known."""
         return self._ask(wait_s, False, ControlState.hanging, rank, world_size, where)
+
+    def places(self) -> dict[int, WorkerPlace]:
+        """As `ControlState.places`; none where nothing is known."""
+        return self._ask(HEARTBEAT_S, False, ControlState.places) or {}
 
     def stop_reason(self) -> str | None:
         """Why the run, or its sweep or study, was asked to stop; None after its end."""

@@ -33,6 +33,7 @@ from vit_ray.launch.pool_server import PoolServer
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
+    LeaveOutNodes,
     NameGroups,
     NotePlacement,
     OwnEnvironment,
@@ -280,6 +281,7 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         OwnEnvironment(pool_environment(shape)),
         NameGroups(),
         NotePlacement(server),
+        LeaveOutNodes(current_job),
     ]
     if shape.is_elastic:
         callbacks.append(SaveBeforeResize(current_job))

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import ray
 
 from vit_ray.measure.goodput import Work, WorkClock
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 
 HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
@@ -61,8 +61,15 @@ class ControlsRun(Protocol):
     Calls wait for an answer; RayError or RuntimeError if there is none.
     """
 
-    def heartbeat(self, rank: int, step: int, *host: str) -> Orders | None:
-        """A worker, on a host if that is given, is at `step`; None: no news, as after the end."""
+    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders | None:
+        """A worker is at `step`; None: no news, as after the end.
+
+        Args:
+            introduction: host, Ray's id of the node, and a text, of an attempt that begins.
+        """
+
+    def places(self) -> dict[int, WorkerPlace]:
+        """Of the workers that have introduced themselves since the last failure, by rank."""
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """Which workers the others wait for; empty if that was reported before, None: not known."""
@@ -89,14 +96,15 @@ class RunLink:
         control: ControlsRun,
         rank: int,
         world_size: int = 1,
-        host: str = "",
+        *introduction: str,
     ) -> None:
+        """`introduction`: host, Ray's id of the node, and what else errors say of this worker."""
         self._record, self._control, self.rank = record, control, rank
         self._world_size = world_size
         self.clock = WorkClock(world_size)
         """Of this attempt."""
         self._sent = self.clock.work
-        self._introduction: tuple[str, ...] = (host,) if host else ()
+        self._introduction = introduction
         """Sent until it has arrived: a heartbeat is small."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
         """Takes metrics of a step, which are the same on all ranks; rank 0 sends them."""

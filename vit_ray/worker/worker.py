@@ -7,6 +7,7 @@ process group, an engine and streams of its own.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import uuid
 import warnings
@@ -85,7 +86,8 @@ def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
     job = assignment.job
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     device = training_device(assignment.use_gpu)
-    link = RunLink(job.record, job.control, place.rank, place.world_size, host)
+    node = ray.get_runtime_context().get_node_id()
+    link = RunLink(job.record, job.control, place.rank, place.world_size, host, node, own_place())
     group = f"{pool.group} {assignment.number}"
     streams = assignment.streams.for_rank(group, place.rank, place.world_size, place.host_ranks)
     with joined_process_group(
@@ -99,6 +101,15 @@ def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
         run_attempt(link, partial(set_up_attempt, job, link, streams, place, device))
     if place.rank == 0:
         link.send_work(DELIVERY_S)
+
+
+def own_place() -> str:
+    """GPU, process and log file of this worker: Ray sends standard error to a file of its own."""
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    log = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else ""
+    parts = [f"GPU {', '.join(gpus)}"] if gpus else []
+    parts += [f"pid {os.getpid()}", f"log {log}" if log.endswith(".err") else ""]
+    return ", ".join(filter(None, parts))
 
 
 def training_device(use_gpu: bool) -> torch.device:

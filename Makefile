@@ -89,7 +89,7 @@ build/axe.min.js:
 	tar -xzf build/axe-core-4.14.1.tgz -C build --strip-components=1 package/axe.min.js
 	rm build/axe-core-4.14.1.tgz
 
-# README, tutorial and how-to page in a fresh clone with an environment of its own: half an hour.
+# README, tutorial and how-to pages in a fresh clone with an environment of its own: half an hour.
 newcomer:
 	$(PYTHON) -m tests.newcomer.follow
 

@@ -1,6 +1,6 @@
 """CPU cores that feed a GPU, by model: from a result of `data_stream.py` and the plan's FLOPs.
 
-    python benchmarks/data_cores.py RESULT_OF_DATA_STREAM.md [--write docs/how_to.md]
+    python benchmarks/data_cores.py RESULT_OF_DATA_STREAM.md [--write docs/performance.md]
 
 A GPU that computes at a share of its peak (MFU) trains this many images a second:
 peak x MFU / (2 x multiply-adds of an image in a training step, `vit_ray.models.flops`). Each takes

@@ -11,7 +11,7 @@ from tests.data.pictures import jpeg
 from vit_ray.measure.devices import find_device
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how_to.md"
+PAGE = ROOT / "docs" / "performance.md"
 RESULT = """2026-01-02, Some Processor, 2 cores, last-level cache 32 MiB.
 
 | contender | images/s | CPU ms an image |

@@ -34,7 +34,9 @@ from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
 (TWO_LINES,) = (
-    block.text for block in blocks(ROOT / "docs" / "how_to.md") if "pyfunc.load_model" in block.text
+    block.text
+    for block in blocks(ROOT / "docs" / "fine_tuning.md")
+    if "pyfunc.load_model" in block.text
 )
 
 

@@ -1,4 +1,4 @@
-"""Follows README, tutorial and how-to page line by line in a fresh clone, and fails where one lies.
+"""Follows README, tutorial and how-to pages line by line in a fresh clone; fails where one lies.
 
 `make newcomer`, or `python -m tests.newcomer.follow [FOLDER]`; Python alone is enough, and half an
 hour. What is committed is cloned into the folder, and the lines of a page are run in one shell,
@@ -26,7 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/tutorial.md", "docs/how_to.md")
+IN_CLONE = ("README.md", "docs/clusters.md")
+"""Pages whose lines run in the clone; the others' run in a folder of one's own."""
+HOW_TO = ("data", "fine_tuning", "sweeps_and_studies", "performance")
+PAGES = (*IN_CLONE, "docs/tutorial.md", *(f"docs/{name}.md" for name in HOW_TO))
 PAGE_TIMEOUT_S = 3600
 # What a newcomer's shell does not have.
 OURS = ("RAY_", "VIT_RAY_", "MLFLOW_", "AWS_", "DS_", "PYTHON", "VIRTUAL_ENV", "MAKE", "MFLAGS")
@@ -130,7 +133,7 @@ def main() -> None:
     clone, home = place.absolute() / "vit_ray", place.absolute() / "home"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     for page in PAGES:
-        follow(clone / page, clone if page == "README.md" else place.absolute() / "mine", home)
+        follow(clone / page, clone if page in IN_CLONE else place.absolute() / "mine", home)
     print(f"every line of {', '.join(PAGES)} did what it says, in {place}")
 
 

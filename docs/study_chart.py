@@ -1,0 +1,37 @@
+"""Draws the README's chart from the table that the study on CIFAR-10 left in `benchmarks/results`.
+
+python docs/study_chart.py
+"""
+
+import csv
+from pathlib import Path
+
+from vit_ray.report.charts import Axis, Chart, Point, Series, png, svg
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "benchmarks/results/study_cifar10_short_cpu_2026-11-22/report.csv"
+FAMILY = {"ViT": "ViT", "R7": "ResNet", "R4": "Hybrid"}
+
+
+def chart() -> Chart:
+    """A line for each model that was trained on all images, a point for each length."""
+    rows = [row for row in csv.DictReader(TABLE.open()) if row["data fraction"] == "1.0"]
+    rows.sort(key=lambda row: float(row["exaFLOPs"]))
+    lines: dict[str, list[Point]] = {}
+    for row in rows:
+        at = Point(float(row["exaFLOPs"]), float(row["top-1 %"]), row["model"])
+        lines.setdefault(row["model"], []).append(at)
+    series = [
+        Series(name, points, next(f for start, f in FAMILY.items() if name.startswith(start)))
+        for name, points in lines.items()
+    ]
+    return Chart(
+        "CIFAR-10 top-1 accuracy against training compute",
+        x=Axis("training compute (exaFLOPs, log scale)", is_log=True),
+        y=Axis("top-1 accuracy", is_percent=True),
+        series=series,
+    )
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/pictures/study.png").write_bytes(png(svg(chart())))

@@ -1,8 +1,10 @@
 """Row groups of a data set as encoded images, every byte of them checked against the manifest.
 
 A row group is read in one piece, from the end of the one before it to its own, and compared with
-its checksum; the footer likewise when a file is opened. Where a row group differs, each image is
-compared with its own checksum, so that one damaged image costs no other.
+its checksum; the footer likewise when a file is opened. Of a data set of many files most footers
+are never read: where the manifest lists all row groups of a file up to one, it says where that
+lies, and `lone_row_group` reads it. Where a row group differs, each image is compared with its own
+checksum, so that one damaged image costs no other.
 """
 
 import io
@@ -13,10 +15,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.format.local_cache import LocalCache
+from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
 from vit_ray.data.format.manifest import Manifest, ShardFile
 from vit_ray.data.format.schema import (
     INDEX_SCHEMA,
@@ -202,8 +206,7 @@ class ShardReader:
         file = pq.ParquetFile(
             source, metadata=self.metadata, page_checksum_verification="image" not in names
         )
-        table = file.read_row_group(row_group, columns=names, use_threads=False).combine_chunks()
-        return {name: table[name].chunk(0) for name in names}
+        return _columns_of(file, row_group, names)
 
     @cached_property
     def _source(self) -> Any:
@@ -244,6 +247,11 @@ class ShardReader:
         )
 
 
+def _columns_of(file: pq.ParquetFile, row_group: int, names: list[str]) -> dict[str, pa.Array]:
+    table = file.read_row_group(row_group, columns=names, use_threads=False).combine_chunks()
+    return {name: table[name].chunk(0) for name in names}
+
+
 def problem_of_shard(location: Location, entry: ShardFile) -> str | None:
     """Why a file is not the shard that was written, by its size and its footer; None if it is."""
     try:
@@ -279,6 +287,8 @@ class RowGroupReader:
             return shard
 
         self._shard = lru_cache(_OPEN_FILES)(opened)
+        self._template: tuple[FooterTemplate, list[str]] | None = None
+        self._reads_alone = len(manifest.files) > _OPEN_FILES
 
     def check_footer(self, group: int) -> None:
         """Open the shard of a row group.
@@ -286,7 +296,7 @@ class RowGroupReader:
         Raises:
             ValueError: it is missing, or its size or footer is not what the manifest says.
         """
-        self._retried(group, lambda _: None)
+        self._retried(group, lambda: self._shard_of(group))
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
@@ -296,7 +306,7 @@ class RowGroupReader:
                 than the bytes of some images differ; or if a label is not one of the classes.
         """
         manifest = self._manifest
-        rows = self._retried(group, lambda shard: self._read_whole(group, shard))
+        rows = self._retried(group, lambda: self._read_whole(group))
         if len(foreign := _foreign_labels(rows.labels, manifest.num_classes)):
             row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
             raise ValueError(
@@ -342,37 +352,46 @@ class RowGroupReader:
         Raises:
             ValueError: as `read`.
         """
-        if not self._retried(group, lambda shard: _INDEX in shard.names):
+        if _INDEX not in self._retried(group, lambda: self._shard_of(group).names):
             return None
         return np.asarray(self._column(group, INDEX_SCHEMA.names[0]))
 
     def _column(self, group: int, name: str) -> pa.Array:
         number = int(self._manifest.row_group[group])
-        column = self._retried(group, lambda shard: shard.columns(number, [name])[name])
+        column = self._retried(group, lambda: self._shard_of(group).columns(number, [name])[name])
         self._check_count(group, len(column))
         return column
 
-    def _read_whole(self, group: int, shard: ShardReader) -> EncodedRows:
-        manifest, cache, content = self._manifest, self._cache, None
+    def _shard_of(self, group: int) -> ShardReader:
+        return self._shard(int(self._manifest.file_index[group]))
+
+    def _read_whole(self, group: int) -> EncodedRows:
+        manifest = self._manifest
         number, expected = int(manifest.row_group[group]), int(manifest.crc32[group])
         index = int(manifest.file_index[group])
         name = f"{manifest.fingerprint}-{index}-{number}"
-        if cache is not None:
-            content = cache.read(name, expected, manifest.files[index].bytes)
-        is_whole = content is not None
-        if content is None:
-            content = shard.content(number)
-            is_whole = checksum(content) == expected
-            if not is_whole:  # once more: it may have been changed on its way
+        content = None
+        if self._cache is not None:
+            content = self._cache.read(name, expected, manifest.files[index].bytes)
+        is_kept, is_whole = content is not None, True
+        if content is None and self._reads_alone:
+            content = self._content_alone(group)
+        columns = None if content is None else self._columns_alone(group, content)
+        if columns is None:
+            shard = self._shard(index)
+            if content is None:
                 content = shard.content(number)
                 is_whole = checksum(content) == expected
-            if is_whole and cache is not None:
-                cache.write(name, content)
-        if is_whole:
-            columns = shard.columns(number, shard.names, content)
-        else:
-            columns = shard.columns(number, shard.names[1:], content)
-            columns |= shard.columns(number, ["image"], content)
+                if not is_whole:  # once more: it may have been changed on its way
+                    content = shard.content(number)
+                    is_whole = checksum(content) == expected
+            if is_whole:
+                columns = shard.columns(number, shard.names, content)
+            else:
+                columns = shard.columns(number, shard.names[1:], content)
+                columns |= shard.columns(number, ["image"], content)
+        if is_whole and not is_kept and self._cache is not None:
+            self._cache.write(name, content)
         self._check_count(group, len(columns["key"]))
         sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
         crc32 = columns["crc32"].to_numpy()
@@ -386,6 +405,41 @@ class RowGroupReader:
                 )
         return rows
 
+    def _content_alone(self, group: int) -> pa.Buffer | None:
+        """The bytes of a row group by one request; None where they are not found like this."""
+        manifest, number = self._manifest, int(self._manifest.row_group[group])
+        index, first = int(manifest.file_index[group]), group - number
+        if first < 0 or manifest.file_index[first] != index or manifest.row_group[first] != 0:
+            return None  # a subset, which lacks row groups before this one
+        # The first has the magic.
+        start = int(manifest.bytes[first:group].sum()) + len(_MAGIC) * (number > 0)
+        count = int(manifest.bytes[group]) + len(_MAGIC) * (number == 0)
+        location, size = manifest.file_location(index), manifest.files[index].bytes
+        # pyarrow asks for the size of a file that it opens itself, which is a request.
+        fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
+            location.path, location.filesystem, file_size=size
+        )
+        with fragment.open() as source:
+            source.seek(start)
+            content = source.read_buffer(count)
+        return content if checksum(content) == manifest.crc32[group] else None
+
+    def _columns_alone(self, group: int, content: pa.Buffer) -> dict[str, pa.Array] | None:
+        """Columns of the bytes of a row group by the footer of another file, if it is alike."""
+        if not self._reads_alone:
+            return None
+        if self._template is None:
+            shard = self._shard_of(group)
+            self._template = FooterTemplate(shard.footer), shard.names
+        template, names = self._template
+        rows = self._manifest.rows[group] + len(self._manifest.dropped.get(group, ()))
+        try:
+            metadata = template.metadata_of(content, int(rows))
+        except OtherLayoutError:
+            self._reads_alone = False  # or each row group would be tried twice
+            return None
+        return _columns_of(pq.ParquetFile(pa.BufferReader(content), metadata=metadata), 0, names)
+
     def _check_count(self, group: int, found: int) -> None:
         expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
         if found != expected:
@@ -395,12 +449,12 @@ class RowGroupReader:
                 "it was changed after conversion; run jobs/verify.py"
             )
 
-    def _retried(self, group: int, read: Callable[[ShardReader], Result]) -> Result:
+    def _retried(self, group: int, read: Callable[[], Result]) -> Result:
         path = self._manifest.shard_location(group).path
 
         def read_once() -> Result:
             try:
-                return read(self._shard(int(self._manifest.file_index[group])))
+                return read()
             except OSError:
                 self._shard.cache_clear()
                 raise

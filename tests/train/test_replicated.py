@@ -104,6 +104,7 @@ def test_steps_of_one_tensor_are_those_of_each_weight_to_the_last_bit(
         assert torch.equal(optimizer.masters[weight], parameter)
         assert torch.equal(weight, parameter.to(dtype))
         owner, start = optimizer.places[weight]
+        assert optimizer.masters[weight].data_ptr() % 64 == owner.data_ptr() % 64
         for key in ("exp_avg", "exp_avg_sq"):
             kept = flat.state[owner][key][start : start + weight.numel()]
             assert torch.equal(kept, plain.state[parameter][key].flatten())

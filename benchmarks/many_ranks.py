@@ -99,7 +99,7 @@ def save(folder: str, ranks: list[int], world_size: int, step: int) -> tuple[int
     import torch
 
     from vit_ray.checkpoints import checkpoint_writer
-    from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+    from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot
     from vit_ray.config.training_sections import CheckpointConfig
     from vit_ray.storage import locate
 
@@ -123,7 +123,7 @@ def save(folder: str, ranks: list[int], world_size: int, step: int) -> tuple[int
             )
         time.sleep(when.random())
         tensors = {f"weight|w|{rank * ELEMENTS}": torch.zeros(ELEMENTS)}
-        writers[rank].write(Snapshot(rank, world_size, tensors, position), folder_name(step))
+        writers[rank].write(Snapshot(rank, world_size, tensors, position))
 
     checkpoint_writer.commit = commit  # type: ignore[assignment]
     try:

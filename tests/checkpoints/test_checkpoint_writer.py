@@ -72,7 +72,7 @@ class FullDisk:
         ranks = len(self.writers)
         for rank in reversed(range(ranks)):
             taken = snapshot(step, rank, ranks, **progress)
-            self.writers[rank].write(taken, folder_name(step))
+            self.writers[rank].write(taken)
 
 
 def steps(run: Location) -> list[int]:
@@ -116,7 +116,7 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it_and_goes_with_it(
     disk.save(1, evaluation_due=True)
     before = contents(run.child(folder_name(1)))
     after = Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
-    assert disk.writers[0].note_evaluation(after, folder_name(1))
+    assert disk.writers[0].note_evaluation(after)
     assert contents(run.child(folder_name(1))) == before
     found = newest_checkpoint(run)
     assert found is not None
@@ -132,7 +132,7 @@ def test_an_evaluation_of_another_checkpoint_of_the_step_is_not_taken_for_its_ow
 ) -> None:
     disk, folder = FullDisk(run, monkeypatch), run.child(folder_name(1))
     disk.save(1, evaluation_due=True, train_seconds=1.0)
-    disk.writers[0].note_evaluation(Progress(1), folder_name(1))
+    disk.writers[0].note_evaluation(Progress(1))
     folder.delete()
     if content is not None:
         evaluation_note(folder).write(content)
@@ -150,10 +150,10 @@ def test_a_save_that_is_not_whole_is_out_of_the_way_of_the_one_after_the_evaluat
                     ranks=2)  # fmt: skip
     first, second = disk.writers
     disk.save(1, evaluation_due=True)
-    assert not first.note_evaluation(Progress(1), folder_name(1))
-    second.write(snapshot(1, 1, 2), folder_name(1))
+    assert not first.note_evaluation(Progress(1))
+    second.write(snapshot(1, 1, 2))
     assert newest_checkpoint(run) is None
-    first.write(snapshot(1, 0, 2), folder_name(1))
+    first.write(snapshot(1, 0, 2))
     found = newest_checkpoint(run)
     assert found is not None
     assert not found.position.progress.evaluation_due
@@ -218,12 +218,12 @@ def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
     disk = FullDisk(run, monkeypatch, ranks=2, keep_last=2)
     first, second = disk.writers
     for step in (1, 2, 3):
-        waits = Thread(target=first.write, args=(snapshot(step, 0, 2), folder_name(step)))
+        waits = Thread(target=first.write, args=(snapshot(step, 0, 2),))
         waits.start()
         waits.join(0.2)
         assert waits.is_alive()
         assert newest_checkpoint(run) is None or newest_checkpoint(run).position.step < step
-        second.write(snapshot(step, 1, 2), folder_name(step))
+        second.write(snapshot(step, 1, 2))
         waits.join(60)
         assert newest_checkpoint(run).position.step == step
     assert steps(run) == [3, 2]
@@ -264,7 +264,7 @@ def test_each_file_is_read_back_by_one_rank_and_one_rank_commits(
     with ThreadPoolExecutor(ranks) as threads:
         for rank in Random(3).sample(range(ranks), ranks):
             taken = snapshot(1, rank, ranks)
-            threads.submit(disk.writers[rank].write, taken, folder_name(1))
+            threads.submit(disk.writers[rank].write, taken)
     assert commits == [1]
     assert disk.events == []
     counts = Counter(CountedFolder.reads)
@@ -382,11 +382,11 @@ def test_permanent_ones_are_kept_beside_the_newest(
 def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:
     with hold_lock(run, lambda _: None) as number:
         writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
-        writer.write(snapshot(1), folder_name(1))
+        writer.write(snapshot(1))
         theirs = asdict(replace(Owner.this_process(), host="node-7"))
         run.child(f"lock-{number + 1:08d}.json").write(json.dumps(theirs).encode())
         with pytest.raises(LockLostError, match=r"taken over by process .* on node-7"):
-            writer.write(snapshot(2), folder_name(2))
+            writer.write(snapshot(2))
     assert steps(run) == [1]
 
 
@@ -402,14 +402,14 @@ def test_a_run_taken_over_while_it_writes_is_not_committed(
     monkeypatch.setattr(checkpoint_writer, "check_lock", check)
     writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
     with pytest.raises(LockLostError):
-        writer.write(snapshot(1), folder_name(1))
+        writer.write(snapshot(1))
     assert newest_checkpoint(run) is None
 
 
 def test_the_first_commit_ends_the_note_that_there_is_none(run: Location) -> None:
     begin_without_checkpoint(run, lambda _: None)
     assert run.child(NONE_YET).exists()
-    CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1), folder_name(1))
+    CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1))
     assert not run.child(NONE_YET).exists()
 
 
@@ -417,7 +417,7 @@ def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Loc
     """As by a bucket's lifecycle rule, or by hand."""
     writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None)
     for step in (1, 2):
-        writer.write(snapshot(step), folder_name(step))
+        writer.write(snapshot(step))
     for step in (1, 2):
         run.child(folder_name(step)).delete()
     for _ in range(2):
@@ -426,7 +426,7 @@ def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Loc
     assert json.loads(run.child(NEWEST).read())["step"] == 2
     begin_without_checkpoint(run, lambda _: None)  # resume=from_zero
     assert newest_verified_checkpoint(run, lambda _: None) is None
-    writer.write(snapshot(1), folder_name(1))
+    writer.write(snapshot(1))
     run.child(folder_name(1)).delete()
     with pytest.raises(NoUsableCheckpointError):
         newest_verified_checkpoint(run, lambda _: None)
@@ -437,7 +437,7 @@ def test_old_ones_go_with_the_commit_of_a_newer_one(
 ) -> None:
     disk = FullDisk(run, monkeypatch, ranks=2)
     disk.save(1)
-    disk.writers[1].write(snapshot(2, 1, 2), "step-00000002")
+    disk.writers[1].write(snapshot(2, 1, 2))
     assert steps(run) == [2, 1]
-    disk.writers[0].write(snapshot(2, 0, 2), "step-00000002")
+    disk.writers[0].write(snapshot(2, 0, 2))
     assert steps(run) == [2]

@@ -115,7 +115,7 @@ def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(
             proxy.faults.set("503", 1000 if step == 2 else 0, path=folder_name(2))
             where = Position(Progress(step), step, step, 1, {"w": [9]}, {}, "print")
             taken = Snapshot(0, 1, {"weight|w|0": torch.full((9,), float(step))}, where)
-            writer.write(taken, folder_name(step))
+            writer.write(taken)
         proxy.faults.set("", 0)
         assert [kind for kind, _ in told] == ["checkpoint failed"]
         newest = newest_verified_checkpoint(run)

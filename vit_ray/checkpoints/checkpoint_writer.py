@@ -11,6 +11,7 @@ from copy import deepcopy
 from vit_ray.checkpoints.checkpoint import (
     Progress,
     Snapshot,
+    folder_name,
     open_checkpoint,
     write_evaluation,
     write_snapshot,
@@ -58,7 +59,7 @@ class CheckpointWriter:
         self._verified: set[int] = set()
         self._progress: dict[int, Progress] = {}
 
-    def write(self, snapshot: Snapshot, name: str) -> None:
+    def write(self, snapshot: Snapshot) -> None:
         """Write it; rank 0 then waits for the parts of the others, and commits.
 
         A failed save is reported, and training continues: the next one may work.
@@ -67,8 +68,8 @@ class CheckpointWriter:
             OSError: on rank 0, too many in a row have failed.
             LockLostError: another driver has taken the run over.
         """
-        folder, rank = self._run_folder.child(name), snapshot.rank
-        self._step = snapshot.position.step
+        self._step, rank = snapshot.position.step, snapshot.rank
+        folder = self._run_folder.child(folder_name(self._step))
         try:
             self._check_lock()
             write_snapshot(snapshot, folder)
@@ -95,7 +96,7 @@ class CheckpointWriter:
         self._progress[self._step] = snapshot.position.progress
         self._remove_old()
 
-    def note_evaluation(self, progress: Progress, name: str) -> bool:
+    def note_evaluation(self, progress: Progress) -> bool:
         """Record how far the run is after an evaluation at the step of a whole save.
 
         A save that is not whole is set aside, so that no part of it is taken for one of the next. A
@@ -108,7 +109,7 @@ class CheckpointWriter:
             LockLostError: another driver has taken the run over.
         """
         self._check_lock()
-        folder = self._run_folder.child(name)
+        folder = self._run_folder.child(folder_name(progress.step))
         try:
             if is_committed(folder):
                 write_evaluation(folder, progress)
@@ -123,10 +124,10 @@ class CheckpointWriter:
             )
         return True
 
-    def is_whole(self, name: str) -> bool:
+    def is_whole(self, step: int) -> bool:
         """Whether a save has been committed; for when all ranks have ended their part."""
         try:
-            return is_committed(self._run_folder.child(name))
+            return is_committed(self._run_folder.child(folder_name(step)))
         except OSError:
             return False
 

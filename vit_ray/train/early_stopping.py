@@ -6,17 +6,17 @@ import math
 from collections.abc import Mapping
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import EVALUATIONS, STEP, best_key, without_best
 
 
 def judge_evaluation(
-    progress: Progress, metrics: Mapping[str, float], recipe: Recipe
+    progress: Progress, metrics: Mapping[str, float], *, keeps_best: bool, patience: int | None
 ) -> tuple[bool, dict[str, float]]:
     """Compare an evaluation with the best so far; moves `progress`, and ends it without patience.
 
     Args:
         metrics: of the evaluation, with `progress.loss_key`.
+        patience: `train.early_stopping`.
 
     Returns:
         Whether its validation loss is the best so far, and the metrics of the best evaluation
@@ -31,7 +31,7 @@ def judge_evaluation(
     best = progress.best_eval_loss
     is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
     of_best: dict[str, float] = {}
-    if not recipe.keeps_best:
+    if not keeps_best:
         progress.metrics = without_best(progress.metrics)
     elif is_best or STEP in progress.metrics:
         of_best[EVALUATIONS] = progress.num_evals
@@ -44,7 +44,6 @@ def judge_evaluation(
         progress.best_eval_loss, progress.evals_without_best = loss, 0
         return True, of_best
     progress.evals_without_best += 1
-    patience = recipe.train.early_stopping
     if patience is not None and progress.evals_without_best >= patience:
         count = progress.evals_without_best
         progress.ended = f"no better validation loss in {count} evaluations"

@@ -8,7 +8,9 @@ global batch, and `predict`. What depends on the stage is in `state.py`, `deepsp
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +23,10 @@ from vit_ray.measure.meters import DeviceTimes
 from vit_ray.train.compiling import compile_failures, compile_model, compile_s
 from vit_ray.train.deepspeed_setup import initialize
 from vit_ray.train.exact_biases import ExactBiases
-from vit_ray.train.layer_sizes import activation_sizes
 from vit_ray.train.loop import StepResult
 from vit_ray.train.objective import LossFunction
-from vit_ray.train.optim import build_optimizer, set_rate
+from vit_ray.train.optim import StepGuard, build_optimizer, set_rate
 from vit_ray.train.state import TrainingState
-from vit_ray.train.step_guard import StepGuard
 
 
 class DeepSpeedEngine:
@@ -156,10 +156,34 @@ class DeepSpeedEngine:
         self.state.restore(checkpoint)
         self._biases.show()
 
+    @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:
-        """See `layer_sizes`; all ranks call it."""
+        """Root mean square of each layer's output, the largest of the images; all ranks call it.
+
+        They show where a value stops being finite: infinite where an output is not. The layers are
+        the model's blocks and its modules outside of them, in the order of the forward pass.
+        """
+        sizes: dict[str, float] = {}
         module: Any = self._engine.module
-        return activation_sizes(getattr(module, "model", module), lambda: self.predict(images))
+        model: nn.Module = getattr(module, "model", module)
+
+        def watch(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                size = output.float().flatten(1).square().mean(1).sqrt().amax()
+                largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
+                sizes[name] = max(sizes.get(name, 0.0), largest)
+
+        lists = (nn.ModuleList, nn.Sequential)
+        with contextlib.ExitStack() as hooks:
+            for name, layer in model.named_modules():
+                parent = model.get_submodule(name.rpartition(".")[0])
+                is_outside = parent is model or isinstance(parent, lists)
+                if name and is_outside and not isinstance(layer, lists):
+                    hooks.callback(layer.register_forward_hook(partial(watch, name)).remove)
+            # Hooks are not called by code that torch.compile has made.
+            with torch.compiler.set_stance("force_eager"):
+                self.predict(images)
+        return sizes
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and memory."""

@@ -295,7 +295,10 @@ class _Training:
         counts = is_due or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
             return False
-        is_best, of_best = judge_evaluation(progress, metrics, self._recipe)
+        recipe = self._recipe
+        is_best, of_best = judge_evaluation(
+            progress, metrics, keeps_best=recipe.keeps_best, patience=recipe.train.early_stopping
+        )
         if of_best:
             self._hooks.log(progress.step, of_best)
         return is_best

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
@@ -86,6 +86,29 @@ def shapes_by_head(
             elif layer == "out" and rest:
                 found[name] = (width, heads, rest[0] // heads)
     return found
+
+
+class StepGuard:
+    """Norm and refusal of the last step of an optimizer that takes `found_inf`.
+
+    DeepSpeed 0.19.8 has the host ask for the gradient's norm in the middle of every step, while the
+    device stands idle. torch's fused optimizers take the answer on the device, as a number
+    (`found_inf`, made for gradient scaling): 1 leaves weights, moments and step counts as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer: Any = optimizer
+        self.norm = torch.zeros((), device=device)
+        self.refused = torch.zeros((), device=device)
+        """1 if the gradient was not finite, else 0."""
+        self.refused_steps = torch.zeros((), device=device)
+        """Of all steps so far."""
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Before the optimizer steps: the norm before clipping, the same on all ranks."""
+        self.norm = norm
+        self.refused = self._optimizer.found_inf = (~torch.isfinite(norm)).float()
+        self.refused_steps += self.refused
 
 
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -34,8 +34,7 @@ from vit_ray.train.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.train.optim import shapes_by_head, state_types
-from vit_ray.train.step_guard import StepGuard
+from vit_ray.train.optim import StepGuard, shapes_by_head, state_types
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry

@@ -74,7 +74,7 @@ class CheckpointSaver:
         position = make_position(self._job, self._state, progress, self._link.tracking_run_id())
         snapshot = self._state.snapshot(position)
         self._written.clear()
-        self._run_beside(lambda: self._write(snapshot, folder_name(progress.step)))
+        self._run_beside(lambda: self._write(snapshot))
         self._watchdog.resume()
         return time.perf_counter() - start_s
 
@@ -115,17 +115,17 @@ class CheckpointSaver:
             UnrecoverableError: another driver has taken the run over.
         """
         try:
-            return self._writer.note_evaluation(progress, folder_name(progress.step))
+            return self._writer.note_evaluation(progress)
         except LockLostError as error:
             raise UnrecoverableError(str(error), is_agreed=False) from error
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of a step is committed; for when all ranks have written."""
-        return self._writer.is_whole(folder_name(step))
+        return self._writer.is_whole(step)
 
-    def _write(self, snapshot: Snapshot, name: str) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         try:
-            self._writer.write(snapshot, name)
+            self._writer.write(snapshot)
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:

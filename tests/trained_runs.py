@@ -1,5 +1,6 @@
 """A run of a small model as its training would have left it: a recipe, and a sharded checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,16 @@ def tiny_recipe(folder: Path, **sections: Any) -> Recipe:
     return recipe_with("small", **{**defaults, **sections})
 
 
-def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None, **told: Any) -> str:
+def write_run(
+    folder: Path,
+    model: nn.Module,
+    average: nn.Module | None = None,
+    facts: dict[str, Any] | None = None,
+    **told: Any,
+) -> str:
     """A run whose one checkpoint was sharded over two ranks, each with half of every tensor.
 
-    Its recipe has a model only where its keys are `told`.
+    Its recipe has a model only where its keys are `told`; `facts` are of its `Position`.
     """
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     position = Position(
@@ -36,6 +43,7 @@ def write_run(folder: Path, model: nn.Module, average: nn.Module | None = None, 
         recipe={"model": told} if told else {},
         data_fingerprint="",
     )
+    position = replace(position, **(facts or {}))
     kinds = {"weight": trained}
     if average is not None:
         kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}

@@ -1,50 +1,146 @@
-"""The export job: weights of a run as a file that other programs read."""
+"""The export job: weights of a run as files that other programs read, and on the hub."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from torch import nn
+from huggingface_hub import HfApi
 
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.run_checkpoints import find_weights
+from vit_ray.checkpoints.weight_files import SCHEME, find_weight_file, published_classes
+from vit_ray.commands.model_card import image_processor, model_card
 from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
-from vit_ray.models.weights.files import check_suffix
+from vit_ray.data import open_dataset
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.launch.streams import augmentation_of
+from vit_ray.models.weights.files import FOLDER_CONFIG, check_suffix, weights_file
+from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import save_weights
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import locate
+
+_CARD = "README.md"
 
 
 def export(recipe: Recipe) -> int:
     """Write `export.path`, and print what was loaded and where it went. Needs no GPU.
 
+    A path without a suffix is a folder: class names, the image processor and a model card stand
+    beside the weights, and it can be pushed to the hub.
+
     Raises:
         ValueError: nothing to export is given, it does not fit the model, its head does not, or
-            the layout has no names for it.
+            the layout has no names for it; or the hub does not take it.
     """
-    config = _export_of(recipe)
+    hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
+    config = require(recipe.export, "export", hint)
+    target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
     check_suffix(Path(config.path), config.layout)
     model, report = load_trained_model(recipe, config.averaged)
     print(report)
     _check_head(report)
-    _write(model, config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
+    position = _position(recipe)
+    classes = class_names(recipe, position, int(model.get_parameter("head.bias").numel()))
+    with tempfile.TemporaryDirectory() as folder:
+        # At its place from the start where that is local: weights may be larger than what is free
+        # elsewhere.
+        copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")
+        save_weights(model, copy, config.layout, classes)
+        files = [copy]
+        if is_folder:
+            weights = weights_file(config.layout)
+            crop = augmentation_of(recipe.model, recipe.data.eval_augment)
+            content = json.dumps(image_processor(crop), indent=2) + "\n"
+            (copy / FOLDER_PREPROCESSOR).write_text(content)
+            if config.layout == "timm":
+                _add_crop(copy / FOLDER_CONFIG, crop)
+            if (card := copy / _CARD).exists() or target.child(_CARD).exists():
+                print(f"kept {target.child(_CARD).uri}: it is there; remove it for a new card")
+            else:
+                made = model_card(recipe, config, model, classes, position, weights)
+                card.write_text(str(made))
+            names = (weights, FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
+            files = [copy / name for name in names if (copy / name).exists()]
+        if not target.is_local:
+            for file in files:
+                place = target.child(file.name) if is_folder else target
+                place.write(file.read_bytes())
+        count = sum(parameter.numel() for parameter in model.parameters())
+        print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
+        if not classes:
+            print("class names are not known: data.train of the run, or of this recipe, has them")
+        if config.push:
+            print(f"pushed {_push(config, copy, [file.name for file in files])}")
     return 0
 
 
-def _write(model: nn.Module, config: ExportConfig) -> None:
-    target = locate(config.path)
-    if target.is_local:
-        save_weights(model, target.path, config.layout)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / PurePosixPath(target.path).name
-        save_weights(model, copy, config.layout)
-        for file in sorted(copy.iterdir()) if copy.is_dir() else [copy]:
-            place = target if file == copy else target.child(file.name)
-            place.write(file.read_bytes())
+def _add_crop(file: Path, crop: Augmentation) -> None:
+    """Say in timm's configuration how images are cut, which it has in shares of a side."""
+    settings = json.loads(file.read_text())
+    if "pretrained_cfg" in settings:
+        is_centre = crop.kind == "center_crop"
+        share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
+        how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
+        settings["pretrained_cfg"].update(how)
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _position(recipe: Recipe) -> Position | None:
+    """Where the run stood whose checkpoint is exported; None for a published file."""
+    source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
+    return find_weights(source).position if find_weight_file(source) is None else None
+
+
+def class_names(recipe: Recipe, position: Position | None, num_classes: int) -> tuple[str, ...]:
+    """Names of the head's classes; none where they are not known.
+
+    From the folder of published weights, or the run's training set, or the recipe's.
+    """
+    found: list[tuple[str, ...] | None] = []
+    if position is None:
+        found.append(published_classes(str(recipe.init_from)))
+    recorded = position.recipe.get("data", {}).get("train") if position else None
+    given = recipe.data.train
+    for train in (recorded, given):
+        first = train[0] if isinstance(train, (list, tuple)) else train
+        path = first["path"] if isinstance(first, dict) else getattr(first, "path", first)
+        if path is None:
+            continue
+        try:
+            found.append(tuple(open_dataset(str(path)).classes))
+        except (ValueError, OSError):
+            continue
+    return next((names for names in found if names and len(names) == num_classes), ())
+
+
+def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
+    """Upload the files to the repository, which is made where it is missing; its address.
+
+    Raises:
+        ValueError: the hub does not take them, or cannot be reached.
+    """
+    assert config.push is not None
+    api, repository = HfApi(), config.push.removeprefix(SCHEME)
+    try:
+        api.create_repo(repository, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=names,
+            commit_message="Export from vit_ray",
+        )
+    except Exception as error:  # of an HTTP library that changes with the hub's versions
+        raise ValueError(
+            f"export.push={config.push!r}: the hub did not take the files ({type(error).__name__}: "
+            f"{error}); they are in {config.path}: set HF_TOKEN to a token that may write there, "
+            f"and run `hf upload {repository} {config.path}`"
+        ) from error
+    return str(commit)
 
 
 def _check_head(report: LoadReport) -> None:
@@ -65,8 +161,3 @@ def _check_head(report: LoadReport) -> None:
         f"the head of {report.source} was trained {how}, and the recipe's model is built "
         f"otherwise; set model.{change} to export the trained head"
     )
-
-
-def _export_of(recipe: Recipe) -> ExportConfig:
-    hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
-    return require(recipe.export, "export", hint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
@@ -305,12 +307,29 @@ class ExportConfig(Section):
     """Exporting weights of a run, a checkpoint or a published file to other programs."""
 
     path: str
-    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; for
-    huggingface also a folder that `from_pretrained` reads."""
+    """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; or without a
+    suffix a folder, with class names, image processor and model card beside the weights, which for
+    huggingface `from_pretrained` reads."""
     layout: Literal["jax", "timm", "huggingface", "vit_ray"] = "jax"
     """Library whose names and shapes the tensors get."""
     averaged: bool | None = None
     """Use the averaged weights of a checkpoint; unset = if it has any."""
+    push: str | None = None
+    """Repository of the Hugging Face hub that the folder is uploaded to: `hf://OWNER/NAME`."""
+    license: str | None = None
+    """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; in the card."""
+    data_license: str | None = None
+    """Licence of the training data, in words; in the card."""
+
+    def problems(self) -> dict[str, object]:
+        """As `Section.problems`."""
+        address = re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b")
+        return {
+            f"push={self.push}: expected hf://OWNER/NAME, such as hf://my-lab/vit": not address,
+            f"push={self.push} needs a folder: give a path without a suffix, not {self.path}": (
+                self.push and PurePosixPath(self.path).suffix
+            ),
+        }
 
 
 class ExtractConfig(Section):

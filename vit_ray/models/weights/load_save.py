@@ -3,6 +3,7 @@
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -159,14 +160,18 @@ def load_weights(
     )
 
 
-def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> None:
+def save_weights(
+    model: nn.Module, path: str | Path, layout: str = "jax", classes: Sequence[str] = ()
+) -> None:
     """Write a model's weights in a published layout; the file appears whole or not at all.
 
     Args:
         model: from `build_model`, on any device.
-        path: a file: `.npz` for "jax", else `.safetensors`. With "huggingface" a path without a
-            suffix is a folder that `from_pretrained` reads (`model.safetensors`, `config.json`).
+        path: a file: `.npz` for "jax", else `.safetensors`. A path without a suffix is a folder of
+            `model.npz` or `model.safetensors`, and `config.json`; with "huggingface" it is what
+            `from_pretrained` reads.
         layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
+        classes: names in the order of the logits, for the folder's `config.json`.
 
     Raises:
         ValueError: if the layout cannot express the model, or the suffix does not fit it.
@@ -186,7 +191,7 @@ def save_weights(model: nn.Module, path: str | Path, layout: str = "jax") -> Non
         if rule.own in state:
             parts = rule.to_published(state[rule.own], num_heads)
             published.update(zip(rule.published, parts, strict=True))
-    write_tensors(path, published, layout, model)
+    write_tensors(path, published, layout, model, classes)
 
 
 def _check_expressible(model: nn.Module, layout: str) -> None:

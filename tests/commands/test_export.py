@@ -1,0 +1,326 @@
+"""A model to give away: class names, image processor, card, and the hub that it is pushed to."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from PIL import Image
+from scipy.stats import binomtest
+from sklearn.datasets import load_sample_images
+from transformers import ViTForImageClassification
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from tests.data.small_sets import write_set
+from tests.models.small import TINY_VIT, small_model, some_images
+from tests.trained_runs import tiny_recipe, write_run
+from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.weight_files import published_classes
+from vit_ray.commands.export import export
+from vit_ray.commands.model_card import image_processor, wilson_interval
+from vit_ray.config.validation import InvalidValueError
+from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.models.weights import load_weights, save_weights
+
+CLASSES = ("ant", "bee", "cat", "dog", "elk")
+PROCESSORS = {
+    "BitImageProcessor": BitImageProcessorPil,
+    "ViTImageProcessor": ViTImageProcessorPil,
+}
+
+
+def pictures(count: int) -> Iterator[tuple[Image.Image, Image.Image]]:
+    """Parts of photographs, of many sizes, and ramps of the same size: red across, green down."""
+    random, whole = np.random.default_rng(0), load_sample_images().images
+    for index in range(count):
+        picture = whole[index % 2]
+        height, width = random.integers(90, 427), random.integers(90, 640)
+        top = random.integers(0, picture.shape[0] - height + 1)
+        left = random.integers(0, picture.shape[1] - width + 1)
+        ramp = np.zeros((height, width, 3), np.uint8)
+        ramp[..., 0] = np.linspace(0, 255, width).round()
+        ramp[..., 1] = np.linspace(0, 255, height).round()[:, None]
+        photograph = picture[top : top + height, left : left + width]
+        yield Image.fromarray(photograph), Image.fromarray(ramp)
+
+
+@pytest.mark.parametrize(
+    "crop",
+    [
+        Augmentation("center_crop", 224, flip=False, resize=256),
+        Augmentation("center_crop", 32, flip=False, resize=36),
+        Augmentation("center_crop", (96, 160), flip=False, resize=183),
+        Augmentation("resize", (48, 64), flip=False),
+    ],
+)
+def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop: Augmentation) -> None:
+    settings = json.loads(json.dumps(image_processor(crop)))
+    processor = PROCESSORS[settings.pop("image_processor_type")](**settings)
+
+    def both(picture: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        pixels = processor(images=picture, return_tensors="np")["pixel_values"][0]
+        assert pixels.shape == (3, crop.height, crop.width)
+        ours = training_crop(file.getvalue(), crop, (0, 0, 0)).astype(np.float64)
+        return ours, (pixels.transpose(1, 2, 0) + 1) * 127.5
+
+    decibels = []
+    for photograph, ramp in pictures(50):
+        ours, theirs = both(photograph)
+        decibels.append(10 * np.log10(255**2 / np.mean((ours - theirs) ** 2)))
+        ours, theirs = both(ramp)
+        for channel, axis in ((0, 1), (1, 0)):
+            step = np.diff(ours[..., channel], axis=axis).mean()
+            shift = (ours - theirs)[..., channel].mean() / step
+            # They round sides and margins to whole pixels, each by less than half of one from the
+            # middle; ours cuts where the middle is.
+            assert abs(shift) < 0.8
+    assert np.mean(decibels) > 29  # sharp photographs half a pixel beside themselves have 21 to 26
+    assert min(decibels) > 20
+
+
+def trained_run(folder: Path) -> tuple[Any, Path]:
+    """A model and the run that trained it, on sets of five classes that are still there."""
+    train = write_set(folder / "data/train", [("a", [0]), ("b", [4])], CLASSES)
+    test = write_set(
+        folder / "data/test", [(f"t{index}", [index % 5]) for index in range(40)], CLASSES
+    )
+    model = small_model("ViT").eval()
+    recipe = tiny_recipe(
+        folder,
+        data={"train": train.path, "eval": test.path},
+        tracking={"uri": "postgresql://me:secret@host/mlflow"},
+    )
+    run = write_run(
+        folder / "run",
+        model,
+        facts={
+            "progress": Progress(7, worker_seconds=7200.0, metrics={"eval/top1": 0.85}),
+            "recipe": recipe.recorded(),
+            "data_fingerprint": train.fingerprint,
+            "samples_seen": 1000,
+            "tracking_run_id": "0123abc",
+        },
+    )
+    return model, Path(run)
+
+
+def export_to(folder: Path, run: Path, **settings: Any) -> Path:
+    path = folder / "given" / settings.get("layout", "jax")
+    assert (
+        export(tiny_recipe(folder, init_from=str(run), export={"path": str(path), **settings})) == 0
+    )
+    return path
+
+
+@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])
+def test_a_folder_has_weights_class_names_processor_and_card(layout: str, tmp_path: Path) -> None:
+    model, run = trained_run(tmp_path)
+    path = export_to(tmp_path, run, layout=layout)
+    weights = path / ("model.npz" if layout == "jax" else "model.safetensors")
+    assert {file.name for file in path.iterdir()} == {
+        weights.name, "config.json", "preprocessor_config.json", "README.md",
+    }  # fmt: skip
+    assert published_classes(str(weights)) == CLASSES
+    assert all(file.stat().st_mode & 0o044 for file in path.iterdir())
+    again = small_model("ViT")
+    torch.nn.init.normal_(again.norm.weight)
+    report = load_weights(again, weights)
+    assert len(report.loaded) == len(model.state_dict())
+    assert torch.equal(again(some_images()), model(some_images()))
+
+
+def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path: Path) -> None:
+    model, run = trained_run(tmp_path)
+    peer = ViTForImageClassification.from_pretrained(
+        export_to(tmp_path, run, layout="huggingface")
+    ).eval()
+    assert peer.config.id2label == dict(enumerate(CLASSES))
+    assert peer.config.label2id == {name: index for index, name in enumerate(CLASSES)}
+    with torch.no_grad():
+        ours, theirs = model(some_images()), peer(some_images()).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path: Path) -> None:
+    _, run = trained_run(tmp_path)
+    config = json.loads((export_to(tmp_path, run, layout="timm") / "config.json").read_text())
+    arguments = config["model_args"]
+    assert (config["architecture"], config["num_classes"]) == ("vit_base_patch16_224", 5)
+    assert config["label_names"] == list(CLASSES)
+    assert (arguments["act_layer"], arguments["fc_norm"]) == ("gelu_tanh", False)
+    assert int(arguments["embed_dim"] * arguments["mlp_ratio"]) == TINY_VIT["mlp_dim"]
+    assert arguments["global_pool"] == "token"
+    assert (arguments["depth"], arguments["num_heads"], arguments["patch_size"]) == (2, 4, 8)
+    assert config["pretrained_cfg"]["input_size"] == [3, 32, 32]
+    assert config["pretrained_cfg"]["crop_pct"] == pytest.approx(32 / 37)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("ViT", {"representation": True}), ("ViT", {"positions": "none"}), ("R+ViT", {})],
+)
+def test_timm_is_given_no_architecture_for_what_it_would_compute_otherwise(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    save_weights(small_model(family, **options), tmp_path / "folder", "timm", CLASSES)
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config == {"num_classes": 5, "label_names": list(CLASSES)}
+
+
+def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Path) -> None:
+    _, run = trained_run(tmp_path)
+    path = export_to(
+        tmp_path, run, layout="huggingface", license="apache-2.0", data_license="CC BY 4.0"
+    )
+    card = ModelCard.load(path / "README.md")
+    assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_value) == ("data/test", 0.85)
+    interval = binomtest(34, 40).proportion_ci(method="wilson")
+    assert f"{interval.low:.2%} to {interval.high:.2%}" in card.text
+    assert "A proxy, not a result of the paper's setting: paper.task is not set" in card.text
+    for fact in ("CC BY 4.0", "data/train", "2 worker-hours", "0123abc", "exaFLOPs", "name: ViT"):
+        assert fact in card.text
+    assert "secret" not in card.content
+    assert "MLflow run" in card.text
+
+
+def test_what_is_not_recorded_is_said_to_be_unknown(tmp_path: Path) -> None:
+    run = Path(write_run(tmp_path / "run", small_model("ViT")))
+    card = ModelCard.load(export_to(tmp_path, run, layout="vit_ray") / "README.md")
+    assert "their names are unknown" in card.text
+    assert "No accuracy was measured in training" in card.text
+    assert "| licence of the data | not given |" in card.text
+    assert card.data.eval_results is None
+
+
+def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = trained_run(tmp_path)
+    path = tmp_path / "given" / "vit_ray"
+    path.mkdir(parents=True)
+    (path / "README.md").write_text("mine")
+    export_to(tmp_path, run, layout="vit_ray")
+    assert (path / "README.md").read_text() == "mine"
+    assert "kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "push", ["someone/vit", "hf://vit", "hf://a/b/c", "https://x/a", "hf:///b"]
+)
+def test_an_address_that_is_none_of_the_hub_is_refused_at_once(push: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"expected hf://OWNER/NAME, such as hf://"):
+        tiny_recipe(tmp_path, export={"path": str(tmp_path / "x"), "push": push})
+
+
+def test_a_single_file_is_not_pushed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="needs a folder: give a path without a suffix"):
+        tiny_recipe(tmp_path, export={"path": "vit.npz", "push": "hf://someone/vit"})
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The part of the hub's HTTP interface that creates a repository and takes a commit."""
+
+    pushed: dict[str, bytes]
+    created: list[dict[str, Any]]
+    token: str
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Bearer {self.token}":
+            return self._send({"error": "Invalid username or password."}, 401)
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            url = f"http://{self.headers['Host']}/someone/vit"
+            return self._send({"url": url, "id": "someone/vit"})
+        if self.path == "/api/validate-yaml":
+            return self._send({"errors": [], "warnings": []})
+        if "/preupload/" in self.path:
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            return self._send({"files": files})
+        if "/commit/" in self.path:
+            for line in body.decode().splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    content = base64.b64decode(entry["value"]["content"])
+                    self.pushed[entry["value"]["path"]] = content
+            url = f"http://{self.headers['Host']}/someone/vit/commit/1"
+            return self._send({"commitUrl": url, "commitOid": "1", "pullRequestUrl": None})
+        return self._send({"error": self.path}, 404)
+
+    def do_GET(self) -> None:
+        self._send({"id": "someone/vit", "sha": "0", "siblings": []})
+
+    def _send(self, content: dict[str, Any], status: int = 200) -> None:
+        encoded = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
+    """A hub on this machine, which takes one token."""
+    handler = type("Hub", (FakeHub,), {"pushed": {}, "created": [], "token": "hf_right"})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    yield handler
+    server.shutdown()
+
+
+def test_a_folder_is_pushed_with_its_weights_and_its_card(
+    hub: type[FakeHub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = trained_run(tmp_path)
+    (tmp_path / "given" / "huggingface").mkdir(parents=True)
+    (tmp_path / "given" / "huggingface" / "private.txt").write_text("not of the model")
+    path = export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
+    assert [(one["name"], one["organization"]) for one in hub.created] == [("vit", "someone")]
+    names = {"model.safetensors", "config.json", "preprocessor_config.json", "README.md"}
+    assert {name: (path / name).read_bytes() for name in names} == hub.pushed
+    assert "/someone/vit/commit/1" in capsys.readouterr().out
+    assert 'from_pretrained("someone/vit")' in hub.pushed["README.md"].decode()
+
+
+def test_a_hub_that_does_not_take_it_leaves_the_folder(
+    hub: type[FakeHub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = trained_run(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ValueError, match=r"(?s)did not take the files .*set HF_TOKEN to a"):
+        export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
+    assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
+    assert hub.pushed == {}
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 10), (34, 40), (9_999, 10_000), (5, 5)])
+def test_the_interval_is_wilsons(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(method="wilson")
+    assert wilson_interval(right / count, count) == pytest.approx((expected.low, expected.high))
+
+
+def test_a_border_is_not_left_out_in_silence() -> None:
+    with pytest.raises(ValueError, match=r"eval_augment\.border=2 cannot be expressed"):
+        image_processor(Augmentation("center_crop", 32, flip=False, resize=36, border=2))

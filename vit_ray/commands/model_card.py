@@ -1,0 +1,227 @@
+"""The card of an exported model: what it was trained on, with what, and how good it is.
+
+Nothing is guessed: what a run did not record, or what cannot be opened any more, is said to be
+unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import PurePosixPath
+from statistics import NormalDist
+from typing import Any, Final
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from torch import nn
+
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ExportConfig
+from vit_ray.config.secrets import redact
+from vit_ray.data import open_dataset
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.launch.paper_comparison import evaluation_table
+from vit_ray.measure.best_evaluation import with_best
+from vit_ray.models.flops import count_exaflops, forward_macs
+
+_SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
+"""Of the recipe: what decides the result, and no folders or servers."""
+_UNKNOWN: Final = "unknown"
+_LIBRARIES: Final = {"huggingface": "transformers", "timm": "timm"}
+_USE: Final = {
+    "huggingface": """from transformers import AutoImageProcessor, ViTForImageClassification
+
+processor = AutoImageProcessor.from_pretrained("{name}")
+model = ViTForImageClassification.from_pretrained("{name}")
+logits = model(**processor(images=image, return_tensors="pt")).logits""",
+    "timm": """import timm
+
+model = timm.create_model("hf-hub:{name}", pretrained=True)""",
+}
+_USE_OURS: Final = """from vit_ray import build_model, load_weights
+
+model = build_model({arguments})
+load_weights(model, "{file}")"""
+
+
+def model_card(
+    recipe: Recipe,
+    config: ExportConfig,
+    model: nn.Module,
+    classes: tuple[str, ...],
+    position: Position | None,
+    file: str,
+) -> ModelCard:
+    """The card.
+
+    Args:
+        recipe: of the export.
+        config: its section.
+        model: as exported.
+        classes: their names, where they are known.
+        position: where the run stood whose checkpoint is exported; None for a published file.
+        file: name of the weights in the folder.
+    """
+    num_classes = int(model.get_parameter("head.bias").numel())
+    shape = recipe.model
+    name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
+    if position is not None and "model" in position.recipe:
+        recipe = Recipe.model_validate_json(json.dumps(position.recipe))
+    found = [] if position is None else _results(recipe, position)
+    library = _LIBRARIES.get(config.layout, "vit_ray")
+    data = ModelCardData(
+        license=config.license,
+        library_name=library,
+        pipeline_tag="image-classification",
+        tags=["image-classification", "vision", "vit_ray"],
+        model_name=name if found else None,
+        eval_results=found or None,
+    )
+    arguments = ", ".join(
+        [repr(shape.name), str(num_classes), str(shape.image_size)]
+        + [f"{key}={value!r}" for key, value in shape.options().items()]
+    )
+    use = _USE.get(config.layout, _USE_OURS).format(name=name, file=file, arguments=arguments)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    text = [
+        f"# {name}",
+        f"{shape.name} of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929): "
+        f"{count:,} parameters, {num_classes:,} classes"
+        f"{'' if classes else ' (their names are unknown)'}, images of "
+        f"{shape.sides[0]} x {shape.sides[1]} pixels.",
+        f"## Use\n\n```python\n{use}\n```",
+        "## Training\n\n" + _table(_training_facts(recipe, config, num_classes, position)),
+        "## Evaluation\n\n" + (_evaluation(recipe, position) if position else "Not recorded."),
+    ]
+    if position is not None:
+        recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
+        recipe_text = redact(yaml.safe_dump(recorded, sort_keys=False))
+        text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+
+
+def _table(facts: dict[str, str]) -> str:
+    rows = [f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _training_facts(
+    recipe: Recipe, config: ExportConfig, num_classes: int, position: Position | None
+) -> dict[str, str]:
+    licence = config.data_license or "not given"
+    if position is None:
+        return {"weights": redact(str(recipe.init_from)), "licence of the data": licence}
+    train = recipe.data.train
+    paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
+    shape, progress = recipe.model, position.progress
+    macs = forward_macs(shape.name, num_classes, shape.image_size, **shape.options())
+    facts = {
+        "data": ", ".join("/".join(PurePosixPath(redact(p)).parts[-2:]) for p in paths),
+        "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
+        "licence of the data": licence,
+        "start": redact(recipe.init_from) if recipe.init_from else "from scratch",
+        "steps": f"{position.step:,} of {position.global_batch_size:,} images",
+        "images seen": f"{position.samples_seen:,}",
+        "compute": f"{count_exaflops(macs, position.samples_seen):.4g} exaFLOPs",
+        "hardware": f"{progress.worker_seconds / 3600:.4g} worker-hours "
+        f"({recipe.train.precision}, one device each)",
+        "MLflow run": position.tracking_run_id or _UNKNOWN,
+        "software": ", ".join(f"{k} {v}" for k, v in position.versions.items()) or _UNKNOWN,
+    }
+    return facts
+
+
+def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
+    """Name of the test set, accuracy, and how many images it is of where that is known."""
+    metrics, data = with_best(position.progress.metrics), recipe.data
+    key = next((key for key in ("eval/top1", "dev/top1") if key in metrics), None)
+    if key is None:
+        return None
+    path = data.eval if key == "eval/top1" and data.eval else None
+    train = data.train if isinstance(data.train, str) else _UNKNOWN
+    name = "/".join(PurePosixPath(redact(path or train)).parts[-2:])
+    name = name if path else f"{name} (held out)"
+    try:
+        if path:
+            return name, metrics[key], open_dataset(path).num_images
+        share = data.held_out_fraction
+        return name, metrics[key], round(open_dataset(train).num_images * share)
+    except (ValueError, OSError):
+        return name, metrics[key], None
+
+
+def _results(recipe: Recipe, position: Position) -> list[EvalResult]:
+    found = _top1(recipe, position)
+    if found is None:
+        return []
+    name, top1, _ = found
+    return [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=name.replace(" (held out)", ""),
+            dataset_name=name,
+            metric_type="accuracy",
+            metric_value=round(top1, 6),
+        )
+    ]
+
+
+def _evaluation(recipe: Recipe, position: Position) -> str:
+    found = _top1(recipe, position)
+    if found is None:
+        return "No accuracy was measured in training."
+    name, top1, images = found
+    line = f"Top-1 accuracy on {name}: {top1:.2%}"
+    if images:
+        low, high = wilson_interval(top1, images)
+        line += f" (95 % interval of {images:,} images: {low:.2%} to {high:.2%}; one seed)"
+    label, note = "proxy", "the test set is not there any more, or is none of the paper's"
+    if images and recipe.data.eval:
+        table = evaluation_table(recipe, {"eval/top1": top1})
+        if table is not None:
+            label, note = str(table.rows[0][-2]), str(table.rows[0][-1])
+    if label == "data":
+        return f"{line}. Test set, pre-training and model are those of the paper."
+    return f"{line}. A proxy, not a result of the paper's setting: {note}."
+
+
+def wilson_interval(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a share that was measured on so many images (Wilson, 1927)."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return (middle - half) / scale, (middle + half) / scale
+
+
+def image_processor(augmentation: Augmentation) -> dict[str, Any]:
+    """`preprocessor_config.json`: transformers' image processor of the evaluation's crop.
+
+    Args:
+        augmentation: of an evaluation.
+
+    Raises:
+        ValueError: no image processor cuts a border off.
+    """
+    if augmentation.border:
+        raise ValueError(
+            f"data.eval_augment.border={augmentation.border} cannot be expressed by an image "
+            "processor; set it to 0 to export"
+        )
+    size = {"height": augmentation.height, "width": augmentation.width}
+    crops = augmentation.kind == "center_crop"
+    processor: dict[str, Any] = {
+        # Of those in transformers, BiT's resizes the shorter side and crops, ViT's resizes both.
+        "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": augmentation.resize} if crops else size,
+        "resample": 2,  # Pillow's number of bilinear
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return processor | ({"do_center_crop": True, "crop_size": size} if crops else {})

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from vit_ray.config import Recipe, load_recipe
     from vit_ray.data import open_dataset
     from vit_ray.evaluate.few_shot import few_shot_accuracy
+    from vit_ray.launch.training_batches import training_batches
     from vit_ray.models import build_model, model_names
     from vit_ray.models.flops import forward_macs, training_exaflops
     from vit_ray.models.weights import load_weights, save_weights
@@ -22,6 +23,7 @@ __all__ = [
     "model_names",
     "open_dataset",
     "save_weights",
+    "training_batches",
     "training_exaflops",
 ]
 
@@ -44,6 +46,7 @@ _ROOMS = {
     "model_names": "models",
     "open_dataset": "data",
     "save_weights": "models.weights",
+    "training_batches": "launch.training_batches",
     "training_exaflops": "models.flops",
 }
 

@@ -16,7 +16,7 @@ from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
 from vit_ray import lock, retry, s3
 from vit_ray.checkpoints import run_checkpoints
-from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint
+from vit_ray.checkpoints.run_checkpoints import newest_verified_checkpoint, prune
 from vit_ray.data import open_dataset
 from vit_ray.data.prepare.commit import ConvertReport
 from vit_ray.data.prepare.sources.formats import index_unit, list_units
@@ -172,6 +172,35 @@ def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
     run = f"s3://b/{kind}-kept"
     write_checkpoint(locate(run), 7)
     at_each_request(store, f"/b/{kind}-kept/step", kind, lambda: check_newest(run))
+
+
+class KilledError(BaseException):
+    """The process ends here."""
+
+
+def test_what_a_kill_leaves_of_a_deletion_is_no_damaged_checkpoint(
+    store: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = locate("s3://b/killed-run"), s3.delete
+    for step in (1, 2):
+        write_checkpoint(run, step)
+
+    def deletes_two(path: str, keys: list[str] | None = None) -> None:
+        below = [found.key for found in s3.list_objects(path)]
+        if below:
+            plain(path, below[1:3])
+            raise KilledError
+        plain(path, keys)
+
+    monkeypatch.setattr(s3, "delete", deletes_two)
+    with pytest.raises(KilledError):
+        prune(run, keep_last=1)
+    monkeypatch.setattr(s3, "delete", plain)
+    told: list[str] = []
+    assert run.list_folders() == ["step-00000001", "step-00000002"]
+    prune(run, keep_last=1, warn=told.append)
+    assert (run.list_folders(), told) == (["step-00000002"], [])
+    assert [file.base_name for file in run.list_files(recursive=False)] == []
 
 
 def check_newest(run: str) -> None:

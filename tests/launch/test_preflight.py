@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Digits
+from tests.data.converting import convert
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.subset import subset
@@ -181,3 +182,15 @@ def test_fine_tuning_and_evaluation_need_weights(recipe: Recipe) -> None:
 def test_weights_that_are_not_there_are_refused_before_anything_starts(recipe: Recipe) -> None:
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         finetune(recipe.with_changes(init_from="/no/such/run"))
+
+
+def test_a_set_for_evaluation_only_is_not_trained_on(
+    recipe: Recipe, digits: Digits, tmp_path: Path
+) -> None:
+    marked = str(tmp_path / "marked")
+    convert(digits.images / "test", marked, evaluation_only=True)
+    assert resolve_run(recipe.with_changes(data={"eval": marked})).streams["eval"].num_images == 300
+    part = subset(marked, str(tmp_path / "part"), count=200).path
+    for path in (marked, part, [{"path": marked, "weight": 1.0}]):
+        with pytest.raises(ValueError, match=r"is for evaluation only .*train on another set"):
+            resolve_run(recipe.with_changes(data={"train": path}))

@@ -52,13 +52,10 @@ def run_subset(recipe: Recipe) -> int:
         "subset.source and subset.destination, such as "
         "subset='{source: data/, destination: part/, fraction: 0.1}'",
     )
-    part = subset(
-        config.source,
-        config.destination,
-        count=config.count,
-        fraction=config.fraction,
-        seed=recipe.seed,
-    )
+    if config.where is not None or config.keys is not None:
+        open_dataset(config.source)  # an error before Ray starts
+        connect(recipe)
+    part = subset(**config.model_dump(), seed=recipe.seed)
     print(f"{config.destination}: {part.num_images} images of {config.source}, by manifest alone")
     return 0
 

@@ -70,6 +70,15 @@ class ConvertConfig(Section):
     every size."""
     shrink_quality: Annotated[int, Field(ge=1, le=100)] = 95
     """JPEG quality of re-encoded images."""
+    apply_orientation: bool = False
+    """Turn images as their EXIF says, and re-encode those as JPEG of `shrink_quality`; `false`
+    keeps pixels as they are stored, as other pipelines of training do."""
+    license: str | None = None
+    """Licence of the images, kept in the manifest of the set and of its parts."""
+    source_url: str | None = None
+    """Where the images are from; kept likewise."""
+    evaluation_only: bool = False
+    """Mark the set, and its parts, as one that must not be trained on, such as ObjectNet."""
     index_jpeg: bool = True
     """Add restart markers to JPEG files, losslessly, so that training reads and decodes only the
     crop of an image: about half of the bytes and CPU time; false = keep the original bytes."""
@@ -98,9 +107,16 @@ class SubsetConfig(Section):
     destination: str
     """Folder of the new manifest."""
     count: Positive | None = None
-    """Images to take; give this or `fraction`."""
+    """Images to take, a random sample; give one of `count`, `fraction`, `where` and `keys`."""
     fraction: Share | None = None
-    """Share of the images to take; give this or `count`."""
+    """Share of the images to take, a random sample."""
+    where: str | None = None
+    """Take the images for which an expression of SQLite holds, such as
+    `caption is not null and score > 0.3`. Its columns are those that the set has by
+    `convert.columns`, and `key`, `label` (the name of the first class), `width` and `height`. Text
+    that is a number is compared as one."""
+    keys: str | None = None
+    """Take the images of a list: a text file, local or `s3://`, with a key a line."""
 
 
 class DeduplicateConfig(Section):

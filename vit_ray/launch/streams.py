@@ -76,12 +76,13 @@ def resolve_run(
     if isinstance(data.train, tuple):
         sets = data.train
         manifest: Manifest = join(
-            [open_dataset(one.path) for one in sets], [one.weight for one in sets]
+            [_to_train_on(one.path) for one in sets], [one.weight for one in sets]
         )
     else:
         path = data.train if needs_train or data.train else data.eval
         key = "data.train" if needs_train else "data.eval"
-        manifest = open_dataset(require(path, key, "the folder of a converted data set"))
+        path = require(path, key, "the folder of a converted data set")
+        manifest = _to_train_on(path) if needs_train else open_dataset(path)
     recipe = with_window(recipe, manifest, begun)
     rows, held_out = select(
         manifest,
@@ -176,6 +177,17 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
             f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
             f"{other.num_classes}, and they are not the same; convert both with one list of classes"
         )
+
+
+def _to_train_on(path: str) -> Manifest:
+    """A training set; refuses one that its maker has marked."""
+    manifest = open_dataset(path)
+    if manifest.origin.get("evaluation_only"):
+        raise ValueError(
+            f"data.train={path!r} is for evaluation only (convert.evaluation_only), so it may be "
+            "data.eval; train on another set"
+        )
+    return manifest
 
 
 @lru_cache(maxsize=4)

@@ -105,7 +105,8 @@ def test_the_source_is_found_from_another_folder(
 
 def test_a_part_of_a_set_is_compared_with_the_source_of_all(tmp_path: Path) -> None:
     whole = converted(write_images(tmp_path / "source"), tmp_path / "set")
-    assert compared(subset(whole.path, str(tmp_path / "part"), count=3)).num_equal == 4
+    part = subset(whole.path, str(tmp_path / "part"), count=3)
+    assert 0 < compared(part).num_equal == len(check_file(0, part, 1.0).rewritten) < 4
 
 
 def test_a_set_says_that_its_source_is_gone(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
 from vit_ray.data.prepare import commit, conversion, make_shards, plan, shard_images
 from vit_ray.data.prepare.staged_files import read_facts, write_facts
+from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.storage import locate
 
@@ -579,3 +580,15 @@ def test_a_full_disk_is_named(serial: None, small_disk: Path, tmp_path: Path) ->
     )
     with pytest.raises(OSError, match=rf"No space left on device: '{small_disk}/set/part-00000"):
         convert(tmp_path / "source", small_disk / "set")
+
+
+def test_what_the_maker_says_of_a_set_stands_in_its_manifest(
+    serial: None, image_folder: Path, tmp_path: Path
+) -> None:
+    about = {"license": "CC-BY-4.0", "source_url": "https://x.org/set", "evaluation_only": True}
+    convert(image_folder, tmp_path / "set", **about)
+    assert open_dataset(str(tmp_path / "set")).about == about
+    part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=9)
+    assert part.about == open_dataset(part.path).about == about
+    convert(image_folder, tmp_path / "plain")
+    assert open_dataset(str(tmp_path / "plain")).about == {}

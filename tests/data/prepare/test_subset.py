@@ -1,7 +1,9 @@
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from tests.data.converting import convert
@@ -9,6 +11,7 @@ from tests.data.pictures import write_class_folders
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.order.samples import Plan
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import check_file
@@ -82,3 +85,86 @@ def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> Non
     checks = [check_file(int(file), part, 1.0) for file in np.unique(part.file_index)]
     assert sum(check.images for check in checks) == 7
     assert sum(check.decoded for check in checks) == 7
+
+
+@pytest.fixture
+def captioned(serial: None, tmp_path: Path) -> Path:
+    """24 images; every third has no caption, and scores are i / 10."""
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=12)
+    files = sorted((tmp_path / "source").rglob("*.*"))
+    with (tmp_path / "source" / "list.jsonl").open("w") as sink:
+        for i, file in enumerate(files):
+            caption = None if i % 3 == 0 else f'it\'s "{i}"'
+            row = {"path": str(file), "label": file.parent.name, "score": i / 10, "note": str(i)}
+            sink.write(json.dumps(row | {"caption": caption}) + "\n")
+    convert(
+        tmp_path / "source" / "list.jsonl", tmp_path / "set",
+        columns=["caption", "score", "note"], rows_per_row_group=5, license="CC-BY-4.0",
+    )  # fmt: skip
+    return tmp_path / "set"
+
+
+def scores_of(folder: Path) -> list[float]:
+    """Of the images of a data set or of a part, as pyarrow reads its shards."""
+    manifest = open_dataset(str(folder))
+    reader, found = RowGroupReader(manifest), []
+    for group in range(manifest.num_row_groups):
+        number, file = int(manifest.row_group[group]), manifest.shard_location(group).path
+        rows = pq.ParquetFile(file).read_row_group(number, columns=["key", "score"]).to_pylist()
+        keys = reader.keys(group)
+        found += [float(row["score"]) for row in rows if row["key"] in keys]
+    return sorted(found)
+
+
+WHERE = {
+    "caption is not null and score > 0.3": lambda i: i % 3 != 0 and i > 3,
+    "score > 0.95": lambda i: i > 9,
+    "note in (7, '12') or caption like '%\"2\"'": lambda i: i in (2, 7, 12),
+    "label = 'class_1' and width > 0": lambda i: i >= 12,
+    "note = '5' -- the fifth": lambda i: i == 5,
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_part_is_chosen_by_what_is_passed_through(
+    captioned: Path, tmp_path: Path, where: str
+) -> None:
+    part = subset(str(captioned), str(tmp_path / "part"), where=where)
+    expected = [i / 10 for i in range(24) if WHERE[where](i)]
+    assert scores_of(tmp_path / "part") == expected
+    assert part.num_images == len(expected)
+    again = subset(str(tmp_path / "part"), str(tmp_path / "again"), where="score <= 1.2")
+    assert scores_of(tmp_path / "again") == [score for score in expected if score <= 1.2]
+    assert (part.origin["where"], again.origin["license"]) == (where, "CC-BY-4.0")
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("scor > 1", r"no such column: scor; .*columns key, label, width, height, caption, score"),
+        ("score >", "incomplete input|syntax error"),
+        ("score > 99", "no image of .* is chosen by 'score > 99'"),
+    ],
+)
+def test_an_expression_that_chooses_nothing_is_refused(
+    captioned: Path, tmp_path: Path, where: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        subset(str(captioned), str(tmp_path / "part"), where=where)
+    assert not (tmp_path / "part").exists()
+
+
+def test_a_part_is_chosen_by_a_list_of_keys(captioned: Path, tmp_path: Path) -> None:
+    keys = [
+        key
+        for group in range(2)
+        for key in RowGroupReader(open_dataset(str(captioned))).keys(group)
+    ]
+    (tmp_path / "keys.txt").write_text("\n".join(keys) + "\n\n")
+    part = subset(str(captioned), str(tmp_path / "part"), keys=str(tmp_path / "keys.txt"))
+    assert part.num_images == len(keys) == 10
+    reader = RowGroupReader(part)
+    assert {k for g in range(part.num_row_groups) for k in reader.keys(g)} == set(keys)
+    (tmp_path / "keys.txt").write_text("\n".join([*keys, "no image"]))
+    with pytest.raises(ValueError, match=r"1 of 11 keys are not in .* such as \['no image'\]"):
+        subset(str(captioned), str(tmp_path / "other"), keys=str(tmp_path / "keys.txt"))

@@ -9,7 +9,7 @@ de-duplicated set is a manifest alone, whose files lie in another folder.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ from vit_ray.data.format.schema import (
 from vit_ray.retry import read_again
 from vit_ray.storage import Location, locate, other_format
 
+ABOUT: Final = ("license", "source_url", "evaluation_only")
+"""What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
 _CHECKSUM: Final = b'"manifest_sha256": "'
 """Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
@@ -115,6 +117,7 @@ class Manifest(RowGroupColumns):
         max_labels: the longest label list; 1 for single-label data.
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
         text_columns: those of the shards that came from the source, such as captions.
+        origin: how it was made, and what its maker says about it.
     """
 
     path: str
@@ -125,6 +128,12 @@ class Manifest(RowGroupColumns):
     fingerprint: str
     files: list[ShardFile]
     text_columns: tuple[str, ...] = ()
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What parts of it inherit: licence, address of the source, `evaluation_only`."""
+        return {name: self.origin[name] for name in ABOUT if name in self.origin}
 
     @property
     def num_classes(self) -> int:
@@ -214,6 +223,7 @@ def _parse(path: str, content: bytes) -> Manifest:
                 fingerprint=header["fingerprint"],
                 files=[ShardFile(*entry) for entry in header["files"]],
                 text_columns=tuple(header.get("text_columns", ())),
+                origin=header["origin"],
             )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(

@@ -325,7 +325,7 @@ class RowGroupReader:
         Raises:
             ValueError: as `read`.
         """
-        labels = self._column(group, "labels")
+        labels = self.column(group, "labels")
         if len(_foreign_labels(labels, self._manifest.num_classes)):
             self.read(group)  # which says whose they are
         offsets = labels.offsets.to_numpy()
@@ -341,7 +341,7 @@ class RowGroupReader:
             ValueError: as `read`.
         """
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
-        keys = self._column(group, "key").to_pylist()
+        keys = self.column(group, "key").to_pylist()
         return [key for row, key in enumerate(keys) if row not in dropped]
 
     def original_crc32(self, group: int) -> NDArray[np.uint32] | None:
@@ -354,9 +354,10 @@ class RowGroupReader:
         """
         if _INDEX not in self._retried(group, lambda: self._shard_of(group).names):
             return None
-        return np.asarray(self._column(group, INDEX_SCHEMA.names[0]))
+        return np.asarray(self.column(group, INDEX_SCHEMA.names[0]))
 
-    def _column(self, group: int, name: str) -> pa.Array:
+    def column(self, group: int, name: str) -> pa.Array:
+        """A column of all stored rows of a row group; reads no other."""
         number = int(self._manifest.row_group[group])
         column = self._retried(group, lambda: self._shard_of(group).columns(number, [name])[name])
         self._check_count(group, len(column))

@@ -12,7 +12,13 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, open_dataset, write_manifest
+from vit_ray.data.format.manifest import (
+    ABOUT,
+    RowGroupColumns,
+    ShardFile,
+    open_dataset,
+    write_manifest,
+)
 from vit_ray.data.format.row_groups import problem_of_shard
 from vit_ray.data.format.schema import (
     CHECKSUMS_FILE,
@@ -217,6 +223,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
     files = [_shard_file(plan, result) for result in written]
     max_labels = max(r.max_labels for r in written)
     origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
+    origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
     if plan.extends:
         before = open_dataset(folder.child(VERSIONS_FOLDER).child(plan.extends).uri)
         columns = columns.after(before)

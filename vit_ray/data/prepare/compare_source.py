@@ -14,6 +14,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REPORT_FILE, checksum
 from vit_ray.data.images.crops import UInt8Array, decode
 from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.prepare.shard_images import orientation_of
 from vit_ray.data.prepare.sources.entries import IndexEntry, SourceUnit
 from vit_ray.data.prepare.sources.formats import index_unit, key_prefix, list_units
 from vit_ray.retry import with_retries
@@ -66,7 +67,8 @@ def compare_with_source(
     label, image = settings.get("label_field"), settings.get("image_field")
     units = [replace(unit, label_field=label, image_field=image) for unit in units]
     wanted = {r.key: r for r in rewritten if shrink_to is None or r.shorter_side < shrink_to}
-    results = run_tasks(_compare_part, _parts(units, wanted), num_cpus)
+    turns = bool(settings.get("apply_orientation"))
+    results = run_tasks(_compare_part, _parts(units, wanted), num_cpus, turns)
     equal = {key for found, _, _ in results for key in found}
     # A key may stand twice in a list or a tar, and its first image alone was converted.
     differing = {key for _, found, _ in results for key in found} - equal
@@ -117,7 +119,7 @@ def _parts(
 
 
 def _compare_part(
-    part: tuple[SourceUnit, dict[str, Rewritten]],
+    part: tuple[SourceUnit, dict[str, Rewritten]], turns: bool
 ) -> tuple[set[str], set[str], dict[str, str]]:
     """Keys of equal and of differing images, and why others could not be read."""
     unit, wanted = part
@@ -141,7 +143,9 @@ def _compare_part(
             expected = wanted[entry.key]
             try:
                 original = entry.read()
-                if checksum(original) == expected.original_crc32:  # else it is another file
+                is_turned = turns and orientation_of(original) != 1
+                # Else it is another file, or its pixels were encoded again.
+                if checksum(original) == expected.original_crc32 and not is_turned:
                     is_equal = checksum_of_pixels(decode(original)) == expected.pixels_crc32
                     (equal if is_equal else differing).add(entry.key)
             except (ValueError, OSError) as error:

@@ -1,7 +1,7 @@
 """From entries of an index to rows of a shard: read ahead, checked, and shrunk if asked."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -36,6 +36,20 @@ _MOST_SCANS: Final = 100
 
 _MOST_JPEG_PIXELS: Final = 65_500
 """Of a side, in libjpeg (JPEG_MAX_DIMENSION)."""
+
+
+_EXIF_ORIENTATION: Final = 0x0112
+_TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
+    1: lambda pixels: pixels,
+    2: np.fliplr,
+    3: lambda pixels: np.rot90(pixels, 2),
+    4: np.flipud,
+    5: lambda pixels: np.swapaxes(pixels, 0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: np.rot90(np.swapaxes(pixels, 0, 1), 2),
+    8: np.rot90,
+}
+"""By EXIF's orientation (CIPA DC-008, 4.6.4): from the pixels that are stored to those shown."""
 
 
 def read_ahead(entries: list[IndexEntry]) -> Iterator[tuple[IndexEntry, bytes | ValueError]]:
@@ -90,7 +104,9 @@ def checked(
     is_over = declared is not None and declared[0] * declared[1] > config.max_pixels
     if (scans := num_scans(image)) > _MOST_SCANS:
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
-    if not is_over and not _is_too_large(size_of_jpeg(image), config.shrink_to):
+    turned = orientation_of(image) if config.apply_orientation else 1
+    is_large = _is_too_large(size_of_jpeg(image), config.shrink_to)
+    if not is_over and not is_large and turned == 1:
         found = _rewritten(image, writer)
     damage = ""
     if found is None:
@@ -103,11 +119,16 @@ def checked(
                 f"it has {declared[1]} x {declared[0]} pixels, more than "
                 f"convert.max_pixels={config.max_pixels}"
             )
-        pixels = decode(image)
+        pixels = original = _TURNS[turned](decode(image))
+        if config.shrink_to is not None and _is_too_large(pixels.shape, config.shrink_to):
+            pixels = _shrunk(pixels, config.shrink_to)
+        if turned != 1 or pixels is not original:
+            _check_sides(pixels.shape)
+            bgr = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+            quality = [cv2.IMWRITE_JPEG_QUALITY, config.shrink_quality]
+            image = cv2.imencode(".jpg", bgr, quality)[1].tobytes()
+            found = _rewritten(image, writer)
         size = pixels.shape[:2]
-        if config.shrink_to is not None and _is_too_large(size, config.shrink_to):
-            image, pixels = _shrunk(pixels, config.shrink_to, config.shrink_quality)
-            found, size = _rewritten(image, writer), pixels.shape[:2]
     index = None
     if found is not None:
         image, size, index = found.image, found.size, found.index
@@ -126,6 +147,13 @@ def _declared_size(image: bytes) -> tuple[int, int] | None:
     return size
 
 
+def orientation_of(image: bytes) -> int:
+    """What EXIF says of how the pixels are to be turned: 1 to 8, where 1 is not at all."""
+    with contextlib.suppress(Exception), open_image(image) as opened:  # Pillow raises anything
+        return found if (found := opened.getexif().get(_EXIF_ORIENTATION, 1)) in _TURNS else 1
+    return 1
+
+
 def _damage_of(image: bytes, libjpeg: Libjpeg | None) -> str:
     """What libjpeg warns of when it decodes a JPEG file; empty for nothing."""
     if libjpeg is None or not image.startswith(START):
@@ -141,7 +169,7 @@ def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:
 
 
 def _is_too_large(size: tuple[int, ...] | None, shrink_to: int | None) -> bool:
-    return shrink_to is not None and size is not None and min(size) > shrink_to
+    return shrink_to is not None and size is not None and min(size[:2]) > shrink_to
 
 
 def written_bytes(entries: list[IndexEntry], config: ConvertConfig) -> int:
@@ -153,18 +181,18 @@ def written_bytes(entries: list[IndexEntry], config: ConvertConfig) -> int:
     return total
 
 
-def _shrunk(
-    pixels: NDArray[np.uint8], shorter_side: int, quality: int
-) -> tuple[bytes, NDArray[np.uint8]]:
-    """The image re-encoded as JPEG with its shorter side at a length."""
+def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
+    """The image with its shorter side at a length."""
     factor = shorter_side / min(pixels.shape[:2])
     height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
-    if max(height, width) > _MOST_JPEG_PIXELS:
+    _check_sides((height, width))
+    size = (width, height)
+    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
+
+
+def _check_sides(shape: tuple[int, ...]) -> None:
+    if max(shape[:2]) > _MOST_JPEG_PIXELS:
         raise ValueError(
-            f"shrunk to {width} x {height} pixels it is too long for a JPEG, whose sides have at "
-            f"most {_MOST_JPEG_PIXELS:,}"
+            f"re-encoded with {shape[1]} x {shape[0]} pixels it is too long for a JPEG, whose "
+            f"sides have at most {_MOST_JPEG_PIXELS:,}"
         )
-    small = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
-    bgr = cv2.cvtColor(small, cv2.COLOR_RGB2BGR)
-    encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-    return encoded.tobytes(), small  # type: ignore[return-value]

@@ -4,15 +4,20 @@ Rows were shuffled at conversion, so any row groups are a random sample. They ar
 that the seed fixes, so that a smaller part lies inside every larger one (9M / 30M / 90M / 303M).
 """
 
+import contextlib
+import hashlib
+import sqlite3
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.format.manifest import Manifest, RowGroupColumns, open_dataset, write_manifest
+from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.schema import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
 
 _SUBSET: Final = 7
@@ -24,20 +29,30 @@ def subset(
     *,
     count: int | None = None,
     fraction: float | None = None,
+    where: str | None = None,
+    keys: str | None = None,
     seed: int = 0,
+    num_cpus: float = 1.0,
 ) -> Manifest:
     """Write the manifest of a part of a data set.
 
     Args:
-        count, fraction: images to take; give one of them.
+        count, fraction: images to take at random; give one of the four.
+        where: an expression of SQLite over the columns that are passed through and `key`, `label`,
+            `width` and `height`. Needs Ray, as `keys` does.
+        keys: a file with the keys of the images to take.
 
     Raises:
-        ValueError: if neither or both are given, the part would be empty or more than all, or the
-            destination holds a data set already.
+        ValueError: if not one of them is given, the part would be empty or more than all, a key is
+            not in the data set, or the destination holds a data set already.
     """
     whole = open_dataset(source)
-    if (count is None) == (fraction is None):
-        raise ValueError(f"subset: count={count} and fraction={fraction}; give one of the two")
+    given = {"count": count, "fraction": fraction, "where": where, "keys": keys}
+    if len([name for name, value in given.items() if value is not None]) != 1:
+        text = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"subset: {text}; give one of the four")
+    if where is not None or keys is not None:
+        return _matching(whole, destination, where, keys, num_cpus)
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"subset.fraction={fraction}; use a number above 0, up to 1")
     wanted = count if count is not None else round(whole.num_images * (fraction or 0))
@@ -54,6 +69,80 @@ def subset(
     left_out = {partial: [whole.stored_row(partial, row) for row in beyond]}
     origin = {"subset_of": whole.fingerprint, "seed": seed, "count": wanted}
     return derive(whole, left_out, destination, origin, groups=order[: last + 1])
+
+
+def _matching(
+    whole: Manifest, destination: str, where: str | None, keys: str | None, num_cpus: float
+) -> Manifest:
+    """The images for which an expression holds, or whose keys are listed."""
+    refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
+    origin: dict[str, object] = {"subset_of": whole.fingerprint, "where": where}
+    listed: set[str] = set()
+    if keys is not None:
+        content = locate(keys).read()
+        listed = set(filter(None, content.decode("utf-8-sig").splitlines()))
+        origin = {"subset_of": whole.fingerprint, "keys": hashlib.sha256(content).hexdigest()}
+    elif where is not None:
+        _rows_where(where, _facts_schema(whole), [])  # an error before any file is read
+    files = [int(index) for index in np.unique(whole.file_index)]
+    results = run_tasks(_rejected_rows, files, num_cpus, whole, where, listed)
+    left_out = {group: rows for found, _ in results for group, rows in found.items()}
+    taken = {key for _, found in results for key in found}
+    if missing := sorted(listed - taken):
+        raise ValueError(
+            f"subset.keys={keys!r}: {len(missing)} of {len(listed)} keys are not in "
+            f"{whole.path!r}, such as {missing[:3]}; take them out of the list"
+        )
+    if sum(map(len, left_out.values())) == whole.num_images:
+        raise ValueError(f"subset: no image of {whole.path!r} is chosen by {where or keys!r}")
+    return derive(whole, left_out, destination, origin)
+
+
+def _facts_schema(whole: Manifest) -> dict[str, str]:
+    """Type of each column that an expression may name, in SQLite's words."""
+    fixed = {"key": "TEXT", "label": "TEXT", "width": "INTEGER", "height": "INTEGER"}
+    return fixed | dict.fromkeys(whole.text_columns, "NUMERIC")
+
+
+def _rejected_rows(
+    file_index: int, whole: Manifest, where: str | None, listed: set[str]
+) -> tuple[dict[int, list[int]], list[str]]:
+    """The stored rows of each row group that are not chosen, and which of the keys are there."""
+    reader, schema = RowGroupReader(whole), _facts_schema(whole)
+    left_out, taken = {}, []
+    for group in np.flatnonzero(whole.file_index == file_index).tolist():
+        stored = [whole.stored_row(group, row) for row in range(int(whole.rows[group]))]
+        if where is None:
+            keys = reader.keys(group)
+            chosen = {row for row, key in enumerate(keys) if key in listed}
+            taken += [keys[row] for row in chosen]
+        else:
+            labels = [whole.classes[i] if i >= 0 else None for i in reader.first_labels(group)]
+            others = [reader.column(group, n).to_pylist() for n in schema if n != "label"]
+            kept = [[column[row] for row in stored] for column in others]
+            chosen = _rows_where(where, schema, list(zip(kept[0], labels, *kept[1:], strict=True)))
+        left_out[group] = [at for row, at in enumerate(stored) if row not in chosen]
+    return left_out, taken
+
+
+def _rows_where(where: str, schema: Mapping[str, str], rows: list[tuple[Any, ...]]) -> set[int]:
+    """Places of the rows for which an expression holds.
+
+    Raises:
+        ValueError: it is none, or names a column that is not there.
+    """
+    columns = ", ".join(f'"{name.replace(chr(34), chr(34) * 2)}" {t}' for name, t in schema.items())
+    try:
+        with contextlib.closing(sqlite3.connect(":memory:")) as database:
+            database.execute(f"CREATE TABLE images ({columns})")
+            places = ", ".join("?" * len(schema))
+            database.executemany(f"INSERT INTO images VALUES ({places})", rows)  # noqa: S608
+            query = f"SELECT rowid FROM images WHERE ({where}\n)"  # noqa: S608  # the user's own
+            return {row - 1 for (row,) in database.execute(query)}
+    except sqlite3.Error as error:
+        raise ValueError(
+            f"subset.where={where!r}: {error}; the data set has the columns {', '.join(schema)}"
+        ) from error
 
 
 def derive(
@@ -94,7 +183,7 @@ def derive(
         max_labels=whole.max_labels,
         text_columns=whole.text_columns,
         root=locate(whole.root).uri,
-        origin=origin,
+        origin=whole.about | origin,
     )
     return open_dataset(destination)
 

@@ -28,7 +28,7 @@ def show(browser: webdriver.Chrome, page: Path, width: int, **features: str) -> 
     )
     browser.get("about:blank")
     browser.get(page.as_uri())
-    wait(browser, lambda: not find(browser, ".still"))
+    wait(browser, lambda: not find(browser, "figure > .chart .still"))
     time.sleep(0.2)  # what Vega puts off to the next frame
 
 

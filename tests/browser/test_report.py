@@ -15,7 +15,9 @@ from tests.browser.pages import A4_WIDTH, POINTS, find, show, tooltip, wait
 from tests.browser.synthetic_study import MODELS
 
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
-COMPUTE = "figure[data-chart='chart-5_shot_linear_accuracy_against_compute_proxy_data']"
+COMPUTE = "figure[data-chart='chart-how_does_5_shot_linear_accuracy_grow_with_compute']"
+PAPER = "figure[data-chart^='chart-the_paper_s_table_6']"
+DATA = "figure[data-chart='chart-how_does_5_shot_linear_accuracy_grow_with_the_amount_of_data']"
 LOSS = "figure[data-chart='chart-training_loss']"
 NUM_CELLS = 3 * len(MODELS)
 NUM_PAPER = 18
@@ -39,7 +41,7 @@ def test_it_draws_every_figure_and_the_console_is_empty(shown: webdriver.Chrome)
     figures = find(shown, "figure[data-chart]")
     assert len(figures) >= 10
     assert all(len(one.find_elements(By.CSS_SELECTOR, "svg")) == 1 for one in figures)
-    assert len(find(shown, f"{COMPUTE} {POINTS}")) == NUM_CELLS + NUM_PAPER
+    assert len(find(shown, f"{COMPUTE} {POINTS}")) == NUM_CELLS
     log: Any = shown.get_log("browser")
     assert log == []
 
@@ -66,19 +68,35 @@ def test_arrow_keys_go_from_point_to_point(shown: webdriver.Chrome) -> None:
     wait(shown, lambda: not tooltip(shown))
 
 
-@pytest.mark.parametrize(
-    ("switch", "left"), [("the paper", NUM_CELLS), ("ResNet", NUM_CELLS - 6 + NUM_PAPER - 7)]
-)
-def test_a_switch_takes_a_family_or_the_paper_away(
-    shown: webdriver.Chrome, switch: str, left: int
-) -> None:
+def test_a_switch_takes_a_family_away(shown: webdriver.Chrome) -> None:
     boxes = find(shown, f"{COMPUTE} .switches input")
-    box = next(one for one in boxes if one.get_attribute("value").startswith(switch))
+    box = next(one for one in boxes if one.get_attribute("value") == "ResNet")
     box.send_keys(Keys.SPACE)  # as without a mouse
     count = lambda: len(find(shown, f"{COMPUTE} {POINTS}"))  # noqa: E731
-    wait(shown, lambda: count() == left)
+    wait(shown, lambda: count() == NUM_CELLS - 6)
     box.click()
-    wait(shown, lambda: count() == NUM_CELLS + NUM_PAPER)
+    wait(shown, lambda: count() == NUM_CELLS)
+
+
+def test_the_papers_figure_is_drawn_when_it_is_opened(shown: webdriver.Chrome) -> None:
+    assert not any(one.is_displayed() for one in find(shown, f"{PAPER} svg"))
+    find(shown, f"{PAPER} summary")[0].click()
+    wait(shown, lambda: len(find(shown, f"{PAPER} {POINTS}")) == NUM_PAPER)
+    assert not find(shown, f"{PAPER} .still")
+    assert find(shown, f"{PAPER} svg")[0].size["width"] > 300
+
+
+def test_names_at_the_ends_of_lines_stand_inside_a_narrow_page(
+    study_page: Path, browser: webdriver.Chrome
+) -> None:
+    for width in (1280, 390):
+        show(browser, study_page, width)
+        drawing = find(browser, f"{DATA} svg")[0].rect
+        names = [one for one in find(browser, f"{DATA} text") if one.text in MODELS]
+        assert {one.text for one in names} == set(MODELS)
+        assert all(one.rect["x"] >= drawing["x"] for one in names)
+        right = drawing["x"] + drawing["width"]
+        assert all(one.rect["x"] + one.rect["width"] <= right + 1 for one in names)
 
 
 def test_a_run_can_be_picked_out_of_the_curves(shown: webdriver.Chrome) -> None:

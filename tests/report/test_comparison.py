@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 from mlflow.tracking import MlflowClient
+from scipy import stats
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.report.comparison import compare
@@ -225,3 +226,29 @@ def test_a_study_that_is_recorded_twice_is_compared_once(store):
         tags["vit_ray.study_label"] = "ViT-S"
         store.run(f"again-{seed}", {"eval/top1": top1}, params, tags)
     assert store.compare("old", "new").differences == whole
+
+
+def test_differences_have_intervals_over_seeds_and_over_cells(store):
+    store.study("old", 0)
+    store.study("new", 1)
+    found = store.compare("old", "new")
+    by_cell, by_seed = found.pooled()
+    # Means of ViT-S and R50: 0.71 and 0.63 before; of seeds 0 and 1 0.65 and 0.69.
+    assert (by_cell.a, by_cell.b) == (pytest.approx((0.71, 0.63)), pytest.approx((0.745, 0.635)))
+    assert (by_seed.a, by_seed.b) == (pytest.approx((0.65, 0.69)), pytest.approx((0.67, 0.71)))
+    known = stats.ttest_rel(by_cell.b, by_cell.a)
+    assert by_cell.tested.p == pytest.approx(known.pvalue)
+    rows = {row[0]: row for row in found.difference_table().rows}
+    assert rows["ViT-S"][6:9] == ["-2.85", "9.85", "0.09"]
+    assert [*rows][2:] == ["mean over 2 cells, by cell", "mean over 2 cells, by seed"]
+    (sentence,) = found.headline()
+    assert sentence.startswith("new is 2.00 points better than old in top-1 accuracy (mean over 2")
+    assert sentence.endswith("no recorded key of the recipe differs.")
+
+
+def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(store):
+    store.run("a", {"eval/top1": 0.6}, {"optim.lr": 1})
+    store.run("b", {"eval/top1": 0.5}, {"optim.lr": 2})
+    assert store.compare("a", "b").headline() == [
+        "a is 10.00 points better than b in top-1 accuracy (both); they differ in optim.lr."
+    ]

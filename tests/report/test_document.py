@@ -11,14 +11,14 @@ import vl_convert
 from vit_ray.report import charts, document
 from vit_ray.report.charts import Axis, Chart, Point, Series
 from vit_ray.report.document import (
-    FIGURES_LIST,
+    FILES_LIST,
     Section,
     render,
     replace_file,
     with_content,
-    write_figures,
+    write_files,
 )
-from vit_ray.report.tables import Table
+from vit_ray.report.tables import Column, Table, percent
 
 
 def chart(title):
@@ -71,20 +71,27 @@ def test_what_has_nothing_to_show_is_not_there():
 
 def test_figures_of_an_earlier_page_go_and_others_files_stay(tmp_path):
     folder = tmp_path / "figures"
-    write_figures(folder, [])
+    table = Table("A table: of numbers", [Column("a", percent)], [[0.5]])
+    write_files(folder, [])
     assert not folder.exists()
-    write_figures(folder, [chart("First"), chart("Second")])
-    (folder / "mine.png").write_bytes(b"x")
-    (folder / FIGURES_LIST).open("a").write("../outside,crafted\n")
-    (tmp_path / "outside.svg").write_text("x")
-    write_figures(folder, [chart("Second")])
+    write_files(folder, [Section("s", charts=[chart("First"), chart("Second")], tables=[table])])
     assert {path.name for path in folder.iterdir()} == {
-        "second.svg", "second.png", "mine.png", FIGURES_LIST,
+        *(f"{name}.{ending}" for name in ("first", "second") for ending in ("svg", "png", "csv")),
+        "a_table.csv", "a_table.tex", FILES_LIST,
+    }  # fmt: skip
+    assert (folder / "second.csv").read_text() == "name,series,x,y\none,one,1,2\n"
+    assert "\n50.00 \\\\\n" in (folder / "a_table.tex").read_text()
+    (folder / "mine.png").write_bytes(b"x")
+    (folder / FILES_LIST).open("a").write("../outside,crafted\n")
+    (tmp_path / "outside.svg").write_text("x")
+    write_files(folder, [Section("s", charts=[chart("Second")])])
+    assert {path.name for path in folder.iterdir()} == {
+        "second.svg", "second.png", "second.csv", "mine.png", FILES_LIST,
     }  # fmt: skip
     assert (tmp_path / "outside.svg").exists()
-    assert (folder / FIGURES_LIST).read_text() == "name,title\nsecond,Second\n"
-    write_figures(folder, [])
-    assert {path.name for path in folder.iterdir()} == {"mine.png", FIGURES_LIST}
+    assert (folder / FILES_LIST).read_text() == "name,title\nsecond,Second\n"
+    write_files(folder, [])
+    assert {path.name for path in folder.iterdir()} == {"mine.png", FILES_LIST}
 
 
 def test_two_that_write_one_page_at_a_time_both_can(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from vit_ray.report import figures, sweeps
 from vit_ray.report.ablations import shapes
 from vit_ray.report.accuracies import cost_of
 from vit_ray.report.groups import differences
-from vit_ray.report.page import _tiles
+from vit_ray.report.headline import best_sentences
 from vit_ray.report.paper_tables import paper_tables, table_6
 from vit_ray.report.seeds import by_group, one_run_a_cell
 
@@ -107,19 +107,17 @@ def test_a_study_of_two_data_sets_is_never_averaged_over_them():
         ("test set cifar100, training set cifar100", "2", "74.00 +- 1.41"),
     ]
     charts = figures.accuracy_against_compute(archived(runs), "eval/top1")
-    assert [chart.title.partition("data), ")[2] for chart in charts] == [
+    assert [chart.title.partition("?, ")[2] for chart in charts] == [
         "test set cifar10, training set cifar10",
         "test set cifar100, training set cifar100",
     ]
     drawn = [{p.y for one in chart.series[:5] for p in one.points} for chart in charts]
     assert drawn == [{0.94, 0.96}, {0.73, 0.75}]
-    best = {name: text for name, text in _tiles(archived(runs)).items() if "best" in name}
-    assert best == {
-        "best top-1 accuracy, test set cifar10, training set cifar10: ViT-B/32":
-            "95.00 +- 1.41 % (2 seeds)",
-        "best top-1 accuracy, test set cifar100, training set cifar100: ViT-B/32":
-            "74.00 +- 1.41 % (2 seeds)",
-    }  # fmt: skip
+    assert best_sentences(archived(runs)) == [
+        f"Best top-1 accuracy, test set {name}, training set {name}: {mean} % over 2 seeds, "
+        "by ViT-B/32."
+        for name, mean in (("cifar10", "95.00 +- 1.41"), ("cifar100", "74.00 +- 1.41"))
+    ]
 
 
 def test_the_best_is_a_mean_over_seeds_and_never_the_best_seed():
@@ -127,7 +125,9 @@ def test_the_best_is_a_mean_over_seeds_and_never_the_best_seed():
     steady = [
         cell(top1, {"seed": seed, "model.name": "R50x1"}) for seed, top1 in enumerate((0.8, 0.84))
     ]
-    assert _tiles([*lucky, *steady])["best top-1 accuracy: R50x1"] == "82.00 +- 2.83 % (2 seeds)"
+    assert best_sentences([*lucky, *steady]) == [
+        "Best top-1 accuracy: 82.00 +- 2.83 % over 2 seeds, by R50x1."
+    ]
 
 
 def test_sets_are_told_apart_by_fingerprints_and_not_by_folders():
@@ -409,8 +409,10 @@ def test_a_sweep_of_rates_is_no_mean_and_joins_no_dev_split_to_a_test_set():
         "digits, dev split": [(0.001, 0.3, None), (0.003, 0.5, None), (0.01, 1.0, None)],
         "digits-final, test set": [(0.01, pytest.approx(0.85), "2 seeds")],
     }
-    assert sweeps.sweep_summary(runs) == [
-        "Test top-1 85.00 +- 7.07 % over 2 seeds, learning rate 0.01."
+    assert sweeps.sweep_sentences(runs) == [
+        "Learning rate 0.01 wins on the dev split (100.00 %), best of 3. 0.01 is the largest rate "
+        "tried: try 0.03.",
+        "Test top-1 85.00 +- 7.07 % over 2 seeds, learning rate 0.01.",
     ]
 
 

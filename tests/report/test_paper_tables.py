@@ -7,7 +7,7 @@ import pytest
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
 from vit_ray.report import accuracies, figures, sweeps
-from vit_ray.report.page import _tiles
+from vit_ray.report.headline import best_sentences, totals
 from vit_ray.report.paper_tables import (
     paper_tables,
     table_2,
@@ -173,8 +173,9 @@ def test_an_accuracy_on_held_out_images_is_no_result():
     runs = [tested, held_out(other)]
     assert other.metrics["eval/top1"] == 0.75
     assert texts(table_6(runs, []))[0]["top-1 accuracy %"] == "50.00"
-    assert _tiles(runs)["best top-1 accuracy: ViT-B/32"] == "50.00 %"
-    assert "best" not in " ".join(_tiles([other]))
+    assert best_sentences(runs) == ["Best top-1 accuracy: 50.00 %, by ViT-B/32."]
+    (sentence,) = best_sentences([other])
+    assert "75.00 % top-1 on images held out of the training set" in sentence
     assert [row["measured on"] for row in texts(figures.cells(runs))] == ["-", "dev split"]
     tuned = held_out(finetune("t", "elsewhere", "pets", 0.9))
     assert transfers([tuned]) == []
@@ -191,7 +192,7 @@ def test_where_all_average_their_weights_these_are_compared():
     (row,) = texts(table_6(runs, []))
     assert row["top-1 accuracy of averaged weights %"].startswith("60.00")
     assert row["5-shot linear accuracy of averaged weights %"].startswith("40.00")
-    assert "best top-1 accuracy of averaged weights: ViT-B/32" in _tiles(runs)
+    assert best_sentences(runs)[-1].startswith("Best top-1 accuracy of averaged weights: 60.00")
     # Beside one that does not average, or has not, the last weights of all are.
     runs.append(cell("ViT-B/16", 0, **last))
     assert accuracies.accuracies_of(runs) == ["few_shot/5_shot_top1", "eval/top1"]
@@ -258,9 +259,8 @@ def test_what_a_branch_shares_with_its_trunk_is_counted_once():
     for one in (branch, unknown):
         one.run.data.tags["vit_ray.branched_from"] = f"{trunk.name} at step 80"
     branch.run.data.params["train.global_batch_size"] = "32"
-    tiles = _tiles([trunk, branch, unknown])
-    assert tiles["exaFLOPs in all"] == "12"  # the last fifth of the branch
-    assert tiles["core-days in all"] == "2.4"
+    # The last fifth of the branch.
+    assert totals([trunk, branch, unknown]) == ["In all 12 exaFLOPs and 2.4 core-days."]
 
 
 def test_a_cells_own_transfers_are_rows_and_its_fine_tunings_are_not_counted_twice():
@@ -279,7 +279,7 @@ def test_sweeps_of_a_vtab_are_told_apart_and_are_rows_of_table_9_alone():
             one = finetune(f"mine-{task}-lr{rate}-seed{seed}", "elsewhere", task, top1, **tags)
             one.run.data.params |= {"optim.learning_rate": rate, "seed": str(seed)}
             finals.append(one)
-    assert sweeps.sweep_summary([parent, *finals]) == [
+    assert sweeps.sweep_sentences([parent, *finals]) == [
         "mine-svhn: test top-1 90.00 +- 1.41 % over 2 seeds, learning rate 0.001.",
         "mine-dmlab: test top-1 40.00 +- 1.41 % over 2 seeds, learning rate 0.01.",
     ]

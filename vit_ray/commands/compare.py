@@ -30,6 +30,8 @@ def compare_words(words: tuple[str, ...]) -> int:
     reached_client(recipe.tracking.uri)
     with asking(recipe.tracking.uri):
         found = compare(absolute_uri(recipe.tracking.uri), recipe.tracking.experiment, pair)
+        for text in found.headline():
+            print(text)
         for section in found.sections()[:3]:
             for text in section.texts:
                 print(text)

@@ -1,4 +1,4 @@
-"""Figures of the paper's appendix, where the runs for them exist: 8, 9, 12 and 13."""
+"""Figures 8 and 12 of the paper's appendix, where the runs for them exist."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from vit_ray.report.accuracies import accuracies_of, accuracy_name, by_sets, title_of
+from vit_ray.report.accuracies import accuracy_name, title_of
 from vit_ray.report.charts import Axis, Chart, Point, Series
-from vit_ray.report.figures import Line, by_family, line_of_means
+from vit_ray.report.figures import Line, line_of_means
 from vit_ray.report.groups import Group, differences
-from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.runs import RecordedRun
 from vit_ray.report.seeds import by_group
 
 SHAPE: Final = {
@@ -22,12 +22,6 @@ SHAPE: Final = {
 }
 MEASURED: Final = re.compile(r"benchmark/(\w+?)_(\d+)px_(images_per_s|largest_batch)")
 """Metric of a model benchmark: mode, input side in pixels, what."""
-
-
-def ablation_charts(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Those that have anything to show."""
-    charts = [*pooling(archive, runs), *empirical_cost(archive.runs), *speeds_of_axial(runs)]
-    return charts + [chart for key in accuracies_of(runs)[:1] for chart in shapes(runs, key)]
 
 
 def shapes(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
@@ -72,27 +66,6 @@ def _about_a_base(groups: Sequence[list[RecordedRun]]) -> dict[str, Line]:
     return lines
 
 
-def pooling(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Figure 9: few-shot accuracy while training, by what the classifier reads and its rate."""
-    key = (accuracies_of(runs) or ["eval/top1"])[0]
-    held = [run for run in runs if run.params.get("model.pool", "None") != "None"]
-    if len({run.params["model.pool"] for run in held}) < 2:
-        return []
-    curves = archive.curves(held, key)
-    drawn = [run for run in held if len(curves.get(run.run_id, [])) > 1]
-    rest = {run.run_id: run.group.without("model.pool", "optim.learning_rate") for run in drawn}
-    names = differences([*rest.values()])
-    series = []
-    for run in drawn:
-        rate = f"learning rate {run.params.get('optim.learning_rate', 'unknown')}"
-        parts = run.params["model.pool"].upper(), rate, run.label, names[rest[run.run_id]]
-        points = [Point(*at) for at in curves[run.run_id]]
-        dash = int(run.params["model.pool"] != "cls")
-        series.append(Series(", ".join(filter(None, parts)), points, run.family, dash))
-    accuracy = Axis(accuracy_name(key), is_percent=True)
-    return [Chart(f"{title_of(key)} by pooling (as Figure 9)", Axis("step"), accuracy, series)]
-
-
 def empirical_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Figure 12: images/s, and the largest batch that fits, by the side of the input."""
     values: dict[tuple[str, str], dict[tuple[str, str], list[Point]]] = {}
@@ -114,20 +87,3 @@ def empirical_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
         title = f"{mode.capitalize()}: {name} by input size (as Figure 12)"
         charts.append(Chart(title, side, Axis(f"{name} (log scale)", is_log=True), series))
     return charts
-
-
-def speeds_of_axial(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Figure 13: accuracy against speed, where axial models are among the runs."""
-    if not any(run.family == "Axial" for run in runs):
-        return []
-    speed = Axis("images/s of training (log scale)", is_log=True)
-    return [
-        by_family(
-            f"{title_of(key)} against speed (as Figure 13){whose}",
-            members,
-            (speed, lambda run: run.number("train/images_per_s")),
-            (Axis(accuracy_name(key), is_percent=True), key),
-        )
-        for key in accuracies_of(runs)[:1]
-        for whose, members in by_sets(runs, key)
-    ]

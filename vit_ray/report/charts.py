@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import vl_convert
 
-from vit_ray.report.tables import Column, Table, number, percent
+from vit_ray.report.tables import Column, Table, file_name, number, percent
 
 WIDTH, HEIGHT = 640, 340
 """Of a chart in a file, in pixels; in the page it is as wide as its place."""
@@ -81,6 +81,16 @@ class Axis:
         if self.is_percent:
             low, high = max(low, 0.0), min(high, 1.0)
         return (10**low, 10**high) if self.is_log else (low, high)
+
+    def part(self, value: float, ends: tuple[float, float]) -> float:
+        """Of the way from one end of the axis to the other."""
+        value, low, high = (math.log(v) if self.is_log else v for v in (value, *ends))
+        return (value - low) / (high - low)
+
+    def value(self, part: float, ends: tuple[float, float]) -> float:
+        """At a part of the way."""
+        low, high = ends
+        return low * (high / low) ** part if self.is_log else low + (high - low) * part
 
     def encoding(self, name: str, ends: tuple[float, float]) -> dict[str, Any]:
         """Of Vega-Lite."""
@@ -183,8 +193,7 @@ class Chart:
     @property
     def name(self) -> str:
         """Of its files, and of its place in the page."""
-        name = re.sub(r"[^a-z0-9]+", "_", self.title.lower()).strip("_")
-        return name if self.number == 1 else f"{name}_{self.number}"
+        return file_name(self.title, self.number)
 
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -200,13 +209,23 @@ class Chart:
     def values(self) -> Table:
         """The same as a table."""
         forms = [percent if axis.is_percent else number for axis in (self.x, self.y)]
+        details = dict.fromkeys(k for s in self.series for p in s.points for k in p.details)
         columns = [
             Column("name"), Column("series"), Column(self.x.title, forms[0]),
             Column(self.y.title, forms[1]), Column("low", forms[1]), Column("high", forms[1]),
-            Column("state"),
+            Column("state"), *map(Column, details),
         ]  # fmt: skip
         rows = [
-            [p.label or s.name, s.name, p.x, p.y, p.low, p.high, p.state]
+            [
+                p.label or s.name,
+                s.name,
+                p.x,
+                p.y,
+                p.low,
+                p.high,
+                p.state,
+                *map(p.details.get, details),
+            ]
             for s in self.series
             for p in s.points
         ]
@@ -250,13 +269,13 @@ class Chart:
         colour = {"field": "family", "type": "nominal", "title": None, "legend": legend}
         colours = [f"var(--{key.lower()})" for key in keys]
         shapes = [FAMILIES[key][0] for key in keys]
-        labels = self._end_labels(sides)
+        labels = self._end_labels(ends, sides)
         lines = [
             {"line": line, "name": self.series[line].name, "family": self.series[line].family}
             for line in sorted({row["line"] for row in self.rows})
         ]
         words = [f"{glyph} {word}" for word, glyph in self.states.items()]
-        longest = max((len(label["text"]) for label in labels), default=0)
+        longest = max((len(one["text"]) for one in labels if one["is_late"]), default=0)
         # Expressions of what is shown to who points at a point, and of the same for who listens.
         tip = [
             "{title: datum.label || datum.name}",
@@ -295,31 +314,34 @@ class Chart:
                 *self._intervals(self.y.encoding("low", sides)),
                 *self._lines(),
                 *self._markers({**colour, "scale": {"domain": keys, "range": shapes}}),
-                *([_end_layer(labels)] if labels else []),
+                *_end_layers(labels),
             ],
             "config": _CONFIG,
         }
 
-    def _end_labels(self, sides: tuple[float, float]) -> list[dict[str, Any]]:
+    def _end_labels(
+        self, ends: tuple[float, float], sides: tuple[float, float]
+    ) -> list[dict[str, Any]]:
         """Names at the ends of lines, moved up or down so far that none covers another."""
-        last = {row["line"]: row for row in self.rows if self.series[row["line"]].has_line}
+        rows: dict[int, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            if self.series[row["line"]].has_line:
+                rows.setdefault(row["line"], []).append(row)
+        last = {line: held[-1] for line, held in rows.items() if len(held) > 1}
         if not 1 < len(last) <= MOST_LABELS:
             return []
-        scale = (lambda v: math.log(v)) if self.y.is_log else (lambda v: v)
-        back = (lambda v: math.exp(v)) if self.y.is_log else (lambda v: v)
-        low, high = map(scale, sides)
-        gap, floor = 15 / (0.7 * HEIGHT), -math.inf
-        places = {}
+        places, floor = {}, -math.inf
         for line, row in sorted(last.items(), key=lambda pair: float(pair[1]["y"])):
-            floor = max((scale(row["y"]) - low) / (high - low), floor + gap)
+            floor = max(self.y.part(row["y"], sides), floor + 15 / (0.7 * HEIGHT))  # less titles
             places[line] = floor
         over = max(0.0, floor - 1)
         return [
             {
                 "x": last[line]["x"],
-                "y": back(low + (place - over) * (high - low)),
+                "y": self.y.value(place - over, sides),
                 "text": self.series[line].name,
                 "family": self.series[line].family,
+                "is_late": self.x.part(last[line]["x"], ends) > 0.6,
             }
             for line, place in places.items()
         ]
@@ -386,15 +408,23 @@ class Chart:
         }
 
 
-def _end_layer(labels: list[dict[str, Any]]) -> dict[str, Any]:
-    text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "limit": 175}
-    return {
-        "name": "ends",
-        "mark": {**text, "aria": False, "clip": False},
-        "data": {"values": labels},
-        "transform": [{"filter": _IS_SHOWN}],
-        "encoding": {"text": {"field": "text", "type": "nominal"}},
-    }
+def _end_layers(labels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Texts on a rim of the ground, so that they can be read over lines.
+
+    In a narrow page those of lines that end late stand inside, see page.js.
+    """
+    text = {"type": "text", "align": "left", "dx": 7, "fontSize": 12, "limit": 175, "aria": False}
+    rim = {**text, "stroke": "var(--panel)", "strokeWidth": 4, "strokeJoin": "round"}
+    for is_late in (True, False):
+        if some := [label for label in labels if label["is_late"] is is_late]:
+            for mark in (rim, text):
+                yield {
+                    "name": f"{'late' if is_late else 'early'}_{'rim' if mark is rim else 'ends'}",
+                    "mark": mark,
+                    "data": {"values": some},
+                    "transform": [{"filter": _IS_SHOWN}],
+                    "encoding": {"text": {"field": "text", "type": "nominal"}},
+                }
 
 
 _COMMON: Final = {"key": "line", "fields": ["name", "family"]}

@@ -24,6 +24,7 @@ from vit_ray.report.charts import Axis, Chart
 from vit_ray.report.document import Section, write_page
 from vit_ray.report.figures import CURVES, curve_series
 from vit_ray.report.groups import TRAINING_IMAGES, Group, differences, differing_keys
+from vit_ray.report.intervals import Tested, of_difference
 from vit_ray.report.runs import (
     DEV,
     MEAN_TRANSFER,
@@ -54,6 +55,8 @@ METRICS: Final = {
 }
 _FOLLOWS: Final = {TRAINING_IMAGES}
 """Follows from other keys."""
+MOST_KEYS: Final = 4
+"""Named in the headline."""
 ONE_SEED: Final = (
     "one seed on a side: the difference cannot be separated from the spread between seeds; train "
     "more seeds of both"
@@ -93,7 +96,9 @@ class Difference:
     """One value for each seed."""
     b: tuple[float, ...]
     is_paired: bool
-    """Whether both have the same seeds, in this order."""
+    """Whether both have the same seeds, or cells, in this order."""
+    counts: tuple[int | None, int | None] = (None, None)
+    """Test images of either side, of an accuracy of one test set."""
 
     @property
     def mean(self) -> float:
@@ -109,6 +114,11 @@ class Difference:
             each = [b - a for a, b in zip(self.a, self.b, strict=True)]
             return statistics.stdev(each) / math.sqrt(len(each))
         return math.sqrt(sum(statistics.variance(v) / len(v) for v in (self.a, self.b)))
+
+    @property
+    def tested(self) -> Tested | None:
+        """Its 95 % interval, and how probable as great a one would be by chance."""
+        return of_difference(self.a, self.b, is_paired=self.is_paired, counts=self.counts)
 
 
 @dataclass(frozen=True)
@@ -185,25 +195,73 @@ class Comparison:
                 )
         return charts
 
-    def difference_table(self) -> Table:
-        """Metrics of both, and B less A with its standard error."""
-        heads = ("cell", "metric", f"A: {self.a.root.name}", f"B: {self.b.root.name}", "B - A",
-                 "standard error", "seeds")  # fmt: skip
-        rows: list[list[Value]] = []
+    def pooled(self) -> list[Difference]:
+        """Means of an accuracy over several cells: with their spread over cells, and over seeds."""
+        by_metric: dict[str, list[Difference]] = {}
         for one in self.differences:
+            if "top1" in one.metric:
+                by_metric.setdefault(one.metric, []).append(one)
+        found = []
+        for metric, cells in by_metric.items():
+            if len(cells) > 1:
+                name = f"mean over {len(cells)} cells"
+                means = [
+                    tuple(map(statistics.fmean, side))
+                    for side in zip(*((c.a, c.b) for c in cells), strict=True)
+                ]
+                found.append(Difference(f"{name}, by cell", metric, means[0], means[1], True))
+                if all(c.is_paired for c in cells) and len({len(c.a) for c in cells}) == 1:
+                    a, b = ([getattr(c, side) for c in cells] for side in "ab")
+                    of_a, of_b = (
+                        tuple(map(statistics.fmean, zip(*one, strict=True))) for one in (a, b)
+                    )
+                    found.append(Difference(f"{name}, by seed", metric, of_a, of_b, True))
+        return found
+
+    def headline(self) -> list[str]:
+        """Which side is better in the first common accuracy, and in which keys they differ."""
+        keys = ", ".join([*self.keys][:MOST_KEYS])
+        more = f" and {len(self.keys) - MOST_KEYS} more" if len(self.keys) > MOST_KEYS else ""
+        differ = f"they differ in {keys}{more}" if keys else "no recorded key of the recipe differs"
+        known = [one for one in (*self.pooled()[::-1], *self.differences) if "top1" in one.metric]
+        if not known:
+            return [f"No accuracy in common; {differ}."]
+        one = known[0]
+        better, worse = (self.b, self.a) if one.mean >= 0 else (self.a, self.b)
+        text = (
+            f"{better.root.name} is {percent(abs(one.mean))} points better than {worse.root.name}"
+        )
+        name = METRICS.get(one.metric) or accuracy_name(one.metric)
+        text += f" in {name} ({one.cell})"
+        if tested := one.tested:
+            sign = 1 if one.mean >= 0 else -1
+            ends = sorted([sign * tested.estimate.low, sign * tested.estimate.high])
+            p = "" if tested.p is None else f"; p = {tested.p:.2g}"
+            text += f", 95 %: {percent(ends[0])} to {percent(ends[1])}{p}"
+        return [f"{text}; {differ}."]
+
+    def difference_table(self) -> Table:
+        """Metrics of both, and B less A with its standard error and 95 % interval."""
+        heads = ("cell", "metric", f"A: {self.a.root.name}", f"B: {self.b.root.name}", "B - A",
+                 "standard error", "95 % from", "95 % to", "p", "seeds")  # fmt: skip
+        rows: list[list[Value]] = []
+        for one in (*self.differences, *self.pooled()):
             name = METRICS.get(one.metric) or accuracy_name(one.metric)
             is_share = "top" in one.metric or one.metric == "perf/mfu"
             form = percent if is_share else "{:.4g}".format
-            spread = one.standard_error
+            spread, tested = one.standard_error, one.tested
+            ends = (tested.estimate.low, tested.estimate.high) if tested else (None, None)
             rows.append([
                 one.cell,
                 f"{name} %" if is_share else name,
                 *(mean.text(form) for values in (one.a, one.b) if (mean := mean_of(values))),
                 f"{'+' if one.mean > 0 else ''}{form(one.mean)}",
                 None if spread is None else form(spread),
+                *(None if end is None else form(end) for end in ends),
+                None if tested is None or tested.p is None else f"{tested.p:.2g}",
                 " and ".join(dict.fromkeys([str(len(one.a)), str(len(one.b))])),
             ])  # fmt: skip
-        return Table("Differences", [*map(Column, heads)], rows).used()
+        return Table("Differences: B less A", [*map(Column, heads)], rows).used()
 
 
 def write_comparison(found: Comparison, page: Path) -> None:
@@ -213,7 +271,8 @@ def write_comparison(found: Comparison, page: Path) -> None:
         page: the `.html` file; its folder is made.
     """
     title = f"{found.a.root.name} and {found.b.root.name}"
-    write_page(page, title, found.sections(), opening=found.a.archive.opening)
+    lead, opening = found.headline(), found.a.archive.opening
+    write_page(page, title, found.sections(), lead=lead, opening=opening)
 
 
 def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
@@ -258,7 +317,9 @@ def compare(uri: str, experiment: str, words: tuple[str, str]) -> Comparison:
             if by_a and by_b:
                 is_paired = by_a.keys() == by_b.keys() and len(by_a) == len(cells[0][cell])
                 of_a, of_b = (tuple(one[seed] for seed in sorted(one)) for one in (by_a, by_b))
-                found.append(Difference(cell, metric, of_a, of_b, is_paired))
+                runs = (cells[0][cell][0], cells[1][cell][0])
+                counts = (runs[0].num_tested(metric), runs[1].num_tested(metric))
+                found.append(Difference(cell, metric, of_a, of_b, is_paired, counts))
     if not found:
         raise ValueError(
             f"compare: {a.root.name!r} and {b.root.name!r} have no metric in common: "

@@ -12,11 +12,11 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -30,8 +30,10 @@ from vit_ray.storage import locate
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
-FIGURES_LIST: Final = "figures.csv"
-"""Lies with the figures: the name of each file and its title."""
+FILES_LIST: Final = "list.csv"
+"""Lies with figures and tables: the name of each and its title."""
+
+T = TypeVar("T", Chart, Table)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any) -> None:
-    """Write a page, and its figures as SVG and PNG into `figures_folder(path)`.
+    """Write a page, and its figures and tables as files into `files_folder(path)`.
 
     Args:
         path: the `.html` file; its folder is made.
@@ -53,31 +55,33 @@ def write_page(path: Path, title: str, sections: Sequence[Section], **parts: Any
         parts: as in `render`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    shown = with_content(sections)
-    replace_file(path, render(title, shown, **parts).encode())
-    write_figures(figures_folder(path), [chart for one in shown for chart in one.charts])
+    shown, folder = with_content(sections), files_folder(path)
+    replace_file(path, render(title, shown, files=folder.name, **parts).encode())
+    write_files(folder, shown)
 
 
-def figures_folder(page: Path) -> Path:
-    """Where the figures of a page lie as files."""
+def files_folder(page: Path) -> Path:
+    """Where the figures and tables of a page lie as files."""
     return page.with_name(f"{page.stem}-figures")
 
 
 def with_content(sections: Sequence[Section]) -> list[Section]:
-    """Sections that show anything, with charts of names that no other has.
+    """Sections that show anything, with charts and tables of names that no other has.
 
-    Titles of charts may differ in signs alone, which names have not.
+    Titles may differ in signs alone, which names have not.
     """
     taken: set[str] = set()
+
+    def own(item: T) -> T:
+        numbered = (replace(item, number=number) for number in itertools.count(1))
+        chosen = next(one for one in numbered if one.name not in taken)
+        taken.add(chosen.name)
+        return chosen
+
     found = []
     for section in sections:
-        charts = []
-        for chart in section.charts:
-            if chart.rows:
-                numbered = (replace(chart, number=number) for number in itertools.count(1))
-                charts.append(next(one for one in numbered if one.name not in taken))
-                taken.add(charts[-1].name)
-        tables = [table for table in section.tables if table.rows]
+        charts = [own(chart) for chart in section.charts if chart.rows]
+        tables = [own(table) for table in section.tables if table.rows]
         if section.texts or charts or tables:
             found.append(replace(section, charts=charts, tables=tables))
     return found
@@ -87,20 +91,22 @@ def render(
     title: str,
     sections: Sequence[Section],
     *,
+    lead: Sequence[str] = (),
+    missing: Sequence[str] = (),
     origin: str = "Made from MLflow",
     opening: str = "",
-    notices: Mapping[str, Sequence[str]] | None = None,
-    tiles: Mapping[str, str] | None = None,
+    files: str = "",
     refresh_s: float | None = None,
 ) -> str:
     """A page as HTML.
 
     Args:
         sections: as `with_content` gives them.
+        lead: sentences that say the result.
+        missing: what it lacks, a sentence for each.
         origin: what it is made of.
         opening: where a reader finds more.
-        notices: lists of sentences by the words that lead them.
-        tiles: single values by name.
+        files: folder of its figures and tables as files, relative to the page.
         refresh_s: an open page reloads itself so often.
     """
     style = _TEMPLATES.get_template("style.css").render(light=charts.LIGHT, dark=charts.DARK)
@@ -110,10 +116,11 @@ def render(
     return _TEMPLATES.get_template("page.html").render(
         title=title,
         sections=sections,
+        lead=lead,
+        missing=missing,
         origin=origin,
         opening=opening,
-        notices={lead: lines for lead, lines in (notices or {}).items() if lines},
-        tiles=tiles or {},
+        files=files,
         refresh_s=refresh_s,
         still=lambda chart: Markup(charts.still(chart)),
         style=Markup(style),
@@ -130,32 +137,38 @@ def _source(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
-def write_figures(folder: Path, drawn: Sequence[Chart]) -> None:
-    """Each chart as SVG and PNG, by its name, and a list of them.
+def write_files(folder: Path, sections: Sequence[Section]) -> None:
+    """Each chart as SVG, PNG and CSV, each table as CSV and LaTeX, and a list of them.
 
     Those that an earlier list has and this one has not are deleted.
     """
-    listed = folder / FIGURES_LIST
-    if not drawn and not listed.exists():
+    drawn = [chart for section in sections for chart in section.charts]
+    tables = [table for section in sections for table in section.tables]
+    listed = folder / FILES_LIST
+    if not drawn and not tables and not listed.exists():
         return
     folder.mkdir(exist_ok=True)
-    old = []
+    old = set()
     if listed.exists():
         with listed.open(newline="") as file:
-            old = [row["name"] for row in csv.DictReader(file)]
+            old = {row["name"] for row in csv.DictReader(file)}
 
     def write(chart: Chart) -> None:
         drawing = charts.svg(chart)
         replace_file(folder / f"{chart.name}.svg", drawing.encode())
         replace_file(folder / f"{chart.name}.png", charts.png(drawing))
+        replace_file(folder / f"{chart.name}.csv", chart.values.csv().encode())
 
     with ThreadPoolExecutor(2) as drawing:  # pixels of one chart while the next is drawn
         list(drawing.map(write, drawn))
-    rows = [[chart.name, chart.title] for chart in drawn]
+    for table in tables:
+        replace_file(folder / f"{table.name}.csv", table.csv().encode())
+        replace_file(folder / f"{table.name}.tex", table.latex().encode())
+    rows = [[one.name, one.title] for one in drawn] + [[one.name, one.caption] for one in tables]
     replace_file(listed, Table("", [Column("name"), Column("title")], rows).csv().encode())
-    for name in {*old} - {chart.name for chart in drawn}:
+    for name in old - {str(row[0]) for row in rows}:
         if re.fullmatch(r"[a-z0-9_]+", name):  # else it is none of ours
-            for ending in ("svg", "png"):
+            for ending in ("svg", "png", "csv", "tex"):
                 (folder / f"{name}.{ending}").unlink(missing_ok=True)
 
 

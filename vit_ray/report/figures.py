@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,12 @@ from vit_ray.report.accuracies import (
     accuracy_name,
     by_sets,
     cost_of,
-    title_of,
     transfer_keys,
 )
 from vit_ray.report.charts import FAMILIES, Axis, Chart, Point, Series
+from vit_ray.report.fits import Estimate
 from vit_ray.report.groups import TRAINING_IMAGES, Group, differences
+from vit_ray.report.intervals import of_share
 from vit_ray.report.paper import TABLE_6
 from vit_ray.report.runs import DEV, MEAN_TRANSFER, Archive, RecordedRun
 from vit_ray.report.seeds import by_group, mean_of
@@ -70,7 +72,7 @@ def accuracy_against_compute(runs: Sequence[RecordedRun], key: str) -> list[Char
     """
     accuracy = Axis(accuracy_name(key), is_percent=True)
     charts = [
-        by_family(f"{title_of(key)} against compute (proxy data){whose}", members,
+        by_family(f"How does {accuracy_name(key)} grow with compute?{whose}", members,
                   (EXAFLOPS, lambda run: cost_of(run, key)), (accuracy, key))
         for whose, members in by_sets(runs, key)
     ]  # fmt: skip
@@ -86,17 +88,21 @@ def by_family(
         y: axis and key of a metric.
     """
     points: dict[str, list[Point]] = {family: [] for family in FAMILIES}
+    gmacs = [one for run in runs if (one := run.metrics.get("study/forward_gmacs", 0.0)) > 0]
+    width = math.log(max(gmacs) / min(gmacs)) if gmacs else 0.0
     for run in runs:
         if y[1] in run.metrics and (at := x[1](run)) is not None:
-            points[run.family].append(_point(run, at, y[1]))
-    return Chart(
-        title,
-        *(x[0], y[0]),
-        [
-            Series(family, sorted(found, key=lambda point: point.x), family, has_line=False)
-            for family, found in points.items()
-        ],
-    )
+            own = run.metrics.get("study/forward_gmacs", 0.0)
+            size = math.log(own / min(gmacs)) / width if width and own > 0 else 0.0
+            points[run.family].append(_point(run, at, y[1], size))
+    series = [
+        Series(family, sorted(found, key=lambda point: point.x), family, has_line=False)
+        for family, found in points.items()
+    ]
+    has_bars = any(point.low is not None for found in points.values() for point in found)
+    bars = "; bars are 95 % intervals of the test set" if has_bars else ""
+    sizes = "; the larger a mark, the larger the model" if width else ""
+    return Chart(title, x[0], y[0], series, f"A point is one training{sizes}{bars}.")
 
 
 def state_of(run: RecordedRun, key: str) -> str:
@@ -107,12 +113,23 @@ def state_of(run: RecordedRun, key: str) -> str:
     return DEV if is_accuracy and not run.is_tested(key) else ""
 
 
-def _point(run: RecordedRun, at: float, key: str) -> Point:
+def interval_of(run: RecordedRun, key: str) -> Estimate | None:
+    """95 % of an accuracy of one seed, by the number of its test images."""
+    count = run.num_tested(key)
+    return of_share(run.metrics[key], count) if count and 0 <= run.metrics[key] <= 1 else None
+
+
+def _point(run: RecordedRun, at: float, key: str, size: float = 0.0) -> Point:
     status = "" if run.status == "FINISHED" else run.status.lower()
     details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
     details["measured on"] = "" if run.is_tested(key) else DEV
+    interval = interval_of(run, key)
+    if interval is not None:
+        details["drawn"] = f"95 % interval of {run.num_tested(key)} images"
+    low, high = (interval.low, interval.high) if interval else (None, None)
     shown = {name: value for name, value in details.items() if value}
-    return Point(at, run.metrics[key], point_name(run), details=shown, state=state_of(run, key))
+    value, state = run.metrics[key], state_of(run, key)
+    return Point(at, value, point_name(run), low, high, shown, state, size)
 
 
 def mean_point(at: float, runs: Sequence[RecordedRun], key: str) -> Point:
@@ -152,7 +169,9 @@ def accuracy_against_data(runs: Sequence[RecordedRun], key: str) -> list[Chart]:
     names = _line_names({group: line[0][1][0] for group, line in lines.items()})
     series = [line_of_means(names[group], line, key) for group, line in lines.items()]
     accuracy = Axis(accuracy_name(key), is_percent=True)
-    return [Chart(f"{title_of(key)} against data (proxy data)", IMAGES, accuracy, series)]
+    title = f"How does {accuracy_name(key)} grow with the amount of data?"
+    note = "A line joins trainings that differ in the amount of data alone; bars: one deviation."
+    return [Chart(title, IMAGES, accuracy, series, note)]
 
 
 def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
@@ -161,7 +180,7 @@ def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
     for label in dict.fromkeys(run.label for run in lines.values()):
         mine = {group: run for group, run in lines.items() if run.label == label}
         rest = differences([group.without(*LENGTH) for group in mine])
-        lengths = {group: _length(run) for group, run in mine.items()}
+        lengths = {group: length_of(run) for group, run in mine.items()}
         for group, length in lengths.items():
             other = rest[group.without(*LENGTH)]
             several = len({*lengths.values()}) > 1
@@ -170,7 +189,7 @@ def _line_names(lines: Mapping[Group, RecordedRun]) -> dict[Group, str]:
     return names
 
 
-def _length(run: RecordedRun) -> str:
+def length_of(run: RecordedRun) -> str:
     """As the recipe gives it, so that it is the same for all amounts of data."""
     for unit in ("epochs", "steps", "images"):
         if (length := run.number(f"optim.{unit}")) is not None:
@@ -179,19 +198,31 @@ def _length(run: RecordedRun) -> str:
 
 
 def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Accuracy against core-days, and speed and MFU against the size of the model."""
+    """Accuracy against core-days, and speed and MFU against the size of the model.
+
+    Where axial models are among the runs, accuracy against speed, too: the paper's Figure 13.
+    """
     days = Axis("core-days of training (log scale)", is_log=True)
     charts = [
-        by_family(f"{title_of(key)} against cost{whose}", members,
+        by_family(f"What does {accuracy_name(key)} cost?{whose}", members,
                   (days, partial(cost_of, key=key, cost="cost/core_days")),
                   (Axis(accuracy_name(key), is_percent=True), key))
-        for key in accuracies_of(runs)
+        for key in accuracies_of(runs)[:3]
         for whose, members in by_sets(runs, key)
     ]  # fmt: skip
+    if any(run.family == "Axial" for run in runs):
+        speed = Axis("images/s of training (log scale)", is_log=True)
+        x = speed, partial(RecordedRun.number, key="train/images_per_s")
+        charts += [
+            by_family(f"How fast is {accuracy_name(key)} reached? (as Figure 13){whose}", members,
+                      x, (Axis(accuracy_name(key), is_percent=True), key))
+            for key in accuracies_of(runs)[:1]
+            for whose, members in by_sets(runs, key)
+        ]  # fmt: skip
     size = Axis("forward multiply-adds (GMAC, log scale)", is_log=True)
     speeds = {"train/images_per_s": Axis("images/s, log scale", is_log=True),
               "perf/mfu": Axis("MFU", is_percent=True)}  # fmt: skip
-    titles = ("Training speed", "Model FLOPs utilization")
+    titles = ("How fast does each model train?", "How well are the devices used?")
     for title, (key, axis) in zip(titles, speeds.items(), strict=True):
         x = size, partial(RecordedRun.number, key="study/forward_gmacs")
         charts.append(by_family(title, runs, x, (axis, key)))
@@ -199,19 +230,36 @@ def cost_and_speed(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def learning_curves(archive: Archive, runs: Sequence[RecordedRun]) -> list[Chart]:
-    """A chart of every curve that there is, all runs in each."""
+    """A chart of every curve that there is, all runs in each.
+
+    Trials of a sweep are faint where it has trained its choice again. What the classifier reads is
+    the dash where that varies (the paper's Figure 9), and the rate is in the name.
+    """
     names = {run.run_id: point_name(run) for run in runs}
+    pools = {run.params.get("model.pool", "None") for run in runs} - {"None"}
+    if len(pools) > 1:
+        rest = differences([run.group for run in runs])
+        names = {run.run_id: ", ".join(filter(None, (run.label, rest[run.group]))) for run in runs}
     if len(set(names.values())) < len(runs):  # model and data are the same for several runs
         names = {run.run_id: run.name for run in runs}
-    return [
-        Chart(axis.title.capitalize(), Axis("optimizer step"), axis, series)
-        for key, axis in CURVES.items()
-        if (series := curve_series(archive, runs, key, names))
-    ]
+    has_choice = any(run.tags.get("vit_ray.sweep_stage") == "finetune" for run in runs)
+    charts = []
+    for key, axis in CURVES.items():
+        series = curve_series(archive, runs, key, names, faint_trials=has_choice)
+        note = "A line is one training, recorded points; its end has a mark if it has not finished."
+        if len(pools) > 1:
+            note += " Dashed: global average pooling."
+        charts.append(Chart(axis.title.capitalize(), Axis("optimizer step"), axis, series, note))
+    return charts
 
 
 def curve_series(
-    archive: Archive, runs: Sequence[RecordedRun], key: str, names: Mapping[str, str]
+    archive: Archive,
+    runs: Sequence[RecordedRun],
+    key: str,
+    names: Mapping[str, str],
+    *,
+    faint_trials: bool = False,
 ) -> list[Series]:
     """The curve of each run that has one; its end is marked where the run has not finished."""
     curves = archive.curves([run for run in runs if key in run.metrics], key)
@@ -221,18 +269,21 @@ def curve_series(
         if len(points) > 1:
             if run.status != "FINISHED":
                 points[-1] = replace(points[-1], state=run.status.lower())
-            has_markers = len(points) <= MARKED_POINTS
-            one = Series(names[run.run_id], points, run.family, has_markers=has_markers)
-            series.append(one)
+            series.append(
+                Series(
+                    names[run.run_id],
+                    points,
+                    run.family,
+                    dash=int(run.params.get("model.pool") == "gap"),
+                    is_faint=faint_trials and run.is_trial,
+                    has_markers=len(points) <= MARKED_POINTS,
+                )
+            )
     return series
 
 
 def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
     """One row per training, every number that was recorded at its end, and where MLflow has it."""
-
-    def elapsed_s(run: RecordedRun) -> float | None:
-        start_ms, end_ms = run.run.info.start_time, run.run.info.end_time
-        return (end_ms - start_ms) / 1000 if start_ms and end_ms else None
 
     def measured_on(run: RecordedRun) -> str | None:
         if not run.is_tested("eval/top1"):
@@ -252,6 +303,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         (Column("model"), lambda run: run.label),
         numbers("data fraction", "data.fraction"),
         numbers("epochs", "optim.epochs"),
+        numbers("steps", "optim.steps"),
         numbers("exaFLOPs", "study/exaflops"),
         *(numbers(f"{n}-shot %", f"few_shot/{n}_shot_top1", percent) for n in (1, 5, 10, 25)),
         numbers("top-1 %", "eval/top1", percent),
@@ -275,7 +327,7 @@ def cells(runs: Sequence[RecordedRun], archive: Archive | None = None) -> Table:
         numbers("MFU %", "perf/mfu", percent),
         numbers("data wait %", "data/wait_fraction", percent),
         numbers("core-days", "cost/core_days"),
-        (Column("wall time", duration), elapsed_s),
+        (Column("wall time", duration), lambda run: run.elapsed_s),
         (Column("status"), lambda run: run.status.lower()),
         (Column("group"), lambda run: run.group.digest),
         tag("git commit", "git_commit"),

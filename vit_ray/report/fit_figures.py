@@ -173,7 +173,7 @@ def fit_tables(laws: Sequence[FamilyLaws]) -> list[Table]:
 
 
 def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
-    """What the laws say, and why a family has none."""
+    """What the laws say, and what no law goes through."""
     found = []
     for one in laws:
         for family, equal in one.compared.items():
@@ -186,8 +186,7 @@ def fit_sentences(laws: Sequence[FamilyLaws]) -> list[str]:
                 )
             elif family in one.fits:
                 found.append(f"{one.name}, {family} against {BASELINE}: {equal}.")
-        found += [f"{one.name}, {family}: {why}." for family, why in one.unfitted.items()]
-        if one.left_out:
+        if one.left_out and one.fits:
             found.append(f"{one.name}: no law goes through {one.left_out}.")
     return found
 

@@ -2,39 +2,39 @@
 
 Everything comes from MLflow; the page is one file that asks nothing of the network, so it can be
 mailed, kept with the run, and opened years later. A CSV of its main table lies beside it, and its
-figures as SVG and PNG.
+figures and tables as files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit_ray.report import document, figures, sweeps
-from vit_ray.report.ablations import ablation_charts
-from vit_ray.report.accuracies import (
-    accuracies_of,
-    accuracy_name,
-    best_of,
-    by_sets,
-    studied,
-    trainings,
-)
+from vit_ray.report import document, figures
+from vit_ray.report.ablations import empirical_cost, shapes
+from vit_ray.report.accuracies import accuracies_of, studied, trainings
 from vit_ray.report.document import Section
-from vit_ray.report.fit_figures import fit_charts, fit_sentences, fit_tables, laws_of
+from vit_ray.report.fit_figures import (
+    MIN_AMOUNTS,
+    FamilyLaws,
+    fit_charts,
+    fit_sentences,
+    fit_tables,
+    laws_of,
+)
+from vit_ray.report.headline import headline, totals
 from vit_ray.report.missing import what_is_missing
-from vit_ray.report.paper_tables import paper_tables
-from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.paper_tables import comparing, paper_tables
+from vit_ray.report.runs import Archive
 from vit_ray.report.seeds import one_run_a_cell
-from vit_ray.report.tables import number
+from vit_ray.report.sweeps import sweep_charts
 
 _RELOAD = re.compile(r'<meta http-equiv="refresh" content="([^"]+)">')
 _COMPUTE = (
     "exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18, the convention that "
-    "reproduces the paper's Table 6. All filled points are proxy results on the data named above; "
-    "hollow ones are the paper's, for the shape of the curves only: other data, another task."
+    "reproduces the paper's Table 6, whose own figure can be opened for the shape of the curves."
 )
 _LAWS = (
     "error = a C^-b + c, C the training compute, fitted to the finished trainings of each family "
@@ -71,7 +71,7 @@ def write_report(
     *,
     watch_s: float | None = None,
 ) -> Written:
-    """Write the page, the table of trainings as CSV, and the figures as SVG and PNG.
+    """Write the page, the table of trainings as CSV, and the figures and tables as files.
 
     Args:
         uri: MLflow tracking server or SQLite address; it is only read.
@@ -87,48 +87,46 @@ def write_report(
     counted, left_out = one_run_a_cell(archive.runs)
     runs = trainings(counted)
     compared = studied(runs)
-    laws, sentences = laws_of(compared), fit_sentences(laws_of(compared))
+    laws = laws_of(compared)
+    is_study = any(run.kind == "study_cell" for run in runs)
     table = figures.cells(runs, archive)
-    compute = figures.against_compute(compared)
-    sections = [
-        Section("Accuracy against compute", [_COMPUTE] if compute else [], compute),
-        Section(
-            "Fitted power laws",
-            [_LAWS, *sentences] if sentences or laws else [],
-            fit_charts(laws),
-            fit_tables(laws),
-        ),
-        Section("Tables of the paper", tables=paper_tables(counted)),
-        Section(
-            "Sweep",
-            sweeps.sweep_summary(runs),
-            sweeps.sweep_charts(runs),
-            [sweeps.sweep_table(runs)],
-        ),
-        Section("Trainings", tables=[table]),
-        Section("Cost and speed", charts=figures.cost_and_speed(compared)),
-        Section("Ablations and empirical cost", charts=ablation_charts(archive, compared)),
-        Section("Learning curves", charts=figures.learning_curves(archive, compared)),
-    ]
+    papers = paper_tables(counted) if is_study else comparing(paper_tables(counted))
+    curves = Section("Learning curves", charts=figures.learning_curves(archive, compared))
+    every = Section("Trainings", tables=[table])
+    sections = [Section("Sweep", charts=sweep_charts(runs)), curves, every]
+    if is_study or len({run.metrics.get("study/exaflops") for run in compared}) > MIN_AMOUNTS:
+        compute, sentences = figures.against_compute(compared), fit_sentences(laws)
+        sections = [
+            Section("Accuracy against compute", [_COMPUTE] if compute else [], compute),
+            Section("Fitted power laws", [_LAWS, *sentences], fit_charts(laws), fit_tables(laws))
+            if any(one.fits for one in laws)
+            else Section("Fitted power laws", [*_unfitted(laws)]),
+            *sections,
+            Section("Cost and speed", totals(runs), figures.cost_and_speed(compared)),
+        ]
+    shaped = [chart for key in accuracies_of(compared)[:1] for chart in shapes(compared, key)]
+    ablations = Section("Ablations", charts=[*shaped, *empirical_cost(archive.runs)])
+    sections = [*sections, Section("Tables of the paper", tables=papers), ablations]
     missing = what_is_missing(archive, runs, left_out)
     is_live = any(run.status == "RUNNING" for run in archive.runs)
     paths = {path for run in runs for path in run.training_sets}
     # The end of a local path is what a reader knows the data by.
     short = {path if "://" in path else "/".join(Path(path).parts[-3:]) for path in paths}
     whose = f", run {archive.parent.run_id} and the runs below it" if archive.parent else ""
-    proxy = (
-        "The paper pre-trains on JFT-300M, which is private. The runs here were trained on "
-        f"{', '.join(sorted(short)) or 'other data'}, so their accuracies can be compared with "
-        "each other, not with the paper's."
-    )
+    lead = headline(archive, runs, laws)
+    if is_study or papers:
+        lead.append(
+            f"These results are a proxy: trained on {', '.join(sorted(short)) or 'other data'}, "
+            "and not on the paper's JFT-300M, which is private."
+        )
     document.write_page(
         page,
         archive.parent.name if archive.parent else archive.experiment,
         sections,
+        lead=lead,
+        missing=missing,
         origin=f"Made from MLflow experiment {archive.experiment}{whose}",
         opening=archive.opening,
-        notices={"These results are a proxy.": [proxy], "What is missing": missing},
-        tiles=_tiles(runs),
         refresh_s=watch_s if is_live else None,
     )
     document.replace_file(page.with_suffix(".csv"), table.csv().encode())
@@ -146,23 +144,12 @@ def reload_s(page: Path) -> float | None:
 def parts_of(page: Path) -> list[tuple[Path, str]]:
     """What `build_report` wrote, each with the folder of a run's artifacts where it is kept."""
     parts = [(page, ""), (page.with_suffix(".csv"), "")]
-    folder = document.figures_folder(page)
-    return [*parts, (folder, "figures")] if folder.is_dir() else parts
+    folder = document.files_folder(page)
+    return [*parts, (folder, folder.name)] if folder.is_dir() else parts
 
 
-def _tiles(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    finished = sum(run.status == "FINISHED" for run in runs)
-    tiles = {"trainings": str(len(runs)), "finished": str(finished)}
-    compared = studied(runs)
-    for key in accuracies_of(compared):
-        for whose, members in by_sets(compared, key):
-            if best := best_of(members, key):
-                run, mean = best
-                seeds = f" ({mean.count} seeds)" if mean.count > 1 else ""
-                tiles[f"best {accuracy_name(key)}{whose}: {run.label}"] = f"{mean} %{seeds}"
-    costs = {"study/exaflops": "exaFLOPs in all", "cost/core_days": "core-days in all"}
-    for key, name in costs.items():
-        values = [run.metrics[key] * figures.own_share(run) for run in runs if key in run.metrics]
-        if values:
-            tiles[name] = number(sum(values))
-    return tiles
+def _unfitted(laws: Sequence[FamilyLaws]) -> Iterator[str]:
+    """Where no law could be fitted, why not, in one line."""
+    for one in laws[:1]:
+        for law, why in [*one.unfitted.items()][:1]:
+            yield f"No power law could be fitted. {one.name}, {law}: {why}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from vit_ray.report import paper
 from vit_ray.report.accuracies import (
@@ -37,7 +37,8 @@ from vit_ray.report.tables import Column, Table, Value, number, percent
 R = TypeVar("R", bound=Hashable)
 C = TypeVar("C", bound=Hashable)
 
-DIFFERS: Column = Column("differs in")
+DIFFERS: Final = Column("differs in")
+CORE_DAYS: Final = "core-days of pre-training"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,19 @@ def paper_tables(runs: Sequence[RecordedRun]) -> list[Table]:
         table_9(runs),
     ]
     return [table for table in tables if table.rows]
+
+
+def comparing(tables: Sequence[Table]) -> list[Table]:
+    """Those with the paper's numbers or several of ours: one value alone is no table."""
+
+    def says_something(table: Table) -> bool:
+        titles = [column.title for column in table.columns]
+        models = {*titles} - {"data set", "pre-trained on", "task"}
+        several = len(models) > 1 and not table.caption.startswith("Table 6")
+        is_paper = any(title.startswith("the paper's") for title in titles)
+        return is_paper or several or sum(row[0] != CORE_DAYS for row in table.rows) > 1
+
+    return [table for table in tables if says_something(table)]
 
 
 def transfers(runs: Sequence[RecordedRun]) -> list[Transfer]:
@@ -191,7 +205,7 @@ def table_2(found: Sequence[Transfer], runs: Sequence[RecordedRun]) -> Table:
     days = [_core_days(one.origin for one in found if one.model == model) for model in models]
     days += map(number, paper.TABLE_2_CORE_DAYS[: len(theirs)])
     if rows and any(days):
-        rows.append(["core-days of pre-training", "", *days])
+        rows.append([CORE_DAYS, "", *days])
     columns = [
         Column("data set"), DIFFERS, *(Column(f"{model} ({data})") for model, data in models),
         *(

@@ -166,6 +166,17 @@ class RecordedRun:
             if isinstance(one, dict) and {"num_images", "num_classes"} <= one.keys()
         ]
 
+    def num_tested(self, key: str) -> int | None:
+        """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""
+        sets = self.test_sets if key.startswith("eval/") else []
+        return sets[0][0] if len(sets) == 1 else None
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Seconds from start to end; None while it runs."""
+        start_ms, end_ms = self.run.info.start_time, self.run.info.end_time
+        return (end_ms - start_ms) / 1000 if start_ms and end_ms else None
+
     @property
     def kind(self) -> str:
         """What made the run, such as `study_cell`; empty if it was none of our jobs."""

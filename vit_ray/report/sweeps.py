@@ -1,71 +1,106 @@
-"""Sweeps over learning rates: rate against accuracy, the trials, and the result on the test set."""
+"""Sweeps over learning rates: rate against accuracy, the choice, and its result on the test set."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from vit_ray.report.accuracies import decided_key, decided_top1
-from vit_ray.report.charts import Axis, Chart
-from vit_ray.report.figures import SWEEP_STAGES, Line, line_of_means
+from vit_ray.report.charts import Axis, Chart, Point, Series
+from vit_ray.report.figures import SWEEP_STAGES, Line, interval_of, line_of_means
 from vit_ray.report.groups import Group, differences
-from vit_ray.report.runs import RecordedRun
+from vit_ray.report.runs import DEV, RecordedRun
 from vit_ray.report.seeds import by_group, mean_of
-from vit_ray.report.tables import Column, Table, number, percent
+from vit_ray.report.tables import number, percent
 
 RATE = "optim.learning_rate"
-
-
-def sweep_table(runs: Sequence[RecordedRun]) -> Table:
-    """Learning rate by seed, as trials of a sweep recorded them; best first."""
-    columns = [
-        Column("learning rate", number), Column("seed", number), Column("measured on"),
-        Column("averaged top-1 %", percent), Column("top-1 %", percent),
-        Column("eval loss", number), Column("status"), Column("run"),
-    ]  # fmt: skip
-    keys = ("eval/averaged_top1", "eval/top1", "eval/loss")
-    rows = [
-        [run.number(RATE), run.number("seed"), stage, *map(run.metrics.get, keys),
-         run.status.lower(), run.name]
-        for run in runs
-        if (stage := _stage(run))
-    ]  # fmt: skip
-
-    def order(row: Sequence[Any]) -> tuple[str, float, str]:
-        top1 = row[3] or row[4]
-        return row[2], float("inf") if top1 is None else -top1, row[-1]
-
-    return Table("Trials of the learning-rate sweep", columns, sorted(rows, key=order)).used()
+MIN_RATES = 4
+"""From which on a parabola through them says more than they do."""
 
 
 def sweep_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Rate against accuracy: a line for what differs in the rate alone."""
-    lines: dict[str, dict[Group, Line]] = {}
+    """Rate against accuracy: a line for what differs in the rate alone, and its fitted optimum."""
+    lines: dict[tuple[str, str], dict[Group, Line]] = {}
     measured = [run for run in runs if _stage(run) and decided_top1(run) is not None]
     for group, members in by_group(measured).items():
         if (rate := members[0].number(RATE)) is not None:
-            alike = lines.setdefault(f"{_sweep_name(members[0])}, {_stage(members[0])}", {})
+            alike = lines.setdefault((_sweep_name(members[0]), _stage(members[0])), {})
             alike.setdefault(group.without(RATE), []).append((rate, members))
-    series = []
-    for name, alike in lines.items():
+    series, optima = [], []
+    for (name, stage), alike in lines.items():
         for group, rest in differences([*alike]).items():
             key = decided_key([run for _, some in alike[group] for run in some], "eval/top1")
-            title = name + (f", differs in {rest}" if rest else "")
-            series.append(line_of_means(title, alike[group], key))
+            title = f"{name}, {stage}" + (f", differs in {rest}" if rest else "")
+            line = line_of_means(title, alike[group], key)
+            series.append(line)
+            if stage == DEV and (fitted := _parabola(line)):
+                top = max(fitted, key=lambda point: point.y)
+                series.append(
+                    replace(line, name="fitted", points=fitted, has_markers=False, dash=1)
+                )
+                optima.append(f"the parabola of {title} has its top at {number(top.x)}")
+    note = "Rates are chosen on the dev split, hollow; filled marks are the test set"
     accuracy = Axis("top-1 accuracy", is_percent=True)
     rate_axis = Axis("learning rate (log scale)", is_log=True)
-    return [Chart("Learning rate against accuracy", rate_axis, accuracy, series)] if series else []
+    title, notes = "Which learning rate is best?", "; ".join([note, *optima])
+    return [Chart(title, rate_axis, accuracy, series, f"{notes}.")] if series else []
 
 
-def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
-    """Mean and deviation over seeds of the finished runs with a sweep's chosen rate."""
-    sweeps = by_group(
-        run
-        for run in runs
-        if run.tags.get("vit_ray.sweep_stage") == "finetune"
-        if run.status == "FINISHED" and decided_top1(run) is not None
-    )
+def _parabola(line: Series) -> list[Point]:
+    """Through accuracy against the log of the rate; none without a top among the rates."""
+    rates = np.log([point.x for point in line.points])
+    if len({*rates}) < MIN_RATES:
+        return []
+    a, b, c = np.polyfit(rates, [point.y for point in line.points], 2)
+    if a >= 0 or not rates[0] < -b / (2 * a) < rates[-1]:
+        return []
+    at = np.sort([*np.linspace(rates[0], rates[-1], 40), -b / (2 * a)])
+    return [Point(float(np.exp(x)), float(a * x * x + b * x + c)) for x in at]
+
+
+def sweep_sentences(runs: Sequence[RecordedRun]) -> list[str]:
+    """Of each sweep what won on the dev split, and at an edge of its rates, which to try next.
+
+    And mean and deviation over seeds of the finished runs with the chosen rate.
+    """
+    finished = [r for r in runs if r.status == "FINISHED" and decided_top1(r) is not None]
+    trials: dict[str, list[RecordedRun]] = {}
+    for run in finished:
+        if run.is_trial:
+            trials.setdefault(_sweep_name(run), []).append(run)
+    sentences = []
+    for name, members in trials.items():
+        key, groups = decided_key(members, "eval/top1"), by_group(members)
+        means = {
+            group: mean
+            for group, some in groups.items()
+            if (mean := mean_of([run.metrics[key] for run in some if key in run.metrics]))
+        }
+        best = max(means, key=lambda group: means[group].value)
+        chosen = differences([*means])[best].replace(RATE, "learning rate")
+        text = f"{chosen or 'the only trial'} wins on the dev split ({means[best]} %)"
+        text = f"{name}: {text}" if len(trials) > 1 else text[0].upper() + text[1:]
+        rates = {group: groups[group][0].number(RATE) for group in means}
+        sentences.append(f"{text}, best of {len(means)}.{_edge(rates, best)}")
+    return sentences + _test_sentences(finished)
+
+
+def _edge(rates: Mapping[Group, float | None], best: Group) -> str:
+    """Which rate to try where the best stands at the edge of those tried."""
+    known = sorted({rate for rate in rates.values() if rate is not None and rate > 0})
+    if len(known) < 2 or rates[best] not in (known[0], known[-1]):
+        return ""
+    word, own, other = ("smallest", *known[:2])
+    if rates[best] == known[-1]:
+        word, own, other = "largest", known[-1], known[-2]
+    return f" {own:g} is the {word} rate tried: try {own * own / other:.1g}."
+
+
+def _test_sentences(finished: Sequence[RecordedRun]) -> list[str]:
+    sweeps = by_group(run for run in finished if _stage(run) and not run.is_trial)
     sentences = []
     for group, chosen in sweeps.items():
         mean = mean_of([value for run in chosen if (value := decided_top1(run)) is not None])
@@ -73,6 +108,11 @@ def sweep_summary(runs: Sequence[RecordedRun]) -> list[str]:
         alike = [one.without(RATE) for one, (run, *_) in sweeps.items() if _sweep_name(run) == name]
         rest = differences(alike)[group.without(RATE)]
         seeds = f"{len(chosen)} seeds" if len(chosen) > 1 else "one seed"
+        key = decided_key(chosen[:1], "eval/top1")
+        interval = interval_of(chosen[0], key) if len(chosen) == 1 else None
+        if interval is not None:
+            low, high = percent(interval.low), percent(interval.high)
+            seeds += f" (95 %: {low} to {high}, {chosen[0].num_tested(key):,} test images)"
         whose = f"{name}: test" if len(sweeps) > 1 else "Test"
         rate = f"learning rate {chosen[0].params.get(RATE, '?')}"
         differs = f", differs in {rest}" if rest else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,12 @@ def number(value: float) -> str:
         if size >= unit:
             return f"{value / (1e3 if name == 'k' else unit):.3g}{name}"
     return f"{value:.4g}"
+
+
+def file_name(title: str, number: int) -> str:
+    """Of what has this title, the n-th of a page."""
+    name = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")
+    return name if number == 1 else f"{name}_{number}"
 
 
 def duration(seconds: float) -> str:
@@ -71,6 +78,13 @@ class Table:
     rows: Sequence[Sequence[Value]]
     links: Sequence[str] = ()
     """Where the first cell of each row leads."""
+    number: int = 1
+    """Among tables and charts of one page whose captions make the same name."""
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return file_name(re.split("[:;,]", self.caption)[0], self.number)
 
     def used(self) -> Table:
         """Without the columns that no row has a value for."""
@@ -113,3 +127,22 @@ class Table:
                 [f"'{v}" if is_one else v for v, is_one in zip(row, is_formula, strict=True)]
             )
         return text.getvalue()
+
+    def latex(self) -> str:
+        """A `tabular` for a paper that uses booktabs, numbers as the page shows them."""
+        shown = [[cell.text for cell in row] for row in self.cells()]
+        heads = [column.title for column in self.columns]
+        head, *lines = [" & ".join(map(_latex, row)) + r" \\" for row in (heads, *shown)]
+        columns = "".join("r" if column.form else "l" for column in self.columns)
+        return "\n".join([
+            f"% {self.caption}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head,
+            r"\midrule", *lines, r"\bottomrule", r"\end{tabular}", "",
+        ])  # fmt: skip
+
+
+def _latex(text: str) -> str:
+    """Special characters escaped, and a deviation as a sign."""
+    special: dict[str, str | int | None] = {one: f"\\{one}" for one in "&%$#_{}"}
+    for character, name in (("\\", "backslash"), ("~", "asciitilde"), ("^", "asciicircum")):
+        special[character] = rf"\text{name}{{}}"
+    return " ".join(text.split()).translate(str.maketrans(special)).replace("+-", r"$\pm$")

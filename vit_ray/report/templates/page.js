@@ -45,8 +45,8 @@ async function draw(figure) {
 
 // Names at the ends of lines stand inside, so that the lines have all the width.
 function makeNarrow(spec) {
-  const ends = spec.layer.find((layer) => layer.name === "ends");
-  if (ends) Object.assign(ends.mark, {align: "right", dx: -2, dy: -10});
+  for (const layer of spec.layer.filter((one) => one.name?.startsWith("late_")))
+    Object.assign(layer.mark, {align: "right", dx: -2, dy: -10});
   spec.padding.right = 8;
 }
 

@@ -1,0 +1,81 @@
+"""What a page says first: results with the interval by hand, and edges of a grid of rates."""
+
+import json
+
+import pytest
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from scipy import stats
+
+from tests.report.made_runs import archived, made
+from vit_ray.report.headline import headline
+from vit_ray.report.sweeps import sweep_charts, sweep_sentences
+
+
+def trial(rate, top1, **more):
+    return made({"optim.learning_rate": rate}, kind="sweep_trial", sweep_stage="sweep_trial",
+                metrics={"dev/top1": top1}, name=f"digits-lr{rate}", **more)  # fmt: skip
+
+
+def with_test_set(run, images):
+    """The run, with a test set of so many images."""
+    profile = json.dumps({"num_images": images, "num_classes": 10})
+    held = Dataset("d", "0", "vit_ray", "{}", profile=profile)
+    run.run.inputs.dataset_inputs = [
+        DatasetInput(held, [InputTag("mlflow.data.context", "evaluation")])
+    ]
+    return run
+
+
+def test_a_single_training_has_the_interval_of_its_test_set():
+    run = with_test_set(made(kind="pretrain", metrics={"eval/top1": 0.9}), 300)
+    known = stats.binomtest(270, 300).proportion_ci(method="wilson")
+    (sentence,) = headline(None, archived([run]), [])
+    low, high = (f"{100 * end:.2f}" for end in known)
+    assert sentence == (
+        f"ViT-B/32 on cifar10 reaches 90.00 % (95 %: {low} to {high}, 300 images) top-1 accuracy "
+        "after 7 epochs."
+    )
+
+
+def test_a_training_without_an_accuracy_says_so():
+    run = made(kind="pretrain", status="RUNNING", metrics={"train/loss": 1.5})
+    assert headline(None, archived([run]), []) == [
+        "ViT-B/32 on cifar10 has no accuracy yet; its last training loss is 1.5."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tops", "advice"),
+    [
+        ((0.9, 0.8, 0.7), " 0.01 is the smallest rate tried: try 0.003."),
+        ((0.7, 0.8, 0.7), ""),
+        ((0.7, 0.8, 0.9), " 0.1 is the largest rate tried: try 0.3."),
+    ],
+)
+def test_a_best_rate_at_the_edge_of_its_grid_is_said(tops, advice):
+    trials = [trial(rate, top1) for rate, top1 in zip((0.01, 0.03, 0.1), tops, strict=True)]
+    (sentence,) = sweep_sentences(trials)
+    assert sentence.endswith(f"best of 3.{advice}")
+
+
+def test_the_fitted_optimum_is_the_top_of_a_parabola():
+    rates = (0.001, 0.003, 0.01, 0.03, 0.1)
+    tops = [0.9 - 0.1 * (i - 2.5) ** 2 / 4 for i in range(5)]
+    (chart,) = sweep_charts([trial(*pair) for pair in zip(rates, tops, strict=True)])
+    line, fitted = chart.series
+    best = max(fitted.points, key=lambda point: point.y)
+    assert 0.015 < best.x < 0.02  # between the third and the fourth
+    assert best.y == pytest.approx(0.9, abs=0.005)
+    assert len(line.points) == 5
+    assert "has its top at 0.01" in chart.note
+    (chart,) = sweep_charts([trial(*pair) for pair in zip(rates[:3], tops, strict=False)])
+    assert len(chart.series) == 1
+
+
+def test_a_study_counts_its_cells_and_names_its_best():
+    cells = [made({"seed": seed}, metrics={"eval/top1": 0.8 + seed / 50}) for seed in range(2)]
+    cells.append(made({"model.name": "R50x1"}, metrics={"eval/top1": 0.99}, status="FAILED"))
+    assert headline(None, archived(cells), []) == [
+        "Best top-1 accuracy: 81.00 +- 1.41 % over 2 seeds, by ViT-B/32. "
+        "2 of 3 cells have finished."
+    ]

@@ -1,0 +1,95 @@
+"""What a page says first: the result with its interval, and what was run, in a sentence or two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vit_ray.report.accuracies import accuracies_of, accuracy_name, best_of, by_sets, studied
+from vit_ray.report.figures import interval_of, length_of, own_share
+from vit_ray.report.fit_figures import FamilyLaws, fit_sentences
+from vit_ray.report.runs import Archive, RecordedRun
+from vit_ray.report.seeds import Mean
+from vit_ray.report.sweeps import sweep_sentences
+from vit_ray.report.tables import duration, number, percent
+
+MOST_SENTENCES = 3
+"""Of laws, at the top of a page; all of them stand in their section."""
+
+
+def headline(
+    archive: Archive, runs: Sequence[RecordedRun], laws: Sequence[FamilyLaws]
+) -> list[str]:
+    """Of a study what its laws say and its best; of a sweep the choice; of trainings the best.
+
+    Args:
+        runs: the trainings of the report.
+    """
+    if any(run.kind == "study_cell" for run in runs):
+        cells = studied(runs)
+        finished = sum(run.status == "FINISHED" for run in cells)
+        ratios = [text for text in fit_sentences(laws) if "for the same accuracy" in text]
+        best = best_sentences(cells)[:MOST_SENTENCES]
+        count = f"{finished} of {len(cells)} cells have finished."
+        return [*ratios[:MOST_SENTENCES], " ".join([*best, count])]
+    others = [run for run in runs if "vit_ray.sweep_stage" not in run.tags]
+    return [*sweep_sentences(runs), *best_sentences(others)] or list(map(_unmeasured, runs[-1:]))
+
+
+def best_sentences(runs: Sequence[RecordedRun]) -> list[str]:
+    """The best mean over seeds of each accuracy on each pair of a training and a test set.
+
+    A single training says its length and its time, too.
+    """
+    found = []
+    for key in accuracies_of(runs):
+        for whose, members in by_sets(runs, key):
+            if best := best_of(members, key):
+                run, mean = best
+                result, name = described(run, mean, key), f"{accuracy_name(key)}{whose}"
+                single = f"{run.label} on {run.training_name} reaches {result} {name} {_made(run)}."
+                several = f"Best {name}: {result}, by {run.label}."
+                found.append(single if len(runs) == 1 else several)
+    held_out = [run for run in runs if run.is_on_dev("eval/top1")]
+    if not found and held_out:
+        run = max(held_out, key=lambda one: one.metrics["eval/top1"])
+        text = described(run, Mean(run.metrics["eval/top1"], None, 1), "eval/top1")
+        found.append(
+            f"{run.label} on {run.training_name} reaches {text} top-1 on images held out of the "
+            f"training set {_made(run)}; there is no test set."
+        )
+    return found
+
+
+def described(run: RecordedRun, mean: Mean, key: str) -> str:
+    """A value in percent with its deviation over seeds, or the interval of a single one."""
+    if mean.count > 1:
+        return f"{mean} % over {mean.count} seeds"
+    if (interval := interval_of(run, key)) is None:
+        return f"{mean} %"
+    low, high = percent(interval.low), percent(interval.high)
+    return f"{mean} % (95 %: {low} to {high}, {run.num_tested(key):,} images)"
+
+
+def totals(runs: Sequence[RecordedRun]) -> list[str]:
+    """Cost of all trainings, of failed and stopped ones too; of a branch its own part."""
+    found = []
+    for key, name in (("study/exaflops", "exaFLOPs"), ("cost/core_days", "core-days")):
+        values = [run.metrics[key] * own_share(run) for run in runs if key in run.metrics]
+        found += [f"{number(sum(values))} {name}"] if values else []
+    return [f"In all {' and '.join(found)}."] if found else []
+
+
+def _made(run: RecordedRun) -> str:
+    """How long it was trained, and on what."""
+    parts = [f"after {length_of(run)}"]
+    if (seconds := run.elapsed_s) is not None:
+        parts.append(f"in {duration(seconds)}")
+    if cluster := run.tags.get("vit_ray.cluster"):
+        parts.append(f"on {cluster}")
+    return " ".join(parts)
+
+
+def _unmeasured(run: RecordedRun) -> str:
+    loss = run.metrics.get("train/loss")
+    last = "" if loss is None else f"; its last training loss is {number(loss)}"
+    return f"{run.label} on {run.training_name} has no accuracy yet{last}."

@@ -1,0 +1,76 @@
+"""95 % intervals of accuracies and of their differences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from scipy.special import stdtr, stdtrit
+
+from vit_ray.report.fits import Estimate
+
+_Z: Final = statistics.NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A difference with its interval, and the two-sided p-value of a t test."""
+
+    estimate: Estimate
+    p: float | None
+    """None of a single seed, whose interval is the test set's alone."""
+
+
+def of_share(share: float, count: int) -> Estimate:
+    """Wilson's score interval (1927) of a share of so many test images."""
+    z = _Z**2 / count
+    middle = (share + z / 2) / (1 + z)
+    half = _Z / (1 + z) * math.sqrt(share * (1 - share) / count + z / (4 * count))
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def of_mean(values: Sequence[float]) -> Estimate:
+    """Student's interval of a mean over at least two seeds or tasks."""
+    half = stdtrit(len(values) - 1, 0.975) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def of_difference(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    is_paired: bool = False,
+    counts: tuple[int | None, int | None] = (None, None),
+) -> Tested | None:
+    """Mean of B less mean of A; None where nothing is known of its spread.
+
+    Paired seeds by Student's test of their differences, others by Welch's. Of a single seed on a
+    side the interval is that of two shares, Newcombe's (1998): it is for independent test images,
+    and wider than has to be where both were tested on the same ones.
+
+    Args:
+        counts: test images of either side, where the values are shares of them.
+    """
+    mean = statistics.fmean(b) - statistics.fmean(a)
+    if min(len(a), len(b)) < 2:
+        if None in counts or max(len(a), len(b)) > 1:
+            return None
+        (one, other) = (of_share(v[0], count or 1) for v, count in zip((a, b), counts, strict=True))
+        low = math.hypot(other.value - other.low, one.high - one.value)
+        high = math.hypot(other.high - other.value, one.value - one.low)
+        return Tested(Estimate(mean, mean - low, mean + high), None)
+    if is_paired:
+        each = [y - x for x, y in zip(a, b, strict=True)]
+        error, freedom = statistics.stdev(each) / math.sqrt(len(each)), len(each) - 1.0
+    else:
+        parts = [statistics.variance(v) / len(v) for v in (a, b)]
+        error = math.sqrt(sum(parts))
+        below = sum(part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True))
+        freedom = sum(parts) ** 2 / below if below else 1.0
+    half = stdtrit(freedom, 0.975) * error
+    p = 2 * stdtr(freedom, -abs(mean) / error) if error else float(mean == 0)
+    return Tested(Estimate(mean, mean - half, mean + half), float(p))

@@ -110,15 +110,15 @@ class Attempt:
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         hooks = LoopHooks(
-            self.note_step,
-            self.link.log,
-            self.evaluate,
-            self.save,
-            self.wait_until_saved,
-            self.saver.note_evaluation,
-            self.nonfinite.handle,
-            self.save_is_wanted,
-            self.is_stopping,
+            note_step=self.note_step,
+            log=self.link.log,
+            evaluate=self.evaluate,
+            save=self.save,
+            wait_until_saved=self.wait_until_saved,
+            note_evaluation=self.saver.note_evaluation,
+            handle_nonfinite=self.nonfinite.handle,
+            save_is_wanted=self.save_is_wanted,
+            is_stopping=self.is_stopping,
         )
         compute = work_per_image(self.job)
         ending = run_training(

@@ -127,6 +127,21 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
+@pytest.mark.parametrize(
+    ("memory_mib", "window", "task_rows"),
+    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 8192), (64, 8192, 2048)],
+)
+def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
+    recipe: Recipe, memory_mib: int, window: int, task_rows: int
+) -> None:
+    changed = recipe.with_changes(
+        data={"shuffle_window": window, "task_memory_mib": memory_mib},
+        train={"global_batch_size": 4096, "micro_batch_size": 64},
+    )
+    spec = resolve_run(changed).streams["train"]
+    assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, task_rows)
+
+
 @pytest.mark.parametrize("window", [0, 64])
 def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
     resolved = resolve_run(recipe.with_changes(data={"shuffle_window": window}))

@@ -214,7 +214,8 @@ class DataConfig(Section):
     """Share of `train` that is set aside (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
-    over its batches, differently in each epoch. A reading task holds one window in memory.
+    over its batches, differently in each epoch. A reading task holds one window in memory, or its
+    ranks' part of up to four batches; what does not fit in task_memory_mib is read again.
     0 = row groups one after another. `auto` = up to 2,048 within task_memory_mib and
     object_store_mib; a resumed run keeps the window it began with."""
     augment: AugmentConfig = AugmentConfig()

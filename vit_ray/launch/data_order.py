@@ -13,6 +13,8 @@ from vit_ray.data.order.shuffle import ShuffleWindow
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+_MOST_READS: Final = 4
+"""Of a row group in a window that is larger than a task's memory: each of its batches reads it."""
 _MEMORY_SHARE: Final = 0.75
 """Of a task's memory that a window takes on average by default; images differ in size."""
 
@@ -36,7 +38,7 @@ def with_window(recipe: Recipe, manifest: Manifest, begun: int | None = None) ->
             f"the nearest is {nearest}, and 0 is none"
         )
     memory_mib = recipe.data.task_memory_mib
-    if rows > max(batch, _rows_that_fit(memory_mib, manifest)):
+    if rows > max(_MOST_READS * batch, _rows_that_fit(memory_mib, manifest)):
         needed = (rows + _cut_rows(manifest)) * _image_bytes(manifest) / 2**20
         raise ValueError(
             f"data.shuffle_window={rows} images take about {needed:.0f} MiB of each reading task, "
@@ -54,6 +56,12 @@ def shuffle_window(recipe: Recipe, manifest: Manifest) -> ShuffleWindow | None:
     assert rows != "auto"
     has_window = rows > batch or manifest.num_sets > 1
     return ShuffleWindow(batch, max(1, rows // batch)) if has_window else None
+
+
+def rows_per_task(recipe: Recipe, manifest: Manifest, window: ShuffleWindow, usual: int) -> int:
+    """Rows of a reading task: a whole window of all ranks, as far as they fit into its memory."""
+    fits = max(window.batch_size, _rows_that_fit(recipe.data.task_memory_mib, manifest))
+    return max(usual, window.num_rows if window.num_rows <= fits else min(fits, _MOST_ROWS))
 
 
 def _best_window(recipe: Recipe, manifest: Manifest) -> int:

@@ -25,7 +25,7 @@ from vit_ray.data.order.selection import Selection, select
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster_checks import check_batch
-from vit_ray.launch.data_order import shuffle_window, with_window
+from vit_ray.launch.data_order import rows_per_task, shuffle_window, with_window
 from vit_ray.launch.model_checks import check_model
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def resolve_run(
     train = _spec(recipe, manifest, data.augment, None if rows.is_all else rows)
     window, task_rows = shuffle_window(recipe, manifest), train.task_rows
     if window is not None and window.num_batches > 1:
-        task_rows = max(task_rows, window.num_rows)
+        task_rows = rows_per_task(recipe, manifest, window, task_rows)
     streams = {"train": replace(train, window=window, task_rows=task_rows)}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.dry_run import describe_sweep, describe_training
@@ -97,11 +98,16 @@ def test_a_real_data_set_is_counted_although_counts_are_told(digits: Any) -> Non
     assert f"{round(1497 * 10 / 64)} of 64 images" in text
 
 
-def test_the_job_prints_the_resolved_recipe_first() -> None:
+def test_a_dry_run_prints_the_plan_and_the_recipe_on_request() -> None:
     recipe = str(RECIPES / "paper" / "vit_b32_jft.yaml")
-    done = run_cli("pretrain", recipe, "optim.learning_rate=5e-4", "--dry-run")
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("name: vit-b32-jft\n")
-    assert "learning_rate: 0.0005" in done.stdout
-    assert "global_batch_size: 4096" in done.stdout
-    assert "56.29 exaFLOPs" in done.stdout
+    words = ("pretrain", recipe, "optim.learning_rate=5e-4")
+    plan = run_cli(*words, "--dry-run")
+    assert plan.exit_code == 0, plan.stderr
+    assert plan.stdout.startswith("images ")
+    assert "56.29 exaFLOPs" in plan.stdout
+    assert "learning_rate" not in plan.stdout
+    both = run_cli(*words, "--dry-run", "--recipe")
+    assert both.stdout.startswith(plan.stdout)
+    shown = both.stdout.removeprefix(plan.stdout)
+    assert shown == run_cli(*words, "--recipe").stdout
+    assert yaml.safe_load(shown)["optim"]["learning_rate"] == 5e-4

@@ -108,8 +108,8 @@ MISTAKES = [
     ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
     ("sweep finetune/cifar10", "'s3://BUCKET/.*' is a placeholder"),
     (f"{CONVERT} convert.source=s3://BUCKET/a/*.tar", "'s3://BUCKET/a.*' is a placeholder"),
-    ("finetune mine.yaml", "init_from is not set; give the run, checkpoint or file to fine-tune"),
-    ("evaluate mine.yaml", "init_from is not set; give the run, checkpoint or file to evaluate"),
+    ("finetune mine.yaml", "init_from is not set; give weights to start from: a run folder"),
+    ("evaluate mine.yaml", "init_from is not set; give weights .*`vit-ray evaluate cif"),
     ("sweep mine.yaml", "sweep is not set; give sweep.learning_rates, such as"),
     (
         "sweep mine.yaml sweep.learning_rates=0.1",
@@ -118,9 +118,12 @@ MISTAKES = [
     ("scaling_study mine.yaml", "study is not set; give study.models"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; near names: "),
-    ("export mine.yaml export.path=x.npz", "init_from is not set; give the run"),
+    ("export mine.yaml export.path=x.npz", "init_from is not set; give weights to start from"),
     ("export mine.yaml export.path=x.npz init_from=note.txt", "only .npz and .safetensors are"),
-    ("inspect_model mine.yaml inspect.images=note.txt", "no readable image .*give a folder"),
+    (
+        "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
+        "no readable image .*give a folder",
+    ),
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder; give a metrics.jsonl"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is no address; give sqlite:///mlflow.db"),
@@ -294,7 +297,10 @@ TRANSFERS = [
     ("extract_features tiny.yaml init_from=sets/fits.npz", "extract is not set; give extract.data"),
     (f"{EXTRACT} extract.data=nosuch init_from=sets/fits.npz", "no data set at .*nosuch'"),
     (f"{EXTRACT} extract.path=note.txt init_from=sets/fits.npz", "extract.path=.*is to be a folde"),
-    ("inspect_model tiny.yaml inspect.path=note.txt", "inspect.path=.*note.txt' is to be a folder"),
+    (
+        "inspect_model tiny.yaml init_from=sets/fits.npz inspect.path=note.txt",
+        "inspect.path=.*note.txt' is to be a folder",
+    ),
 ]
 
 

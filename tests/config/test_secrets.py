@@ -116,6 +116,7 @@ def test_a_dry_run_and_its_errors_show_no_secret(capsys, tmp_path):
     words = [
         "digits",
         "--dry-run",
+        "--recipe",
         "tracking.uri=postgresql://u:hunter2@db/x",
         f"output={tmp_path}",
     ]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = [ROOT / name for name in FOLLOWED_NAMES]
 PROGRAMS = {"vit-ray", "python", "make", "ray", "pip", "mlflow", "export", "."}
-OPTIONS = ("--dry-run", "--help")
+OPTIONS = ("--dry-run", "--recipe", "--help")
 
 
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:

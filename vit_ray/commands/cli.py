@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
-from vit_ray.config.help import key_names
+from vit_ray.config.help import key_names, require_keys
 from vit_ray.config.secrets import RedactingFormatter, redact
 from vit_ray.config.shipped_recipes import recipe_names
 
@@ -38,17 +38,26 @@ def run_job(name: str) -> NoReturn:
     sys.exit(vit_ray.commands[name].main(prog_name=f"python jobs/{name}.py"))
 
 
-def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int:
-    """Load the recipe that the words name and run the command; returns its exit code."""
+def run_recipe(
+    command: Command, words: tuple[str, ...], is_dry: bool, shows_recipe: bool = False
+) -> int:
+    """Load the recipe that the words name and run the command; returns its exit code.
+
+    A dry run prints the plan, or where a command has none, the recipe.
+    """
 
     def run() -> int | None:
         if words and words[0] in command.verbs:
             return int(pkgutil.resolve_name(command.verbs[words[0]])(words[1:]))
         recipe = load_recipe(*split_words(words))
-        if not is_dry:
+        if not (is_dry or shows_recipe):
+            example = command.example.removesuffix(" --dry-run")
+            require_keys(recipe, command.needs, f"vit-ray {command.name} {example}")
             return command.run(recipe)
-        print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
-        print(command.describe(recipe))
+        if is_dry and command.plan:
+            print(command.describe(recipe))
+        if shows_recipe or not command.plan:
+            print(yaml.safe_dump(recipe.recorded(), sort_keys=False))
         return 0
 
     return _ended(run)
@@ -113,14 +122,14 @@ class _Job(click.Command):
 def _command(command: Command) -> click.Command:
     """The command with its options; no words at all ask for the short help."""
 
-    def run(words: tuple[str, ...], is_dry: bool, help_of: str | None) -> None:
+    def run(words: tuple[str, ...], is_dry: bool, shows_recipe: bool, help_of: str | None) -> None:
         program = click.get_current_context().command_path
         if help_of is not None:
             sys.exit(_help(command, program, (help_of, *words)))
         if not words:
             pkgutil.resolve_name("vit_ray.commands.help_pages:print_usage")(command, program)
             sys.exit(2)
-        sys.exit(run_recipe(command, words, is_dry))
+        sys.exit(run_recipe(command, words, is_dry, shows_recipe))
 
     return _Job(
         command.name,
@@ -130,6 +139,7 @@ def _command(command: Command) -> click.Command:
         params=[
             click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete),
             click.Option(["--dry-run", "is_dry"], is_flag=True),
+            click.Option(["--recipe", "shows_recipe"], is_flag=True),
             click.Option(["--help", "-h", "help_of"], is_flag=False, flag_value=""),
         ],
     )

@@ -47,13 +47,14 @@ def _is_below(name: str, prefix: str) -> bool:
 
 def _print_usage(command: Command, program: str, console: Console) -> None:
     others = ", ".join(s.name for s in describe_sections() if s.name and "." not in s.name)
-    plan = " and the plan" if command.plan else ""
+    plan = "plan (--recipe adds the recipe)" if command.plan else "resolved recipe"
     options = Table.grid(padding=(0, 2, 0, 0))
     options.add_column(no_wrap=True)
     for option, meaning in (
         ("RECIPE", "a YAML file, or the name of one that `vit-ray recipes` lists"),
         ("key=value", "changes, in any place, such as optim.learning_rate=3e-4"),
-        ("--dry-run", f"print the resolved recipe{plan}; start nothing"),
+        ("--dry-run", f"print the {plan}; start nothing"),
+        ("--recipe", "print the resolved recipe; start nothing"),
         ("--help", "the keys that this command reads; with a recipe, its own values"),
         ("--help KEY", f"a section or a key, of any command: {others}"),
     ):

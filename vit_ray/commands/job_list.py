@@ -34,7 +34,9 @@ class Command:
     example: str
     """Recipe and overrides of an example."""
     plan: str | None = None
-    """`module:function`, which returns the text of `--dry-run` below the recipe."""
+    """`module:function`, which returns the text of `--dry-run`."""
+    needs: tuple[str, ...] = ()
+    """Keys that the recipe must set, checked before anything is imported."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """Word in the place of the recipe -> `module:function`, which takes the words behind it."""
 
@@ -54,6 +56,7 @@ _ALL = (
         "vit_ray.commands.convert:run_convert",
         ("convert", "seed"),
         "cifar10 convert.source=IMAGES/train",
+        needs=("convert",),
     ),
     Command(
         "verify",
@@ -61,6 +64,7 @@ _ALL = (
         "vit_ray.commands.datasets:run_verify",
         ("verify",),
         "cifar10 verify.path=data/cifar10/train",
+        needs=("verify",),
     ),
     Command(
         "subset",
@@ -69,6 +73,7 @@ _ALL = (
         ("subset", "seed"),
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
         "subset.fraction=0.1",
+        needs=("subset",),
     ),
     Command(
         "deduplicate",
@@ -77,6 +82,7 @@ _ALL = (
         ("deduplicate",),
         "cifar10 deduplicate.source=data/cifar10/train "
         "deduplicate.evaluation_sets=[data/cifar10/test] deduplicate.destination=data/clean",
+        needs=("deduplicate",),
     ),
     Command(
         "pretrain",
@@ -85,6 +91,7 @@ _ALL = (
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits optim.learning_rate=3e-4 --dry-run",
         "vit_ray.commands.dry_run:describe_training",
+        needs=("data.train",),
     ),
     Command(
         "finetune",
@@ -93,6 +100,7 @@ _ALL = (
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
         "vit_ray.commands.dry_run:describe_training",
+        needs=("init_from", "data.train"),
     ),
     Command(
         "evaluate",
@@ -104,6 +112,7 @@ _ALL = (
             "data.held_out_fraction", "data.eval_augment", "evaluate", "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit",
+        needs=("init_from",),
     ),
     Command(
         "few_shot",
@@ -116,6 +125,7 @@ _ALL = (
         ),
         "cifar10 init_from=runs/cifar10-vit evaluate.few_shot_train=data/cifar10/train "
         "evaluate.few_shot_test=data/cifar10/test",
+        needs=("init_from", "evaluate.few_shot_train", "evaluate.few_shot_test"),
     ),
     Command(
         "extract_features",
@@ -126,6 +136,7 @@ _ALL = (
             "workers", "tracking",
         ),
         "cifar10 init_from=runs/cifar10-vit extract.data=data/cifar10/train extract.path=features",
+        needs=("extract", "init_from"),
     ),
     Command(
         "sweep",
@@ -134,6 +145,7 @@ _ALL = (
         ("sweep", *_TRAINING, *_WEIGHTS, "paper", *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
         "vit_ray.commands.dry_run:describe_sweep",
+        needs=("sweep", "data.train", "data.eval"),
     ),
     Command(
         "vtab",
@@ -141,6 +153,7 @@ _ALL = (
         "vit_ray.commands.experiments:vtab",
         ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
+        needs=("vtab", "init_from"),
     ),
     Command(
         "scaling_study",
@@ -150,6 +163,7 @@ _ALL = (
         ("study", *_TRAINING, *_COUNTS),
         "study_digits --dry-run",
         "vit_ray.commands.study_plan:describe_study",
+        needs=("study",),
     ),
     Command(
         "report",
@@ -169,6 +183,7 @@ _ALL = (
         ("benchmark_models", "name", "output", "optim", "train", "workers", "tracking"),
         "benchmark_models --dry-run",
         "vit_ray.commands.benchmark_models:describe_benchmark",
+        needs=("benchmark_models",),
     ),
     Command(
         "plan",
@@ -186,6 +201,7 @@ _ALL = (
         "vit_ray.commands.export:export",
         ("export", *_WEIGHTS, "model"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
+        needs=("export", "init_from"),
     ),
     Command(
         "inspect_model",
@@ -194,6 +210,7 @@ _ALL = (
         "vit_ray.commands.inspect:inspect",
         ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
+        needs=("inspect", "init_from"),
     ),
     Command(
         "doctor",

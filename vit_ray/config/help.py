@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
 
 from vit_ray.config.recipe import Recipe
 from vit_ray.config.resume_compatibility import on_resume
-from vit_ray.config.validation import dotted_keys, is_list, section_type
+from vit_ray.config.validation import dotted_keys, fields_below, is_list, section_type
 
 Node = dict[str, Any]
 
@@ -52,6 +53,32 @@ def key_names() -> list[str]:
     """Every key that takes a value."""
     sections = {section.name for section in describe_sections()}
     return [name for name in dotted_keys(Recipe) if name not in sections]
+
+
+def require_keys(recipe: Recipe, keys: Sequence[str], example: str) -> None:
+    """Refuse a recipe that lacks what a command cannot do without.
+
+    Args:
+        recipe: the recipe.
+        keys: dotted keys of sections or values.
+        example: a command line that has them.
+
+    Raises:
+        ValueError: the first key that is not set.
+    """
+    fields = dict(fields_below(Recipe))
+    for key in keys:
+        if attrgetter(key)(recipe) is not None:
+            continue
+        field, what = fields[key], []
+        section = None if is_list(field.annotation) else section_type(field.annotation)
+        if section:
+            names = section.model_fields
+            what = [f"{key}.{name}" for name in names if names[name].is_required()]
+            what = what or [f"{key}.{next(iter(names))}"]
+        meaning = _one_line(field.description).partition(";")[0]
+        told = " and ".join(what) or f"{meaning[:1].lower()}{meaning[1:]}"
+        raise ValueError(f"{key} is not set; give {told}, such as `{example}`")
 
 
 def _sections(schema: type[BaseModel], values: Node, name: str) -> Iterator[SectionHelp]:

@@ -40,8 +40,8 @@ from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
-from vit_ray.launch.worker_pool import kept_pools
 
 TARGETS = ("vehicles", "digits")
 PRETRAINED, SCRATCH = "pre-trained on 8 classes", "from scratch"
@@ -139,7 +139,7 @@ def report(
     ]
     for (target, start), result in sweeps.items():
         tried = ", ".join(
-            f"{point_text(row.point).partition('=')[2]} ({_percent(row.dev_top1)})"
+            f"{point_text(row.point).partition('=')[2]} ({_percent(row.top1)})"
             for row in result.rows
         )
         seeds = ", ".join(map(_percent, result.test_top1))

@@ -10,14 +10,14 @@ import pytest
 from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import SweepResult
-from vit_ray.experiments.sweep_rows import SweepRow
+from vit_ray.experiments.training import Outcome
 from vit_ray.outcomes import TrialState
 
 
 def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
     rows = [
-        SweepRow({RATE: 0.01}, 0.9, "a", TrialState.FINISHED),
-        SweepRow({RATE: 0.1}, None, None, TrialState.FAILED, "a worker died"),
+        Outcome(TrialState.FINISHED, top1=0.9, point={RATE: 0.01}),
+        Outcome(TrialState.FAILED, error="a worker died", point={RATE: 0.1}),
     ]
     assert print_sweep(SweepResult(rows, {RATE: 0.01}, accuracies, "parent", "a link")) == 0
     return capsys.readouterr().out

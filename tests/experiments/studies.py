@@ -5,6 +5,7 @@ from typing import Any
 
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.launch.run import RunResult
 
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 
@@ -44,45 +45,9 @@ def study_recipe(*arguments: Any, **study: Any) -> Recipe:
     return recipe_from_dict(study_tree(*arguments, **study), "test")
 
 
-class Calls:
-    """Stands for record and control of a run: every method notes its call."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, method: str) -> Any:
-        return lambda *args: self.made.append((method, *args))
-
-    def kinds(self) -> list[str]:
-        """Of the events, in turn."""
-        return [args[0] for method, *args in self.made if method == "event"]
-
-
-class Parent:
-    """An open study without Ray or MLflow."""
-
-    run_id = None
-
-    def __init__(self) -> None:
-        self.calls = Calls()
-        self.run: Any = self
-        self.record: Any = self.calls
-        self.control: Any = self.calls
-        self.calls.stop_reason = lambda: self.stop
-        self.for_children: Any = self
-        self.stop: str | None = None
-        self.first: str | None = None
-        """Cell for which workers were started beforehand."""
-
-    def start_workers(self, first: Any) -> None:
-        self.first = first and first.name
-
-
-def trained(is_complete: bool = True, **metrics: float) -> Any:
+def trained(is_complete: bool = True, **metrics: float) -> RunResult:
     """What a training gives."""
-    return SimpleNamespace(
-        is_complete=is_complete, metrics=metrics, run_id=None, already_complete=False
-    )
+    return RunResult(None, "cell", int(is_complete), 1, metrics, "folder")
 
 
 def resolved(steps: int = 10) -> Any:

@@ -6,38 +6,37 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.studies import Calls
+from tests.experiments.flows import Calls, Parent, in_process
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-from vit_ray.experiments import retries, stage, sweep
-from vit_ray.experiments.stage import Trained
+from vit_ray.experiments.sweep import SweepPlan, Trials
+from vit_ray.experiments.training import Outcome
 from vit_ray.launch.run import RunResult
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> tuple[Any, Calls]:
-    """What a trial comes to whose attempts end so, and the events of the sweep."""
-    calls = Calls()
+def trained(monkeypatch: pytest.MonkeyPatch, ends: list[Any]) -> tuple[Parent, Calls]:
+    """The parent of a trial whose attempts end so, and the events of the sweep."""
+    parent = Parent(recipe_with("s"))
 
     def train(*_: Any, **__: Any) -> RunResult:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome  # type: ignore[no-any-return]
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(retries, "train", train)
-
-    def run_here(configurations: Any, train: Any, **_: Any) -> list[Any]:
-        return [train(index, 0) for index in range(len(configurations))]
-
-    monkeypatch.setattr(stage, "run_trials", run_here)
-    children = SimpleNamespace(run=SimpleNamespace(record=calls, control=calls))
-    parent: Any = SimpleNamespace(for_children=children, is_nested=False, child_tags={})
-    return parent, calls
+    in_process(monkeypatch, parent, train)
+    return parent, parent.calls
 
 
-def outcome_of(whole: Recipe, trial: Recipe, parent: Any) -> Trained:
+def plan_of(whole: Recipe, trials: list[Recipe], points: list[Any], steps: int = 1) -> SweepPlan:
+    """Of a sweep of these trials."""
+    resolved: Any = SimpleNamespace(total_steps=steps)
+    return SweepPlan(whole, resolved, points, trials, [steps] * len(trials))
+
+
+def outcome_of(whole: Recipe, trial: Recipe, parent: Parent) -> Outcome:
     """Of a sweep of this one trial."""
-    found = stage.Stage(whole, sweep.sweep_of(whole), [trial], [{}], "sweep_trial", parent).run()
+    found = parent.run_flow(Trials(plan_of(whole, [trial], [{}]), parent, {}).tried(), None)
     assert found is not None
     return found[0]
 

@@ -60,8 +60,10 @@ def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     spent = [one.exaflops / plan.cells[1].exaflops for one in plan.cells[:3]]
     assert spent == pytest.approx(hours)
     assert plan.exaflops == pytest.approx(sum(spent) * 2 * plan.cells[1].exaflops)
-    (longest, *others) = plan.longest
+    hours_in_all, (longest, *others) = plan.critical_path
     assert (longest.facts.total_steps, len(others)) == (400, 2)
+    # The others branch off it at the same time; the longer cool-down is of 40 steps.
+    assert hours_in_all == pytest.approx(whole * 1.1)
 
 
 def test_the_longest_keeps_what_the_others_need() -> None:

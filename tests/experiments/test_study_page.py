@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
+from tests.experiments.flows import Parent, in_process
+from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import retries, study
+from vit_ray.experiments import study
 from vit_ray.experiments import write_page as page
-from vit_ray.experiments.side_by_side import Room
+from vit_ray.experiments.room import Room
+from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import CellResult, study_cells, study_of
 from vit_ray.experiments.write_page import page_meanwhile
 
@@ -165,13 +167,13 @@ def test_a_study_renews_its_page_at_each_cell_but_the_last(
             raise OSError("disk full")
         return trained()
 
-    monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(study, "cluster_room", lambda config: Room(0, 1.7))
+    parent = Parent()
+    in_process(monkeypatch, parent, train, lambda: Room(0, 1.7))
+    monkeypatch.setattr(study, "cluster_room", lambda *_: Room(0, 1.7))
     known = {one.name: CellResult(one, {}, "id", True) for one in cells[:finished_before]}
     renewed: list[int] = []
-    parent: Any = Parent()
-    study._run_cells(
+    StudyRun(
         study_of(recipe), cells, [resolved() for _ in cells], known, parent,
         lambda: renewed.append(sum(call[0] == "child_ended" for call in parent.calls.made)),
-    )  # fmt: skip
+    ).run()  # fmt: skip
     assert renewed == [1, 2][finished_before:]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.experiments.studies import Parent, resolved, study_recipe, study_row, study_tree, trained
+from tests.experiments.flows import Parent, in_process
+from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from vit_ray.commands.study_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import retries, study
-from vit_ray.experiments.side_by_side import Room
+from vit_ray.experiments import runner, study
+from vit_ray.experiments.room import Room
+from vit_ray.experiments.runner import Flow
+from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
 from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.run import RunResult
 
 
 @pytest.fixture
@@ -33,17 +36,18 @@ def run_cells(
     monkeypatch: pytest.MonkeyPatch,
     cells: list[Cell],
     train: Any,
-    room: Room,
+    room: Room | Callable[[], Room],
     parent: Parent,
     finished: dict[str, CellResult] | None = None,
     **keys: Any,
 ) -> list[CellResult]:
     """The study of the cells, with `train(recipe, ...)` in the place of a training."""
-    monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(study, "cluster_room", lambda config: room)
+    room_now = room if callable(room) else lambda: room
+
+    in_process(monkeypatch, parent, train, room_now)
+    monkeypatch.setattr(study, "cluster_room", lambda most, _: replace(room_now(), runs=most or 99))
     config = study_of(study_recipe("/x", [study_row("any")], **keys))
-    its: Any = parent
-    return study._run_cells(config, cells, [resolved() for _ in cells], finished or {}, its)
+    return StudyRun(config, cells, [resolved() for _ in cells], finished or {}, parent).run()
 
 
 @pytest.mark.parametrize("earlier", [None, "b" * 32])
@@ -60,10 +64,11 @@ def test_a_study_records_how_many_cells_it_has(
         yield Parent()
 
     for name, answer in {
-        "resolve_run": resolved(), "earlier_run": earlier, "finished_cells": {}, "_run_cells": [],
-        "page_of": None, "_check_tasks": 7,
+        "resolve_run": resolved(), "earlier_run": earlier, "finished_cells": {}, "page_of": None,
+        "_check_tasks": 7,
     }.items():  # fmt: skip
         monkeypatch.setattr(study, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(StudyRun, "run", lambda _: [])
     monkeypatch.setattr(study, "open_parent", open_parent)
     tree = study_tree(tmp_path, [study_row("small"), study_row("large", width=64)])
     study.run_study(recipe_from_dict(tree, "test"))
@@ -161,46 +166,32 @@ def test_side_by_side_the_largest_cell_begins(
     assert cells[2].name in begun[:2]  # two begin together, each in a thread
     assert [one.cell.name for one in found] == [cell.name for cell in cells]  # as the grid has them
     begun.clear()
-    run_cells(monkeypatch, cells, train, Room(0, 3.4, runs=1), parent)
+    run_cells(monkeypatch, cells, train, Room(0, 1.7), parent)
     assert begun == [cell.name for cell in cells]
     assert parent.first == cells[0].name
 
 
 def test_a_study_uses_what_its_cluster_has_now(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
-) -> None:
-    rooms, both = iter([Room(0, 1.7)]), threading.Barrier(2, timeout=10)
-
-    def train(recipe: Any, **_: Any) -> Any:
-        if recipe.name != cells[2].name:
-            both.wait()
-        return trained()
-
-    monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(study, "cluster_room", lambda config: next(rooms, Room(0, 3.4)))
-    parent: Any = Parent()
-    config = study_of(study_recipe("/x", [study_row("any")]))
-    found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
-    assert [one.error for one in found] == ["", "", ""]
-
-
-def test_a_cluster_that_does_not_answer_for_now_is_taken_as_it_was(
     monkeypatch: pytest.MonkeyPatch, cells: list[Cell], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rooms = iter([Room(0, 1.7)])
+    monkeypatch.setattr(runner, "LOOK_S", 0.0)
+    rooms = iter([Room(0, 1.7), Room(0, 1.7), ConnectionError("the head is away")])
+    begun: list[str] = []
 
-    def room(_: Any) -> Room:
-        for first in rooms:
-            return first
-        raise ConnectionError("the head is away")
+    def room() -> Room:
+        found = next(rooms, Room(0, 3.4))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    monkeypatch.setattr(retries, "train", lambda recipe, **_: trained())
-    monkeypatch.setattr(study, "cluster_room", room)
-    parent: Any = Parent()
-    config = study_of(study_recipe("/x", [study_row("any")]))
-    found = study._run_cells(config, cells, [resolved() for _ in cells], {}, parent)
+    def train(recipe: Any, **_: Any) -> RunResult:
+        begun.append(recipe.name)
+        return trained()
+
+    found = run_cells(monkeypatch, cells, train, room, Parent())
     assert [one.error for one in found] == ["", "", ""]
-    assert "cells start as before: the head is away" in caplog.text
+    assert len(begun) == 3
+    assert "trainings start as before: the head is away" in caplog.text
 
 
 def test_the_largest_goes_first_wherever_two_cells_fit_together(cells: list[Cell]) -> None:
@@ -262,7 +253,7 @@ def test_a_stop_leaves_the_cell_that_was_cut_short_and_those_behind_it(
     def train(recipe: Any, **_: Any) -> Any:
         if recipe.name != cells[1].name:
             return trained()
-        parent.stop = "SIGTERM"
+        parent.calls.stop = "SIGTERM"
         return trained(is_complete=False)
 
     found = run_cells(monkeypatch, cells, train, Room(0, 1.7), parent)
@@ -296,12 +287,13 @@ def test_a_finished_cell_still_gets_the_transfers_that_it_misses(
     tasks: Any = (SimpleNamespace(name="pets"), SimpleNamespace(name="cars"))
     stored: list[Any] = []
 
-    def transfer(cell: Cell, task: Any, *_: Any) -> dict[str, float]:
+    def transfer(cell: Cell, task: Any, *_: Any) -> Flow[dict[str, float]]:
+        yield from ()
         if task.name == "cars":
             raise ValueError("no such data set")
         return {"transfer/pets_top1": 0.7}
 
-    monkeypatch.setattr(study, "run_transfer", transfer)
+    monkeypatch.setattr(study, "transfer", transfer)
     monkeypatch.setattr(study, "task_tags", lambda cell, task: {"tag": task.name})
     monkeypatch.setattr(study, "add_to_finished", lambda *args: stored.append(args[1:]))
     before = {cells[0].name: CellResult(cells[0], {"eval/top1": 0.5}, "id", True, missing=tasks)}

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import stage, sweep
+from vit_ray.experiments import room, sweep
 from vit_ray.experiments.parent_run import _check_trainings
+from vit_ray.experiments.room import Room, cluster_room, room_of
 from vit_ray.experiments.search_space import RATE, with_point
-from vit_ray.experiments.stage import Trained
-from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, sweep_row, trial_recipe
-from vit_ray.experiments.sweep_rows import sweep_files
+from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, trial_recipe
+from vit_ray.experiments.sweep_tables import sweep_files
+from vit_ray.experiments.training import Outcome
+from vit_ray.experiments.training import outcome_of as outcome_at
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
@@ -38,21 +41,24 @@ def result(**metrics: float) -> RunResult:
 
 
 # The last weights prefer the first rate, the averaged ones the second.
-TRIALS = [
-    ({RATE: 0.1}, Trained(result(top1=0.8, averaged_top1=0.5), TrialState.FINISHED)),
-    ({RATE: 0.2}, Trained(result(top1=0.6, averaged_top1=0.7), TrialState.FINISHED)),
-    ({RATE: 0.3}, Trained(None, TrialState.FAILED, "not finite")),
-]
+RESULTS = {0.1: result(top1=0.8, averaged_top1=0.5), 0.2: result(top1=0.6, averaged_top1=0.7)}
+FAILED = Outcome(TrialState.FAILED, error="not finite", point={RATE: 0.3})
+
+
+def rows_of(averaging: float) -> list[Outcome]:
+    recipe = averaging_recipe(averaging)
+    found = {rate: outcome_at(recipe, each, None) for rate, each in RESULTS.items()}
+    return [*(replace(one, point={RATE: rate}) for rate, one in found.items()), FAILED]
 
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     averaging: float, best: float
 ) -> None:
-    rows = [sweep_row(averaging_recipe(averaging), *trial) for trial in TRIALS]
+    rows = rows_of(averaging)
     assert best_row(rows).point == {RATE: best}
-    assert [row.dev_top1 for row in rows] == ([0.5, 0.7, None] if averaging else [0.8, 0.6, None])
-    assert [row.last_dev_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
+    assert [row.top1 for row in rows] == ([0.5, 0.7, None] if averaging else [0.8, 0.6, None])
+    assert [row.last_top1 for row in rows] == ([0.8, 0.6, None] if averaging else [None] * 3)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -118,7 +124,7 @@ def test_a_point_that_the_cluster_cannot_hold_is_named() -> None:
 
 
 def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [sweep_row(averaging_recipe(0.9999), *trial) for trial in TRIALS]
+    rows = rows_of(0.9999)
     outcome = SweepResult(rows, {RATE: 0.2}, [0.75, 0.77], "id", "hint", [0.65, 0.67])
     metrics = sweep_metrics(outcome)
     assert metrics["eval/averaged_top1"] == pytest.approx(0.76)
@@ -132,7 +138,7 @@ def test_both_accuracies_are_recorded_and_shown(capsys: pytest.CaptureFixture[st
 def test_without_averaging_one_accuracy_is_recorded_and_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = [sweep_row(averaging_recipe(0.0), *trial) for trial in TRIALS]
+    rows = rows_of(0.0)
     outcome = SweepResult(rows, {RATE: 0.1}, [0.85], "id", "hint")
     assert sweep_metrics(outcome) == {
         "sweep/learning_rate": 0.1,
@@ -144,11 +150,10 @@ def test_without_averaging_one_accuracy_is_recorded_and_shown(
 
 
 def test_what_is_kept_with_the_sweeps_own_run_has_every_trial() -> None:
-    rows = [sweep_row(averaging_recipe(0.0), *trial) for trial in TRIALS[:2]]
-    diverged = Trained(None, TrialState.DIVERGED, "it is not finite")
-    rows.append(sweep_row(averaging_recipe(0.0), {RATE: 10.0}, diverged))
-    stopped = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
-    rows.append(sweep_row(averaging_recipe(0.0), {RATE: 0.5}, stopped))
+    rows = rows_of(0.0)[:2]
+    rows.append(Outcome(TrialState.DIVERGED, error="it is not finite", point={RATE: 10.0}))
+    at_rung = replace(result(top1=0.9), total_steps=2)
+    rows.append(replace(outcome_at(averaging_recipe(0.0), at_rung, 1), point={RATE: 0.5}))
     states = ["finished", "finished", "diverged", "stopped early"]
     assert [row.state for row in rows] == states
     files = sweep_files(rows, best_row(rows))
@@ -173,7 +178,7 @@ def test_a_trial_that_fails_is_tried_again_as_often_as_the_recipe_says(
     assert outcome_of(whole, trial, parent).error == ""
     assert events.kinds() == ["trial retried"] * 2
     parent, events = trained(monkeypatch, [RunFailedError("a worker died")] * 3)
-    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.FAILED, "a worker died")
+    assert outcome_of(whole, trial, parent) == Outcome(TrialState.FAILED, error="a worker died")
 
 
 def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
@@ -182,10 +187,10 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
     parent, events = trained(monkeypatch, [RunDivergedError("reason")])
     whole = swept(tmp_path)
     trial = trial_recipe(whole, {RATE: 0.1})
-    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
+    assert outcome_of(whole, trial, parent) == Outcome(TrialState.DIVERGED, error="reason")
     assert events.kinds() == ["trial diverged"]
     parent, events = trained(monkeypatch, [])
-    assert outcome_of(whole, trial, parent) == Trained(None, TrialState.DIVERGED, "reason")
+    assert outcome_of(whole, trial, parent) == Outcome(TrialState.DIVERGED, error="reason")
     # Another recipe of the same name is tried.
     parent, _ = trained(monkeypatch, [result(top1=0.5)])
     assert outcome_of(whole, trial.with_changes(seed=1), parent).error == ""
@@ -204,19 +209,19 @@ def test_a_trial_that_diverged_is_not_tried_again_by_this_sweep_nor_by_the_next(
 def test_trials_run_side_by_side_as_the_cluster_holds_them(
     use_gpu: Any, cluster: dict[str, float], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "capacity", lambda: (cluster.get("GPU", 0.0), cluster["CPU"]))
+    monkeypatch.setattr(room, "capacity", lambda: (cluster.get("GPU", 0.0), cluster["CPU"]))
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     chosen = averaging_recipe(0.0).with_changes(workers=workers, data={"cpus_per_task": 0.5})
-    assert stage.max_concurrent([chosen]) == count
-    larger = chosen.with_changes(workers={"num_workers": 4})
-    if count > 1:
-        assert stage.max_concurrent([chosen, larger]) < count
+    whole, taken = cluster_room(), list[Room]()
+    while whole.holds(room_of(chosen, whole), taken):
+        taken.append(room_of(chosen, whole))
+    assert len(taken) == count
+    assert cluster_room(max_runs=1).holds(taken[0], [])
+    assert not cluster_room(max_runs=1).holds(taken[0], taken[:1])
 
 
 def test_a_sweep_of_failed_trials_says_why() -> None:
-    found = Trained(result(top1=0.9), TrialState.STOPPED_EARLY)
-    stopped = sweep_row(averaging_recipe(0.0), {RATE: 0.5}, found)
-    with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-        best_row([stopped, sweep_row(averaging_recipe(0.0), *TRIALS[2])])
-    with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
-        best_row([sweep_row(averaging_recipe(0.0), *TRIALS[2])])
+    stopped = Outcome(TrialState.STOPPED_EARLY, result(top1=0.9), top1=0.9)
+    for rows in ([stopped, FAILED], [FAILED]):
+        with pytest.raises(RunFailedError, match="every trial failed; the first: not finite"):
+            best_row(rows)

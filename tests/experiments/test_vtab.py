@@ -1,7 +1,7 @@
 """VTAB's tasks under one parent run: none is dropped, and means are of whole groups."""
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.small_sets import write_set
+from tests.experiments.flows import Calls, Parent, in_process, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
 from vit_ray.commands.vtab_tables import print_vtab
@@ -16,8 +17,6 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.labels import keys
 from vit_ray.experiments import sweep, vtab
-from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.stage import Trained
 from vit_ray.experiments.vtab import (
     TaskResult,
     group_means,
@@ -30,7 +29,6 @@ from vit_ray.experiments.vtab import (
 from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.run import RunResult
 from vit_ray.models.weights import save_weights
-from vit_ray.outcomes import TrialState
 from vit_ray.report.paper import TABLE_9, VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.
@@ -97,46 +95,39 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
     )  # fmt: skip
 
 
+@dataclass
 class Record:
-    """The parent's record and control, kept here."""
+    """The parent of the tasks, and what stands for their trainings."""
 
-    def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
-        self.is_complete = False
-        self.earlier: str | None = None
-        self.first: str | None = None
-        """Training for which workers were started beforehand."""
-        self.record = self.control = self
+    parent: Parent
+    train: Any
+    earlier: str | None = None
 
-    def __getattr__(self, method: str) -> Any:
-        return lambda *args: self.asked.__setitem__(method, args)
+    @property
+    def calls(self) -> Calls:
+        """Of the parent's record."""
+        return self.parent.calls
 
-    def hint(self) -> str:
-        return "a link"
+
+def half(recipe: Recipe, **_: Any) -> RunResult:
+    """A training that reaches 0.5, but of dmlab, which fails."""
+    if recipe.name == "v-dmlab":
+        raise RunFailedError("no memory\ntrace")
+    return result_of(recipe, 2, 2, top1=0.5)
 
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
-    """Trainings that reach 0.5, but for dmlab, which fails; nothing is started."""
-    kept = Record()
+    """Nothing is started."""
+    kept = Record(Parent(recipe_with("v")), half)
+    in_process(monkeypatch, kept.parent, lambda recipe, **keys: kept.train(recipe, **keys))
 
     @contextmanager
     def opened(*arguments: Any, **_: Any) -> Any:
         kept.earlier = arguments[4]
-        fakes: Any = (kept, "parent", None)
-        yield OpenParent(*fakes)
+        yield kept.parent
 
-    def train(recipe: Recipe, **_: Any) -> RunResult:
-        if recipe.name == "v-dmlab":
-            raise RunFailedError("no memory\ntrace")
-        return RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": 0.5}, "folder")
-
-    def start_workers(_: OpenParent, first: Recipe | None) -> None:
-        kept.first = first.name if first else None
-
-    monkeypatch.setattr(OpenParent, "start_workers", start_workers)
     monkeypatch.setattr(vtab, "open_parent", opened)
-    monkeypatch.setattr(vtab, "train", train)
     return kept
 
 
@@ -152,14 +143,14 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     errors = [row.error for row in result.rows]
     assert errors == ["", "absent: no converted data", "", "failed: no memory"]
     assert not result.is_complete
-    assert not record.is_complete
-    assert record.asked["results"][1] == {
+    assert not record.parent.run.is_complete
+    assert record.calls.last("results")[1] == {
         "vtab/pets_top1": 0.5,
         "vtab/eurosat_top1": 0.5,
         "vtab/specialized_1_of_4_top1": 0.5,
         "vtab/tasks": 2.0,
     }
-    lines = record.asked["text"][1].splitlines()
+    lines = record.calls.last("text")[1].splitlines()
     assert len(lines) == 1 + 4 + 4
     assert lines[1].startswith("pets,natural,8,0.5,0.972,")
     assert lines[1].endswith(",proxy,")  # of 8 images, not of 1,000
@@ -177,7 +168,7 @@ def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
     assert record.earlier is None
-    assert record.first == "v-pets"
+    assert record.parent.first == "v-pets"
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
     run_vtab(recipe)
     assert record.earlier == f"{tmp_path}/runs/v vtab"
@@ -185,14 +176,14 @@ def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])
 def test_a_task_that_cannot_begin_does_not_end_the_others(
-    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, record: Record, error: Exception
 ) -> None:
     def train(recipe: Recipe, **_: Any) -> RunResult:
         if recipe.name == "v-pets":
             raise error
-        return RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": 0.5}, "folder")
+        return half(recipe)
 
-    monkeypatch.setattr(vtab, "train", train)
+    record.train = train
     result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat")))
     assert result is not None
     assert [row.top1 for row in result.rows] == [None, None, 0.5, None]
@@ -251,33 +242,21 @@ def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record
 
 
 def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
-    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: Record
 ) -> None:
-    """The stages are faked; the split, the choice and the table are as they are."""
+    """The trainings are faked; the split, the choice and the table are as they are."""
+    trials: dict[str, Recipe] = {}
+    tagged: set[tuple[str, str]] = set()
 
-    class Fake:
-        def __init__(
-            self, _: Any, __: Any, recipes: list[Recipe], points: Any, kind: str,
-            parent: OpenParent, *___: Any,
-        ) -> None:  # fmt: skip
-            assert len(points) == len(recipes)
-            self.recipes = recipes
-            tagged.append((kind, parent.child_tags["vit_ray.vtab_task"]))
-
-        def run(self) -> list[Trained]:
-            return [trained(recipe) for recipe in self.recipes]
-
-    def trained(recipe: Recipe) -> Trained:
-        trials.append(recipe)
+    def train(recipe: Recipe, *, tags: dict[str, str], **_: Any) -> RunResult:
+        trials[recipe.name] = recipe
+        tagged.add((tags["vit_ray.sweep_stage"], tags["vit_ray.vtab_task"]))
         # SVHN prefers the small rate.
         rate = recipe.optim.learning_rate
         top1 = 0.5 + (-rate if "svhn" in recipe.name else rate) + 0.01 * recipe.seed
-        trained = RunResult(recipe.name, recipe.name, 2, 2, {"eval/top1": top1}, "folder")
-        return Trained(trained, TrialState.FINISHED)
+        return result_of(recipe, 2, 2, top1=top1)
 
-    trials: list[Recipe] = []
-    tagged: list[tuple[str, str]] = []
-    monkeypatch.setattr(sweep, "Stage", Fake)
+    record.train = train
     recipe = small_vtab(tmp_path, ("pets", "svhn"), images=30).with_changes(
         sweep={"learning_rates": [0.1, 0.2], "dev_fraction": 0.2, "seeds": 2}
     )
@@ -285,16 +264,17 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
         vtab_of(each(recipe).with_changes(sweep=None))
     result = run_vtab(each(recipe))
     assert result is not None
-    assert record.first == "v-pets-lr0.1"
+    assert record.parent.first == "v-pets-lr0.1"
     pets, svhn = result.rows[:2]
     assert (pets.chosen, svhn.chosen) == ("learning_rate=0.2", "learning_rate=0.1")
     assert pets.top1 == pytest.approx(0.705)
     assert pets.deviation == pytest.approx(0.01 / 2**0.5)
     stages = ("sweep_trial", "finetune")
-    assert tagged == [(kind, task) for task in ("pets", "svhn") for kind in stages]
-    counts = [open_dataset(str(one.data.train)).num_images for one in trials[:4]]
+    assert tagged == {(kind, task) for task in ("pets", "svhn") for kind in stages}
+    of_pets = [one for name, one in trials.items() if name.startswith("v-pets")]
+    counts = [open_dataset(str(one.data.train)).num_images for one in of_pets]
     assert counts == [24, 24, 30, 30]
-    assert [len(open_dataset(str(one.data.eval)).classes) for one in trials[:2]] == [2, 2]
+    assert [len(open_dataset(str(one.data.eval)).classes) for one in of_pets[:2]] == [2, 2]
     assert "learning_rate=0.2" in vtab_table(result.rows, True).csv()
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from vit_ray.launch import worker_pool as pool
+from vit_ray.launch import pool_keeper as pool
 
 
 @pytest.fixture
 def own_pools() -> Iterator[None]:
     """Tests under Ray may have left pools idle in this process; here are none."""
-    token = pool._IDLE.set(None)
+    token = pool._KEPT.set(None)
     yield
-    pool._IDLE.reset(token)
+    pool._KEPT.reset(token)

@@ -12,7 +12,7 @@ from tests.worker.fakes import make_job
 from vit_ray.data.stream import stream_server
 from vit_ray.launch import pool_server as pool_server
 from vit_ray.launch.pool_server import PoolServer
-from vit_ray.worker.pool_link import Assignment
+from vit_ray.worker.job import TrainJob
 
 
 @pytest.fixture
@@ -22,9 +22,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> PoolServer:
     return PoolServer()
 
 
-def assignment(folder: Path, number: int) -> Assignment:
-    streams: Any = None
-    return Assignment(number, make_job(folder), False, streams)
+def assign(server: PoolServer, folder: Path) -> TrainJob:
+    job, streams = make_job(folder), object()
+    server.assign(job, False, streams)  # type: ignore[arg-type]
+    return job
 
 
 def ended(server: PoolServer) -> bool:
@@ -33,17 +34,19 @@ def ended(server: PoolServer) -> bool:
 
 def test_workers_get_each_training_once_and_then_wait(server: PoolServer, tmp_path: Path) -> None:
     assert server.next_assignment(-1) == (True, None)
-    first = assignment(tmp_path, 0)
-    server.assign(first)
-    assert server.next_assignment(-1) == (True, first)
+    job = assign(server, tmp_path)
+    is_open, first = server.next_assignment(-1)
+    assert is_open
+    assert first is not None
+    assert (first.number, first.job) == (0, job)
     assert server.next_assignment(0) == (True, None)
-    assert server.current_job() is first.job
+    assert server.current_job() is job
     for rank in range(2):
         assert not ended(server)
         server.end_rank(0, "group", rank, 2)
     assert ended(server)
     assert server.next_assignment(-1) == (True, None)  # a group that starts now has missed nothing
-    server.assign(assignment(tmp_path, 1))
+    assign(server, tmp_path)
     assert not ended(server)
     is_open, found = server.next_assignment(0)
     assert is_open
@@ -54,7 +57,7 @@ def test_workers_get_each_training_once_and_then_wait(server: PoolServer, tmp_pa
 def test_a_training_whose_group_died_is_given_to_the_next_group(
     server: PoolServer, tmp_path: Path
 ) -> None:
-    server.assign(assignment(tmp_path, 0))
+    assign(server, tmp_path)
     server.end_rank(0, "first", 0, 2)  # the other rank dies
     assert server.next_assignment(-1)[1] is not None
     server.end_rank(0, "second", 1, 3)  # of three now
@@ -67,16 +70,20 @@ def test_a_training_whose_group_died_is_given_to_the_next_group(
 def test_a_worker_that_ends_an_old_training_late_does_not_end_the_next(
     server: PoolServer, tmp_path: Path
 ) -> None:
-    server.assign(assignment(tmp_path, 0))
+    assign(server, tmp_path)
     server.end_rank(0, "group", 0, 1)
-    server.assign(assignment(tmp_path, 1))
+    assign(server, tmp_path)
     server.end_rank(0, "group", 0, 1)
     assert not ended(server)
 
 
 def test_a_closed_pool_lets_its_workers_end(server: PoolServer, tmp_path: Path) -> None:
-    server.assign(assignment(tmp_path, 0))
-    server.close()
+    assign(server, tmp_path)
+    assert server.closed() == (False, None)
+    error = OSError("the group is gone")
+    server.close(error)
+    server.close()  # by its owner, who knows of no error
+    assert server.closed() == (True, error)
     assert server.next_assignment(0) == (False, None)
     assert not ended(server)  # the training has not ended; who waits for it looks at the pool
 

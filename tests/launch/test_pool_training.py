@@ -1,9 +1,9 @@
 """What becomes of a training when its pool ends, on pools that are fake: no Ray."""
 
+import contextlib
 import os
 import pickle
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import ray
 from tests.launch.pools import CLUSTER, Pools
 from tests.worker.fakes import make_job
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.launch import pool_training
+from vit_ray.launch import pool_keeper, pool_training
 from vit_ray.launch import worker_pool as pool
 from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
@@ -23,6 +23,7 @@ from vit_ray.launch.pool_training import MOST_POOLS, RunFailedError
 from vit_ray.launch.ray_policies import OwnEnvironment
 from vit_ray.launch.run_host import HostedRun, RunControl
 from vit_ray.launch.worker_pool import (
+    BorrowedPool,
     PoolEndedError,
     PoolLostError,
     PoolShape,
@@ -93,14 +94,18 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(
         (NoPlaceError("no GPU"), "abandon"),
         (PoolEndedError("bad data"), "close"),
         (KeyboardInterrupt(), "close"),
+        (None, "close"),  # nobody keeps it
     ],
 )
+@pytest.mark.usefixtures("own_pools")
 def test_only_a_group_that_has_no_place_is_not_waited_for(
-    error: BaseException, left: str, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
     class FakePool:
+        server = "server"
+
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
         def close(self) -> None:
@@ -109,37 +114,13 @@ def test_only_a_group_that_has_no_place_is_not_waited_for(
         def abandon(self) -> None:
             calls.append("abandon")
 
-    monkeypatch.setattr(pool, "WorkerPool", FakePool)
-    with pytest.raises(type(error)), pool.borrowed_pool(shape(), is_private=True):
-        raise error
+    monkeypatch.setattr(pool_keeper, "WorkerPool", FakePool)
+    expected = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with expected, pool_keeper.borrowed_pool(shape(), is_private=True) as borrowed:
+        assert borrowed.server == "server"
+        if error is not None:
+            raise error
     assert calls == [left]
-
-
-@pytest.mark.usefixtures("own_pools")
-def test_a_pool_that_is_started_early_is_the_first_trainings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started = []
-
-    class FakePool:
-        is_open = True
-
-        def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
-            self.shape = shape
-            started.append(self)
-
-        def close(self) -> None:
-            self.is_open = False
-
-    monkeypatch.setattr(pool, "WorkerPool", FakePool)
-    pool.start_kept_pool(shape(), is_private=True)
-    assert started == []  # nobody would end it
-    with pool.kept_pools():
-        for _ in range(2):
-            pool.start_kept_pool(shape(), is_private=True)
-        with pool.borrowed_pool(shape(), is_private=True) as borrowed:
-            assert started == [borrowed]
-    assert not started[0].is_open
 
 
 @pytest.mark.parametrize(
@@ -185,20 +166,17 @@ def answers(value: Any) -> Any:
     return SimpleNamespace(remote=lambda *_: lambda: value)
 
 
-def pool_with(monkeypatch: pytest.MonkeyPatch, **server: Any) -> pool.WorkerPool:
+def pool_with(monkeypatch: pytest.MonkeyPatch, **server: Any) -> BorrowedPool:
     """A pool whose controller lives and whose workers have no place."""
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     monkeypatch.setattr(pool, "StreamSource", lambda *_: None)
     monkeypatch.setattr(ray, "put", lambda streams: None)
-    one = object.__new__(pool.WorkerPool)
-    one.shape, one._num_assigned = shape(), 0
-    one._thread = threading.current_thread()
     methods = {name: answers(False) for name in ("assign", "wait_until_ended", "is_placed")}
-    one._server = SimpleNamespace(**{**methods, **server})
-    return one
+    its = {**methods, "closed": answers((False, None)), **server}
+    return BorrowedPool(shape(), SimpleNamespace(**its))
 
 
-@pytest.mark.parametrize("method", ["assign", "wait_until_ended", "is_placed"])
+@pytest.mark.parametrize("method", ["assign", "wait_until_ended", "closed", "is_placed"])
 @pytest.mark.parametrize("error", DIED)
 def test_a_pool_is_lost_when_the_process_of_its_server_has_ended(
     error: Exception, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,19 +186,11 @@ def test_a_pool_is_lost_when_the_process_of_its_server_has_ended(
         one.run(make_job(tmp_path), {})
 
 
-def ended_thread() -> threading.Thread:
-    thread = threading.Thread()
-    thread.start()
-    thread.join()
-    return thread
-
-
 @pytest.mark.parametrize(("error", "is_lost"), [*((e, True) for e in DIED), (OSError("x"), False)])
 def test_a_pool_is_lost_when_the_process_of_its_controller_has_ended(
     error: Exception, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = pool_with(monkeypatch)
-    one._thread, one._error = ended_thread(), error
+    one = pool_with(monkeypatch, closed=answers((True, error)))
     with pytest.raises(PoolEndedError) as raised:
         one.run(make_job(tmp_path), {})
     assert isinstance(raised.value, PoolLostError) == is_lost
@@ -275,13 +245,15 @@ def test_what_a_group_holds_or_waits_for_is_taken_back_until_its_controller_ends
     killed: list[Any] = []
     thread = GivenUp(looks)
     name = SimpleNamespace(hex=lambda: "07")
-    one = pool_with(monkeypatch, _actor_id=name, close=answers(None))
+    one = object.__new__(pool.WorkerPool)
+    one.server = SimpleNamespace(_actor_id=name, close=answers(None))
     one._thread = thread  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     monkeypatch.setattr(pool, "remove_groups", thread.take_back)
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: thread.now_s))
     getattr(one, leave)()
-    assert killed == [one._server]
+    assert killed == [one.server]
     assert thread.now_s == takes_s
 
 
@@ -320,7 +292,8 @@ def test_a_pool_takes_a_training_that_reads_with_other_cpus_unless_its_size_depe
 def test_a_pools_time_outs_are_set_in_its_controller_and_in_no_other_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "_GIVEN", {})
+    for key in pool_environment(shape()):
+        monkeypatch.delenv(key, raising=False)
     before = dict(os.environ)
     first = pool_environment(shape(workers={"collective_timeout_s": 30}))
     second = pool_environment(shape(workers={"num_workers": [1, 2]}))
@@ -340,7 +313,7 @@ def test_a_pools_time_outs_are_set_in_its_controller_and_in_no_other_process(
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_GIVEN", {"RAY_TRAIN_METRICS_ENABLED": "1", "PATH": "/bin"})
+    monkeypatch.setenv("RAY_TRAIN_METRICS_ENABLED", "1")
     chosen = driver_environment(is_private=True)
     assert chosen["RAY_TRAIN_METRICS_ENABLED"] == "1"
     assert "PATH" not in chosen

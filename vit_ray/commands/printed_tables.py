@@ -72,10 +72,10 @@ def print_sweep(result: SweepResult | None) -> int:
         table.add_column("dev top-1, last weights", justify="right")
     table.add_column("")
     for row in result.rows:
-        accuracies = [row.dev_top1, row.last_dev_top1] if averages else [row.dev_top1]
+        accuracies = [row.top1, row.last_top1] if averages else [row.top1]
         shown = ["" if value is None else f"{value:.2%}" for value in accuracies]
         note = "chosen" if row.point == result.best else ""
-        note = redact(f"{row.state}: {row.error}") if row.dev_top1 is None else note
+        note = redact(f"{row.state}: {row.error}") if row.top1 is None else note
         if row.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {row.steps}"
         values = [row.point[key] for key in keys]

@@ -14,8 +14,8 @@ from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.launch.cluster import connect
+from vit_ray.launch.pool_keeper import kept_pools
 from vit_ray.launch.run import train
-from vit_ray.launch.worker_pool import kept_pools
 
 SWEEP_RECIPE = "digits_sweep"
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vit_ray.commands.plan import TrainingFacts, data_facts, planned_cluster
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step, in_groups
+from vit_ray.experiments.room import Room
+from vit_ray.experiments.runner import Flow, Work, makespan
 from vit_ray.experiments.search_space import points_of
-from vit_ray.experiments.side_by_side import Room, makespan
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of
+from vit_ray.experiments.training import Training
 from vit_ray.experiments.transfer import task_recipe
+from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
+
+
+@dataclass(frozen=True)
+class PlannedTask:
+    """The fine-tunings of a cell on one data set."""
+
+    num_trials: int
+    """That a rate is chosen by; 0 for a single fine-tuning."""
+    num_finals: int
+    """With the chosen rate."""
+    exaflops: float
+    """Of each."""
+    gpu_hours: float
+    """Of each."""
+
+    @property
+    def num_runs(self) -> int:
+        """Of all fine-tunings."""
+        return self.num_trials + self.num_finals
 
 
 @dataclass(frozen=True)
@@ -25,10 +48,18 @@ class PlannedCell:
     """Of its pre-training; of a branch, its cool-down: `facts.exaflops` has the whole length."""
     training_hours: float
     """Of one GPU, at `plan.mfu` of its peak; starting, evaluating and communication aside."""
-    transfer_exaflops: float
-    """Of what comes after the pre-training."""
-    transfer_hours: float
-    """Of one GPU, for what comes after the pre-training."""
+    tasks: tuple[PlannedTask, ...]
+    """What comes after the pre-training."""
+
+    @property
+    def transfer_exaflops(self) -> float:
+        """Of its tasks."""
+        return sum(task.num_runs * task.exaflops for task in self.tasks)
+
+    @property
+    def transfer_hours(self) -> float:
+        """Of one GPU, for its tasks."""
+        return sum(task.num_runs * task.gpu_hours for task in self.tasks)
 
     @property
     def gpu_hours(self) -> float:
@@ -37,8 +68,26 @@ class PlannedCell:
 
     @property
     def hours(self) -> float:
-        """From its start to its end."""
+        """Of all of it on its own GPUs, one training after another."""
         return self.gpu_hours / self.num_gpus
+
+    def work(self, gpu_hours: float) -> Work:
+        """A training on its GPUs."""
+        recipe = self.cell.recipe
+        opening = RunOpening(recipe.tracking, recipe.name, metrics_log_path(recipe.run_folder))
+        return Work(
+            Training(recipe, "study_cell", opening, ""),
+            takes=Room(self.num_gpus, 0.0),
+            hours=gpu_hours / self.num_gpus,
+        )
+
+    def transfers(self) -> Flow[None]:
+        """Its tasks, as a study runs them."""
+        yield [self._task(task) for task in self.tasks]
+
+    def _task(self, task: PlannedTask) -> Flow[None]:
+        yield [self.work(task.gpu_hours) for _ in range(task.num_trials)]
+        yield [self.work(task.gpu_hours) for _ in range(task.num_finals)]
 
 
 @dataclass(frozen=True)
@@ -70,21 +119,23 @@ class StudyPlan:
         told = self.recipe.plan.num_gpus or widest
         return min(told, study_of(self.recipe).max_gpus or told)
 
-    @property
-    def longest(self) -> list[PlannedCell]:
-        """The cell, with its branches, that takes longest: no cluster is through any sooner."""
-        return max(self._groups(), key=lambda group: sum(one.hours for one in group))
+    @cached_property
+    def critical_path(self) -> tuple[float, list[PlannedCell]]:
+        """Hours of the cell, with its branches, that takes longest on however many GPUs."""
+        anything = Room(math.inf, math.inf)
+        found = [(makespan(_trained(group), anything), group) for group in self._groups()]
+        return max(found, key=lambda pair: pair[0])
 
     @cached_property
     def hours(self) -> float:
         """From the start of the first cell to the end of the last, side by side on the cluster."""
         groups = sorted(self._groups(), key=lambda group: group[0].facts.exaflops, reverse=True)
-        most = study_of(self.recipe).max_concurrent or len(groups)
-        return makespan(
-            [sum(one.hours for one in group) for group in groups],
-            [Room(group[0].num_gpus, 0.0) for group in groups],
-            Room(self.num_gpus, 0.0, runs=most),
-        )
+        most = study_of(self.recipe).max_concurrent or math.inf
+
+        def cells() -> Flow[None]:
+            yield [_trained(group) for group in groups]
+
+        return makespan(cells(), Room(self.num_gpus, 0.0, most))
 
     def _groups(self) -> list[list[PlannedCell]]:
         """Cells that are trained one after another."""
@@ -108,6 +159,18 @@ class StudyPlan:
                 f"{self.recipe.plan.mfu * 100:g} % MFU, {largest.cell.name!r} alone "
                 f"{largest.gpu_hours:,.4g}; leave cells out, or raise the budget"
             )
+
+
+def _trained(group: list[PlannedCell]) -> Flow[None]:
+    """A cell and its branches, as a study runs them."""
+    longest, *branches = group
+    yield [longest.work(longest.training_hours)]
+    yield [longest.transfers(), *map(_branch, branches)]
+
+
+def _branch(cell: PlannedCell) -> Flow[None]:
+    yield [cell.work(cell.training_hours)]
+    yield [cell.transfers()]
 
 
 def plan_study(recipe: Recipe) -> StudyPlan:
@@ -144,16 +207,15 @@ def _planned(recipe: Recipe, cell: Cell) -> PlannedCell:
             )
         num_gpus = fitting[-1]
     facts = data_facts(cell.recipe)
-    tasks = [task_recipe(cell, task) for task in study_of(recipe).transfer]
-    of_tasks = [_task_exaflops(task) for task in tasks]
     return PlannedCell(
         cell,
         facts,
         num_gpus,
         facts.exaflops,
         _gpu_hours(cell.recipe, facts.exaflops, num_gpus),
-        sum(of_tasks),
-        sum(_gpu_hours(*both, num_gpus) for both in zip(tasks, of_tasks, strict=True)),
+        tuple(
+            _planned_task(task_recipe(cell, task), num_gpus) for task in study_of(recipe).transfer
+        ),
     )
 
 
@@ -162,12 +224,12 @@ def _gpu_hours(recipe: Recipe, exaflops: float, num_gpus: int) -> float:
     return planned_cluster(alone).pace.device_hours(exaflops)
 
 
-def _task_exaflops(recipe: Recipe) -> float:
-    """Of one fine-tuning, or of all trials of a sweep and the runs with the chosen point."""
-    runs = 1
+def _planned_task(recipe: Recipe, num_gpus: int) -> PlannedTask:
+    exaflops = data_facts(recipe).exaflops
+    trials, finals = 0, 1
     if recipe.sweep is not None:
-        runs = len(points_of(recipe, recipe.sweep)) + recipe.sweep.seeds
-    return runs * data_facts(recipe).exaflops
+        trials, finals = len(points_of(recipe, recipe.sweep)), recipe.sweep.seeds
+    return PlannedTask(trials, finals, exaflops, _gpu_hours(recipe, exaflops, num_gpus))
 
 
 def describe_study(recipe: Recipe) -> str:
@@ -211,8 +273,7 @@ def _cost(recipe: Recipe, gpu_hours: float) -> str:
 
 
 def _totals(plan: StudyPlan) -> list[str]:
-    config, longest = plan.recipe.plan, plan.longest
-    longest_hours = sum(one.hours for one in longest)
+    config, (longest_hours, longest) = plan.recipe.plan, plan.critical_path
     branches = f" with {len(longest) - 1} branches" if len(longest) > 1 else ""
     sources = ", ".join(dict.fromkeys(one.facts.source for one in plan.cells))
     exaflops = plan.exaflops + plan.transfer_exaflops

@@ -3,47 +3,80 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import ray
 
 from vit_ray.config import Recipe
+from vit_ray.experiments.room import cluster_room
+from vit_ray.experiments.runner import Flow, run_flow
+from vit_ray.experiments.training import Outcome, Training
 from vit_ray.launch.cluster import ClusterShape, connect
 from vit_ray.launch.cluster_checks import check_cluster
+from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.open_record import OpenRun, open_record
+from vit_ray.launch.pool_keeper import kept_pools, start_kept_pool
 from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.run import ParentRun
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.launch.streams import ResolvedRun
-from vit_ray.launch.worker_pool import PoolShape, kept_pools, start_kept_pool
+from vit_ray.launch.worker_pool import PoolShape
+from vit_ray.outcomes import TrialState
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 from vit_ray.tracking.past_runs import newest_run
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OpenParent:
     """An open parent run."""
 
+    recipe: Recipe
     run: OpenRun
     run_id: str | None
     """In MLflow; None while its server could not be reached."""
-    for_children: ParentRun
-    is_nested: bool = False
-    """It is under another parent itself, such as a sweep in a study."""
-    child_tags: Mapping[str, str] = field(default_factory=dict)
-    """Of each training under a nested one: whose it is."""
-    cluster: ClusterShape | None = None
+    node_id: str
+    """Of this driver."""
+    cluster: ClusterShape
+
+    def training(self, recipe: Recipe, kind: Kind, **of_its_own: Any) -> Training:
+        """A training under it; other fields as in `Training`."""
+        recipe = recipe.with_changes(tracking={"parent_run_id": self.run_id})
+        return Training(recipe, kind, self.run.opening, self.node_id, **of_its_own)
+
+    def note_end(self, training: Training, outcome: Outcome) -> None:
+        """Count a training that has ended, for the display."""
+        is_measured = outcome.state is TrialState.FINISHED
+        self.run.control.child_ended(training.label, outcome.top1 if is_measured else None)
 
     def start_workers(self, first: Recipe | None) -> None:
         """Let workers start for the child that is trained first; None if all have ended."""
-        if first is not None and self.cluster is not None:
+        if first is not None:
             use_gpu = check_cluster(first, self.cluster)
             shape = PoolShape.of(first, self.cluster, use_gpu=use_gpu)
             start_kept_pool(shape, is_private=self.cluster.is_private)
+
+    def run_flow(
+        self, flow: Flow[T], max_runs: int | None, max_gpus: int | None = None
+    ) -> T | None:
+        """What a flow under it returns; None if the run was asked to stop.
+
+        Args:
+            max_runs, max_gpus: at a time; None: what the cluster has and may become.
+        """
+        return run_flow(
+            flow,
+            room=lambda: cluster_room(max_runs, max_gpus),
+            is_stopped=lambda: bool(self.run.control.stop_reason()),
+            name=f"{self.recipe.name}-tune",
+            storage_path=f"{self.recipe.output.rstrip('/')}/tune",
+            is_private=self.cluster.is_private,
+        )
 
 
 def earlier_run(recipe: Recipe, kind: str) -> str | None:
@@ -71,7 +104,7 @@ def open_parent(
     run_id: str | None = None,
     *,
     trainings: Sequence[Recipe] = (),
-    under: ParentRun | None = None,
+    under: OpenParent | None = None,
     tags: dict[str, str] | None = None,
 ) -> Iterator[OpenParent]:
     """Inside this block hold a parent run's folder, record it, and show how far its children are.
@@ -82,7 +115,7 @@ def open_parent(
         run_id: the MLflow run to go on with; None for a new one.
         trainings: all that may run under it; unset = as the recipe's own.
         under: the study that this run is part of; it shows how far it is, and passes signals on.
-        tags: of the run, and of the trainings under it, beside those that every run has.
+        tags: of the run, beside those that every run has.
 
     Raises:
         ValueError: the cluster cannot hold the workers of a training, or another process holds the
@@ -106,9 +139,8 @@ def open_parent(
         contextlib.nullcontext() if under else stopping_on_signals(run.control),
         kept_pools(),
     ):
-        children = ParentRun(run, ray.get_runtime_context().get_node_id())
-        is_nested = under is not None
-        yield OpenParent(run, run.record.run_id(), children, is_nested, tags or {}, cluster)
+        node_id = ray.get_runtime_context().get_node_id()
+        yield OpenParent(recipe, run, run.record.run_id(), node_id, cluster)
 
 
 def _check_trainings(recipe: Recipe, trainings: Sequence[Recipe], cluster: ClusterShape) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any, Final
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.validation import InvalidValueError
+from vit_ray.config.validation import InvalidValueError, value_text
 from vit_ray.data.order.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model
 
@@ -28,7 +29,6 @@ _FIXED: Final = (
 )  # fmt: skip
 """Set by the sweep itself, for each trial and retraining."""
 _DIGITS: Final = 4
-"""Of a number that is drawn, so that it can be read and repeated."""
 _MISSES: Final = 100
 """Draws in a row for each trial that find no new point, after which there is none: of the points
 of lists, at least one in `num_trials` is new, so that a chance of exp(-100) remains."""
@@ -37,6 +37,8 @@ of lists, at least one in `num_trials` is new, so that a chance of exp(-100) rem
 def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     """Every point of the grid, or as many random ones as the recipe says: the same each time.
 
+    For `search=optuna` they stand for those that it will propose.
+
     Raises:
         ValueError: a key cannot be varied, a value is not allowed, there is no such model, or two
             points are the same.
@@ -44,7 +46,9 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     space = config.space or {RATE: list(config.learning_rates)}
     if fixed := [key for key in space if _is_fixed(key)]:
         raise ValueError(f"sweep.space: {fixed[0]} cannot be varied in one sweep")
-    points = _drawn(space, config) if config.search == "random" else _grid(space)
+    if config.search == "optuna":
+        check_optuna(space)
+    points = _grid(space) if config.search == "grid" else _drawn(space, config)
     for point in points:
         _check(recipe, point, space)
     names = Counter(point_name(point) for point in points)
@@ -78,6 +82,28 @@ def errors_of_point(recipe: Recipe, point: Point) -> Iterator[None]:
         if recipe.sweep is None or recipe.sweep.space is None:
             raise
         raise ValueError(f"sweep.space: {point_text(point)}: {error}") from None
+
+
+def check_optuna(space: Mapping[str, Any]) -> None:
+    """Refuse what Optuna cannot search.
+
+    Raises:
+        ValueError: it is not installed, or a value is a list or a section.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise ValueError(
+            "sweep.search=optuna: Optuna is not installed; pip install 'vit_ray[search]', or set "
+            "sweep.search=random"
+        )
+    for key, values in space.items():
+        if key.startswith("workers."):
+            raise ValueError(f"sweep.space: {key} cannot be varied by search=optuna; leave it out")
+        for value in values if isinstance(values, list) else ():
+            if isinstance(value, (dict, list)):
+                raise ValueError(
+                    f"sweep.space: {key}={value_text(value)}: search=optuna varies numbers, words "
+                    "and ranges; list such values, or set sweep.search=random"
+                )
 
 
 def _is_fixed(key: str) -> bool:
@@ -125,8 +151,13 @@ def _draw(values: Any, uniform: KeyedUniform) -> Any:
         return values[uniform.below(len(values))]
     ((kind, (low, high)),) = values.items()
     if kind == "uniform":
-        return float(f"{uniform.between(low, high):.{_DIGITS}g}")
-    return float(f"{math.exp(uniform.between(math.log(low), math.log(high))):.{_DIGITS}g}")
+        return rounded(uniform.between(low, high))
+    return rounded(math.exp(uniform.between(math.log(low), math.log(high))))
+
+
+def rounded(value: float) -> float:
+    """A number that is drawn, so that it can be read and repeated."""
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:

@@ -7,16 +7,14 @@ cell that fails is started again from its newest checkpoint, and then is a row l
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
-from vit_ray.experiments.asha import grace_steps
 from vit_ray.experiments.branching import (
     begin_branch,
     branch_step,
@@ -25,22 +23,21 @@ from vit_ray.experiments.branching import (
 )
 from vit_ray.experiments.finished_cells import finished_cells
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
-from vit_ray.experiments.retries import train_with_retries
+from vit_ray.experiments.remembered import grace_steps
+from vit_ray.experiments.room import Room, cluster_room, room_of
+from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
-from vit_ray.experiments.side_by_side import Room, room_of, run_side_by_side, starting_now
-from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.transfer import key_of_the_cell, run_transfer, task_recipe, task_tags
+from vit_ray.experiments.training import deciding_metric
+from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
 from vit_ray.experiments.write_page import page_meanwhile, page_of
-from vit_ray.launch.cluster import capacity
 from vit_ray.launch.cluster_checks import check_batch
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.launch.run_metadata import training_cost
+from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.past_runs import add_to_finished
-
-_LOG = logging.getLogger(__name__)
 
 Group = list[tuple[Cell, ResolvedRun]]
 """Cells that are trained one after another: one, or the lengths of a row that branches."""
@@ -84,9 +81,10 @@ def run_study(recipe: Recipe) -> StudyResult:
         recipe, "study", resolved, total_steps, parent_id, trainings=open_cells, tags=tags
     ) as parent:
         with page_meanwhile(recipe, parent.run_id) as renew_page:
-            results = _run_cells(
+            cells_run = StudyRun(
                 study_of(recipe), cells, resolved_runs, finished, parent, renew_page
             )
+            results = cells_run.run()
         parent.run.record.results(len(results), _totals(results))
         page = page_of(recipe, parent.run_id, parent.run.record)
         hint = parent.run.record.hint()
@@ -150,63 +148,37 @@ def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
     return sum(steps)
 
 
-def _run_cells(
-    study: StudyConfig,
-    cells: list[Cell],
-    resolved_runs: list[ResolvedRun],
-    finished: dict[str, CellResult],
-    parent: OpenParent,
-    renew_page: Callable[[], None] = lambda: None,
-) -> list[CellResult]:
-    """Of all that have ended, in the order of the grid; of none that was stopped on request."""
-    parent.run.control.begin_stage("cell", len(cells))
-    run = _StudyRun(study, parent, finished, renew_page, len(cells))
-    pairs = list(zip(cells, resolved_runs, strict=True))
-    groups = [
-        [pairs[index] for index in group]
-        for group in in_groups(study, cells, [one.total_steps for one in resolved_runs])
-    ]
-    room = cluster_room(study)
-    open_groups = _in_order([group for group in groups if not run.is_over(group)], room)
-    soon = (cell for group in open_groups for cell, _ in group if cell.name not in finished)
-    parent.start_workers(first.recipe if (first := next(soon, None)) else None)
-
-    def room_now() -> Room:
-        nonlocal room
-        try:
-            room = cluster_room(study)
-        except Exception as error:  # of a cluster that does not answer for now
-            _LOG.warning("what the cluster has is not known, cells start as before: %s", error)
-        return room
-
-    run_side_by_side(
-        lambda place: run.train_group(open_groups[place]),
-        lambda now: [_needs(group, now) for group in open_groups],
-        room_now,
-        count=len(open_groups),
-        is_stopped=run.is_stopped,
-    )
-    return [run.ended[cell.name] for cell in cells if cell.name in run.ended]
-
-
 @dataclass
-class _StudyRun:
-    """Cells on their way; its methods run in several threads, each with cells of its own."""
+class StudyRun:
+    """The cells of a study on their way."""
 
     study: StudyConfig
-    parent: OpenParent
+    cells: list[Cell]
+    resolved_runs: list[ResolvedRun]
     finished: dict[str, CellResult]
     """By an earlier start, but for their missing transfers."""
-    renew_page: Callable[[], None]
+    parent: OpenParent
+    renew_page: Callable[[], None] = lambda: None
     """Called when a cell has ended and others have not."""
-    num_cells: int
     ended: dict[str, CellResult] = field(default_factory=dict)
 
-    def is_stopped(self) -> bool:
-        """Whether the study was asked to stop."""
-        return bool(self.parent.run.control.stop_reason())
+    def run(self) -> list[CellResult]:
+        """Of all that have ended, in the order of the grid; of none that was stopped on request."""
+        study, parent = self.study, self.parent
+        parent.run.control.begin_stage("cell", len(self.cells))
+        pairs = list(zip(self.cells, self.resolved_runs, strict=True))
+        steps = [one.total_steps for one in self.resolved_runs]
+        groups = [
+            [pairs[index] for index in group] for group in in_groups(study, self.cells, steps)
+        ]
+        room = cluster_room(study.max_concurrent, study.max_gpus)
+        groups = _in_order([group for group in groups if not self._is_over(group)], room)
+        soon = (cell for group in groups for cell, _ in group if cell.name not in self.finished)
+        parent.start_workers(first.recipe if (first := next(soon, None)) else None)
+        parent.run_flow(self._flow(groups), study.max_concurrent, study.max_gpus)
+        return [self.ended[cell.name] for cell in self.cells if cell.name in self.ended]
 
-    def is_over(self, group: Group) -> bool:
+    def _is_over(self, group: Group) -> bool:
         """Whether nothing is left to do of the group; notes the end of what is finished."""
         for cell, resolved in group:
             before = self.finished.get(cell.name)
@@ -214,73 +186,78 @@ class _StudyRun:
                 self._note_end(before, resolved)
         return all(cell.name in self.ended for cell, _ in group)
 
-    def train_group(self, group: Group) -> None:
-        """One after another, the longest of a branching row first."""
-        (longest, _), *others = group
-        steps = [branch_step(cell, resolved.total_steps) for cell, resolved in others]
-        for place, (cell, resolved) in enumerate(group):
-            if cell.name in self.ended:
-                continue
-            if self.is_stopped():
-                return
-            result = self.finished.get(cell.name)
-            if result is None and place == 0:
-                result = self._train(with_kept_steps(longest, steps))
-            elif result is None:
-                result = self._train(cell, longest, steps[place - 1])
-            if result is not None and not result.error:
-                result = self._transfer(result)
-            if result is not None:
-                self._note_end(replace(result, cell=cell), resolved)
-                if len(self.ended) < self.num_cells:
-                    self.renew_page()
+    def _flow(self, groups: list[Group]) -> Flow[None]:
+        yield [self._group(group) for group in groups]
 
-    def _train(self, cell: Cell, trunk: Cell | None = None, step: int = 0) -> CellResult | None:
-        """None if it was stopped on request. A cell that fails does not end the study."""
-        recipe = cell.recipe.with_changes(tracking={"parent_run_id": self.parent.run_id})
-        tags = {"vit_ray.study_label": cell.label}
-        retries, origin = self.study.retries, ""
-        try:
-            if trunk is not None and (
-                origin := begin_branch(cell, trunk, step, self._tell_of_branch)
-            ):
-                tags["vit_ray.branched_from"] = origin
-            parent, retried = self.parent.for_children, EventKind.CELL_RETRIED
-            result = train_with_retries(recipe, "study_cell", parent, retries, tags, retried)
-        except Exception as error:
-            return CellResult(cell, {}, None, error=_told(error))
-        if not result.is_complete:
-            return None
+    def _group(self, group: Group) -> Flow[None]:
+        """A cell; or the longest of a branching row, and the others from its checkpoints."""
+        (longest, resolved), *others = group
+        steps = [branch_step(cell, its.total_steps) for cell, its in others]
+        kept = self.finished.get(longest.name) or (
+            yield from self._train(with_kept_steps(longest, steps))
+        )
+        yield [
+            self._transfers(longest, resolved, kept),
+            *(self._branch(*both, longest, step) for both, step in zip(others, steps, strict=True)),
+        ]
+
+    def _branch(self, cell: Cell, resolved: ResolvedRun, trunk: Cell, step: int) -> Flow[None]:
+        result = self.finished.get(cell.name)
+        if result is None:
+            result = yield from self._train(cell, partial(begin_branch, cell, trunk, step))
+        yield from self._transfers(cell, resolved, result)
+
+    def _train(
+        self, cell: Cell, begin: Callable[[Callable[[str], None]], str] | None = None
+    ) -> Flow[CellResult]:
+        """A cell that fails does not end the study."""
+        training = self.parent.training(
+            cell.recipe,
+            "study_cell",
+            tags={"vit_ray.study_label": cell.label},
+            retries=self.study.retries,
+            retried=EventKind.CELL_RETRIED,
+            begin=begin,
+        )
+        (outcome,) = yield [Work(training)]
+        if outcome.result is None:
+            return CellResult(cell, {}, None, error=_told(outcome.error))
         return CellResult(
             cell,
-            result.metrics,
-            result.run_id,
-            result.already_complete,
-            branched_from=origin,
+            outcome.result.metrics,
+            outcome.run_id,
+            outcome.result.already_complete,
+            branched_from=outcome.branched_from,
             missing=self.study.transfer,
         )
 
-    def _tell_of_branch(self, text: str) -> None:
-        self.parent.run.record.event(EventKind.BRANCH, text, 0)
+    def _transfers(self, cell: Cell, resolved: ResolvedRun, result: CellResult) -> Flow[None]:
+        """Add accuracies on the tasks to the cell's run. One that fails ends no other."""
+        if cell.name in self.ended:
+            return
+        if not result.error:
+            found = yield [self._transfer(cell, task) for task in result.missing]
+            metrics, errors = dict(result.metrics), []
+            for task, (values, error) in zip(result.missing, found, strict=True):
+                if error:
+                    errors.append(f"transfer to {task.name}: {error}")
+                elif result.run_id is not None:
+                    tags = task_tags(cell, task)
+                    add_to_finished(cell.recipe.tracking, result.run_id, values, tags)
+                metrics |= values
+            result = replace(result, metrics=metrics, error="; ".join(errors), missing=())
+        self._note_end(replace(result, cell=cell), resolved)
+        if len(self.ended) < len(self.cells):
+            self.renew_page()
 
-    def _transfer(self, result: CellResult) -> CellResult | None:
-        """With accuracies on the tasks; None if it was stopped. One that fails ends no other."""
-        cell, errors = result.cell, []
-        for task in result.missing:
-            if self.is_stopped():
-                return None
-            try:
-                found = run_transfer(cell, task, self.parent, self.study.retries)
-            except Exception as error:
-                errors.append(f"transfer to {task.name}: {_told(error)}")
-                continue
-            if found is None:
-                return None
-            if result.run_id is not None:
-                tags = task_tags(cell, task)
-                add_to_finished(cell.recipe.tracking, result.run_id, found, tags)
-            result = replace(result, metrics={**result.metrics, **found})
-        return replace(result, error="; ".join(errors), missing=())
+    def _transfer(self, cell: Cell, task: StudyTask) -> Flow[tuple[dict[str, float], str]]:
+        """Accuracies on a task, or why there are none."""
+        try:
+            return (yield from transfer(cell, task, self.parent, self.study.retries)), ""
+        except RunStoppedError:
+            raise
+        except Exception as error:
+            return {}, _told(str(error).strip() or repr(error))
 
     def _note_end(self, result: CellResult, resolved: ResolvedRun) -> None:
         cell, run = result.cell, self.parent.run
@@ -291,33 +268,24 @@ class _StudyRun:
         run.control.child_ended(cell.label, result.metrics.get(deciding_metric(cell.recipe)))
 
 
-def _told(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+def _told(error: str) -> str:
+    return error.splitlines()[0]
 
 
 def _in_order(groups: list[Group], room: Room) -> list[Group]:
     """Largest first where some run side by side; one after another as the recipe has them."""
-    needs = sorted((_needs(group, room) for group in groups), key=lambda it: (it.gpus, it.cpus))
-    if len(starting_now(range(len(needs[:2])), (), needs[:2], room)) < 2:
+    needs = sorted(
+        (room_of(group[0][0].recipe, room) for group in groups),
+        key=lambda need: (need.gpus, need.cpus),
+    )
+    if len(needs) < 2 or not room.holds(needs[0], [needs[1]]):
         return groups
 
     def exaflops(group: Group) -> float:
         cell, resolved = group[0]
-        cost = training_cost(cell.recipe, resolved, resolved.total_steps)
-        return cost["study/exaflops"]
+        return training_cost(cell.recipe, resolved, resolved.total_steps)["study/exaflops"]
 
     return sorted(groups, key=exaflops, reverse=True)
-
-
-def _needs(group: Group, room: Room) -> Room:
-    return room_of(group[0][0].recipe, room)
-
-
-def cluster_room(study: StudyConfig) -> Room:
-    """What the cells may take together, of the cluster as it is now or may become."""
-    gpus, cpus = capacity()
-    most = gpus if study.max_gpus is None else min(gpus, study.max_gpus)
-    return Room(most, cpus, study.max_concurrent or math.inf)
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

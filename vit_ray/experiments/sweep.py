@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,18 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.validation import require
 from vit_ray.data.prepare.dev_split import dev_split
-from vit_ray.experiments.asha import grace_steps
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
+from vit_ray.experiments.remembered import (
+    DIVERGED,
+    POINTS,
+    Kept,
+    RememberedAsha,
+    RememberedSearch,
+    grace_steps,
+    rung_steps,
+    trial_key,
+)
+from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
@@ -35,16 +46,16 @@ from vit_ray.experiments.search_space import (
     points_of,
     with_point,
 )
-from vit_ray.experiments.stage import Stage, Trained, deciding_metric
-from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
+from vit_ray.experiments.sweep_tables import sweep_files
+from vit_ray.experiments.training import Outcome, Training
 from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.model_checks import check_head_is_trained
+from vit_ray.launch.open_record import tag_ended_run
 from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
 from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run import ParentRun, RunResult
 from vit_ray.launch.streams import ResolvedRun, resolve_run
-from vit_ray.outcomes import TrialState
+from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate
 
@@ -55,7 +66,8 @@ logger = logging.getLogger(__name__)
 class SweepResult:
     """What was tried, what was chosen, and the test accuracy of the retrained models."""
 
-    rows: list[SweepRow]
+    rows: list[Outcome]
+    """Of the trials, in the order of their points."""
     best: Point
     test_top1: list[float]
     """One for each seed; of the averaged weights where the recipe averages."""
@@ -129,6 +141,8 @@ class SweepPlan:
     """One for each point."""
     steps: list[int]
     """Of each trial."""
+    split: tuple[str, str] | None = None
+    """As for `trial_recipe`."""
 
     @property
     def total_steps(self) -> int:
@@ -160,7 +174,7 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
             steps.append(resolve_run(trial).total_steps)
     if config.scheduler == "asha":
         grace_steps(config, max(steps))
-    return SweepPlan(recipe, resolved, points, trials, steps)
+    return SweepPlan(recipe, resolved, points, trials, steps, split)
 
 
 def _check_points(recipe: Recipe, points: list[Point]) -> None:
@@ -178,36 +192,42 @@ def _check_points(recipe: Recipe, points: list[Point]) -> None:
                 check_weights(PreparedRun(resolved.recipe, "sweep_trial", resolved))
 
 
-def run_sweep(
-    recipe: Recipe, *, under: ParentRun | None = None, tags: dict[str, str] | None = None
-) -> SweepResult | None:
+def run_sweep(recipe: Recipe) -> SweepResult | None:
     """Try every point, choose on the dev split, retrain, test; None if it was asked to stop.
-
-    Args:
-        under: the study that the sweep is part of, in whose place on the cluster its trainings run
-            one after another; the study's page shows them.
-        tags: of the sweep's run.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: no trial, or not every retraining, came to its end.
     """
     plan = plan_sweep(recipe.with_absolute_paths())
-    with open_parent(
+    with open_sweep(plan) as parent:
+        parent.start_workers(first_to_train(plan.trials))
+        outcome = parent.run_flow(recorded_sweep(plan, parent), sweep_of(recipe).max_concurrent)
+        parent.run.is_complete = outcome is not None
+        if outcome is None:
+            return None
+        return replace(outcome, page=page_of(plan.recipe, parent.run_id, parent.run.record))
+
+
+def open_sweep(
+    plan: SweepPlan, under: OpenParent | None = None, tags: dict[str, str] | None = None
+) -> AbstractContextManager[OpenParent]:
+    """The sweep's own run, and that of an earlier start, under which its finished trials are.
+
+    Args:
+        under: the study that the sweep is part of.
+        tags: of the sweep's run.
+    """
+    return open_parent(
         plan.recipe,
         "sweep",
         plan.resolved,
         plan.total_steps,
-        # Its own, under which its finished trials are.
         earlier_run(plan.recipe, "sweep") if _has_begun(plan.recipe, plan.points) else None,
         trainings=plan.trials,
         under=under,
         tags=tags,
-    ) as parent:
-        parent.start_workers(first_to_train(plan.trials))
-        outcome = _run_and_record(plan, parent)
-        parent.run.is_complete = outcome is not None
-        return outcome
+    )
 
 
 def first_to_train(recipes: Iterable[Recipe]) -> Recipe | None:
@@ -239,112 +259,232 @@ def _dev_split(
 
 
 def _has_begun(recipe: Recipe, points: list[Point]) -> bool:
-    """Whether a trial has a checkpoint, or had one."""
+    """Whether a trial has a checkpoint, or had one, or a search has proposed one."""
     trials = (trial_recipe(recipe, point) for point in points)
-    return any(locate(trial.run_folder).list_folders() for trial in trials)
+    return locate(recipe.run_folder).child(POINTS).exists() or any(
+        locate(trial.run_folder).list_folders() for trial in trials
+    )
 
 
-def _run_and_record(plan: SweepPlan, parent: OpenParent) -> SweepResult | None:
+def recorded_sweep(
+    plan: SweepPlan, parent: OpenParent, tags: Mapping[str, str] | None = None
+) -> Flow[SweepResult]:
+    """A sweep whose parent is its own run, where its choice and its results are recorded."""
     recipe, record = plan.recipe, parent.run.record
 
-    def record_choice(rows: list[SweepRow], chosen: SweepRow) -> None:
+    def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
         for name, text in sweep_files(rows, chosen).items():
             record.text(name, text)
         record.tag("vit_ray.best_trial_checkpoint", chosen.checkpoint)
 
-    swept = run_planned(plan, parent, record_choice)
-    if swept is None:
-        return None
+    swept = yield from sweep(plan, parent, record_choice, tags or {}, is_shown=True)
     table = sweep_table(recipe, swept.test_top1)
     record.text(PAPER_FILE, table.csv())
+    last = [one.last_top1 for one in swept.finals if one.last_top1 is not None]
     outcome = SweepResult(
         swept.rows,
         swept.chosen.point,
         swept.test_top1,
         parent.run_id,
         record.hint(),
-        [run.metrics["eval/top1"] for run in swept.finals] if recipe.train.averaging else [],
+        last,
         table,
     )
     record.results(0, sweep_metrics(outcome))
-    if parent.is_nested:
-        return outcome
-    return replace(outcome, page=page_of(recipe, parent.run_id, record))
+    return outcome
 
 
 @dataclass(frozen=True)
 class Swept:
     """What a planned sweep came to."""
 
-    rows: list[SweepRow]
-    chosen: SweepRow
-    finals: list[RunResult]
+    rows: list[Outcome]
+    chosen: Outcome
+    finals: list[Outcome]
     """The retrainings, one for each seed."""
-    test_top1: list[float]
-    """Of them; of the averaged weights where the recipe averages."""
+
+    @property
+    def test_top1(self) -> list[float]:
+        """Of the retrainings; of the averaged weights where the recipe averages."""
+        return [one.top1 for one in self.finals if one.top1 is not None]
 
 
-def run_planned(
+def sweep(
     plan: SweepPlan,
     parent: OpenParent,
-    on_choice: Callable[[list[SweepRow], SweepRow], None],
-) -> Swept | None:
-    """Try and retrain under a parent run that is open; None if it was asked to stop.
+    on_choice: Callable[[list[Outcome], Outcome], None],
+    tags: Mapping[str, str],
+    *,
+    is_shown: bool = False,
+) -> Flow[Swept]:
+    """Try and retrain under a parent run that is open.
 
     Args:
-        on_choice: called with all rows and the chosen one before the retrainings.
+        on_choice: called with all outcomes and the chosen one before the retrainings.
+        tags: of each training.
+        is_shown: the display counts trials and retrainings, and not something around them.
 
     Raises:
         RunFailedError: as `run_sweep`.
     """
     recipe, config = plan.recipe, sweep_of(plan.recipe)
-    trials = [_under(trial, parent.run_id) for trial in plan.trials]
-    tried = Stage(recipe, config, trials, plan.points, "sweep_trial", parent, plan.steps).run()
-    if tried is None:
-        return None
-    rows = [sweep_row(recipe, *both) for both in zip(plan.points, tried, strict=True)]
+    trials = Trials(plan, parent, tags)
+    if is_shown:
+        parent.run.control.begin_stage("trial", len(plan.points))
+    rows = yield from trials.tried()
     chosen = best_row(rows)
     on_choice(rows, chosen)
-    finals = [
-        _under(final_recipe(recipe, chosen.point, recipe.seed + k), parent.run_id)
-        for k in range(config.seeds)
+    if is_shown:
+        parent.run.control.begin_stage("retraining", config.seeds)
+    finals = yield [
+        Work(
+            parent.training(
+                final,
+                "finetune" if final.init_from else "pretrain",
+                tags={"vit_ray.sweep_stage": "finetune", **tags},
+                point={"seed": final.seed},
+                retries=config.retries,
+            ),
+            on_end=parent.note_end,
+        )
+        for final in (
+            final_recipe(recipe, chosen.point, recipe.seed + k) for k in range(config.seeds)
+        )
     ]
-    seeds = [{"seed": final.seed} for final in finals]
-    finished = Stage(recipe, config, finals, seeds, "finetune", parent).run()
-    if finished is None:
+    if failed := [one for one in finals if one.top1 is None]:
+        why = failed[0].error or "it has no accuracy"
+        raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
+    return Swept(rows, chosen, finals)
+
+
+class Trials:
+    """The trials of a sweep: what is known of them, and what becomes of them at their rungs."""
+
+    def __init__(self, plan: SweepPlan, parent: OpenParent, tags: Mapping[str, str]) -> None:
+        config, folder = sweep_of(plan.recipe), locate(plan.recipe.run_folder)
+        self._plan, self._parent = plan, parent
+        self._tags = {"vit_ray.sweep_stage": "sweep_trial", **tags}
+        self._diverged = Kept(folder, DIVERGED, {})
+        self._search: RememberedSearch | None = None
+        if config.search == "optuna":
+            self._search = RememberedSearch(config, folder)
+        found = self._search.points if self._search else plan.points
+        self._known = found[: len(plan.points)]
+        self._asha: RememberedAsha | None = None
+        if config.scheduler == "asha":
+            keys = [trial_key(self._trial(point)[0]) for point in self._known]
+            self._asha = RememberedAsha(config, folder, keys, max(plan.steps))
+
+    def tried(self) -> Flow[list[Outcome]]:
+        """The outcome of each trial, in the order of the points.
+
+        Where rungs have stopped some and no other came to its end, the one that got furthest does.
+        """
+        parts = [self._part(self._training(point)) for point in self._known]
+        for place in range(len(parts), len(self._plan.points)):  # they stand for what is drawn
+            part = self._part(self._training(self._plan.points[place]))
+            assert isinstance(part, Work)
+            parts.append(replace(part, draw=self._draw))
+        rows = yield parts
+        rows = [
+            replace(row, state=TrialState.FAILED, error="it was not measured")
+            if row.state is TrialState.FINISHED and row.top1 is None
+            else row
+            for row in rows
+        ]
+        while (index := _best_stopped(rows)) is not None:
+            training = replace(self._training(rows[index].point), rungs=())
+            text = f"{training.label}: every trial that was not stopped early has failed"
+            self._parent.run.record.event(EventKind.TRIAL_CONTINUED, text, 0)
+            (rows[index],) = yield [Work(training, on_end=self._note_end)]
+        for row in rows:
+            if row.state is TrialState.STOPPED_EARLY and row.result:
+                training = self._training(row.point)
+                told = f"step {row.result.steps} of {row.result.total_steps}"
+                tag_ended_run(
+                    training.recipe,
+                    row.run_id,
+                    {"vit_ray.stopped_early": told},
+                    training.parent,
+                    training.node_id,
+                )
+        return rows
+
+    def _trial(self, point: Point) -> tuple[Recipe, int]:
+        """Its recipe and its steps."""
+        plan = self._plan
+        if point in plan.points:
+            place = plan.points.index(point)
+            return plan.trials[place], plan.steps[place]
+        trial = trial_recipe(plan.recipe, point, plan.split)
+        return trial, resolve_run(trial).total_steps
+
+    def _training(self, point: Point) -> Training:
+        """A trial, without the rungs that an earlier driver has seen it pass."""
+        config, (trial, steps) = sweep_of(self._plan.recipe), self._trial(point)
+        rungs = rung_steps(config, steps, max(self._plan.steps))
+        if (asha := self._asha) is not None:
+            passed = [asha.find(trial_key(trial), step) for step in rungs]
+            rungs = tuple(
+                step
+                for step, known in zip(rungs, passed, strict=True)
+                if not (known and known.goes_on)
+            )
+        return self._parent.training(
+            trial, "sweep_trial", tags=self._tags, point=point, retries=config.retries, rungs=rungs
+        )
+
+    def _draw(self) -> Training:
+        assert self._search is not None
+        return self._training(self._search.draw())
+
+    def _part(self, training: Training) -> Work | Flow[Outcome]:
+        """What trains it, unless it is known to diverge."""
+        reason = self._diverged.value.get(trial_key(training.recipe), "")
+        if not reason:
+            return Work(training, goes_on=self._goes_on, on_end=self._note_end)
+        found = Outcome(TrialState.DIVERGED, error=reason, point=training.point)
+        self._parent.note_end(training, found)
+        return known_outcome(found)
+
+    def _goes_on(self, training: Training, outcome: Outcome) -> bool:
+        if self._asha is None or outcome.top1 is None or outcome.steps is None:
+            return True
+        key, step = trial_key(training.recipe), outcome.steps
+        is_new = self._asha.find(key, step) is None
+        goes_on = self._asha.goes_on(key, step, outcome.top1, is_over=outcome.is_over)
+        if is_new and not goes_on:
+            text = f"{training.label}: after {step} steps, by its accuracy on the dev split"
+            self._parent.run.record.event(EventKind.TRIAL_STOPPED, text, 0)
+        return goes_on
+
+    def _note_end(self, training: Training, outcome: Outcome) -> None:
+        self._parent.note_end(training, outcome)
+        if self._search is not None:
+            self._search.note(training.point, outcome.top1)
+        if outcome.state is TrialState.DIVERGED:
+            text = f"{training.label}: {outcome.error}"
+            self._parent.run.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+            self._diverged.value[trial_key(training.recipe)] = outcome.error
+            self._diverged.write()
+
+
+def known_outcome(outcome: Outcome) -> Flow[Outcome]:
+    """A part of a flow that needs no training."""
+    yield from ()
+    return outcome
+
+
+def _best_stopped(rows: list[Outcome]) -> int | None:
+    """The trial that got furthest, where rungs stopped some and no other came to its end."""
+    stopped = [k for k, row in enumerate(rows) if row.state is TrialState.STOPPED_EARLY]
+    if not stopped or any(row.state is TrialState.FINISHED for row in rows):
         return None
-    failed = [found for found in finished if found.state is not TrialState.FINISHED]
-    if failed:
-        text = f"retraining with {point_text(chosen.point)} failed: {failed[0].error}"
-        raise RunFailedError(text)
-    results = [found.result for found in finished if found.result]
-    top1 = [result.metrics[deciding_metric(recipe)] for result in results]
-    return Swept(rows, chosen, results, top1)
+    return max(stopped, key=lambda k: (rows[k].steps or 0, rows[k].top1 or 0.0))
 
 
-def _under(recipe: Recipe, parent_id: str | None) -> Recipe:
-    return recipe.with_changes(tracking={"parent_run_id": parent_id})
-
-
-def sweep_row(recipe: Recipe, point: Point, found: Trained) -> SweepRow:
-    """The outcome of a trial."""
-    result = found.result
-    if result is None:
-        return SweepRow(point, None, None, found.state, found.error)
-    dev_top1 = result.metrics.get(deciding_metric(recipe))
-    return SweepRow(
-        point,
-        dev_top1,
-        result.run_id,
-        TrialState.FAILED if dev_top1 is None else found.state,
-        last_dev_top1=result.metrics.get("eval/top1") if recipe.train.averaging else None,
-        checkpoint=result.checkpoint,
-        steps=result.steps,
-    )
-
-
-def best_row(rows: list[SweepRow]) -> SweepRow:
-    """The finished row with the highest `dev_top1`; of equal ones the first.
+def best_row(rows: list[Outcome]) -> Outcome:
+    """The finished trial with the highest accuracy; of equal ones the first.
 
     Raises:
         RunFailedError: no trial was measured at its end.
@@ -353,7 +493,7 @@ def best_row(rows: list[SweepRow]) -> SweepRow:
     if not measured:
         first = next((row for row in rows if row.error), rows[0])
         raise RunFailedError(f"every trial failed; the first: {first.error}")
-    return max(measured, key=lambda row: row.dev_top1 or 0.0)
+    return max(measured, key=lambda row: row.top1 or 0.0)
 
 
 def sweep_metrics(outcome: SweepResult) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A study's transfers: every cell's weights fine-tuned on other data, at one rate or over a sweep.
 
-Section 4.1 of the paper and Table 6. They run in the place of their cell, after its pre-training;
-accuracies are metrics of the cell's own run: `transfer/TASK_top1`, over seeds where there are any.
+Section 4.1 of the paper and Table 6. They run after the pre-training of their cell; accuracies are
+metrics of the cell's own run: `transfer/TASK_top1`, over seeds where there are any.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, Final
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.retries import train_with_retries
+from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import with_point
-from vit_ray.experiments.stage import deciding_metric
 from vit_ray.experiments.study_cells import Cell, leaves, training_of
-from vit_ray.experiments.sweep import run_sweep
+from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
 from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.run_metadata import SIZES
 from vit_ray.outcomes import EventKind
@@ -94,10 +93,10 @@ def task_tags(cell: Cell, task: StudyTask) -> dict[str, str]:
     return {f"vit_ray.transfer.{task.name}": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def run_transfer(
+def transfer(
     cell: Cell, task: StudyTask, parent: OpenParent, retries: int
-) -> dict[str, float] | None:
-    """Accuracy of the cell on the task as metrics of its run; None if it was stopped on request.
+) -> Flow[dict[str, float]]:
+    """Accuracy of the cell on the task as metrics of its run.
 
     Raises:
         RunFailedError: the fine-tuning, or each trial of it, failed.
@@ -107,12 +106,14 @@ def run_transfer(
     tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
     key = top1_key(task)
     if recipe.sweep is not None:
-        swept = run_sweep(recipe, under=parent.for_children, tags=tags)
-        return None if swept is None else {key: swept.mean, f"{key}_std": swept.deviation}
-    children, retried = parent.for_children, EventKind.TRANSFER_RETRIED
-    result = train_with_retries(recipe, "finetune", children, retries, tags, retried)
-    if not result.is_complete:
-        return None
-    if deciding_metric(recipe) not in result.metrics:
-        raise RunFailedError("it has no accuracy; give data.eval in the task's changes")
-    return {key: result.metrics[deciding_metric(recipe)]}
+        plan = plan_sweep(recipe.with_absolute_paths())
+        with open_sweep(plan, parent, tags) as own:
+            swept = yield from recorded_sweep(plan, own, tags)
+            own.run.is_complete = True
+        return {key: swept.mean, f"{key}_std": swept.deviation}
+    of_its_own = {"tags": tags, "retries": retries, "retried": EventKind.TRANSFER_RETRIED}
+    (outcome,) = yield [Work(parent.training(recipe, "finetune", **of_its_own))]
+    if outcome.top1 is None:
+        told = "it has no accuracy; give data.eval in the task's changes"
+        raise RunFailedError(outcome.error or told)
+    return {key: outcome.top1}

@@ -1,7 +1,7 @@
 """VTAB-1k: every task fine-tuned with one recipe, group means, and the paper's row beside ours.
 
-Section 4.1, Table 4 and Table 9 of the paper. Tasks run one after another under one parent run and
-have stable names, so that a command given again goes on. A task whose data are not there, or that
+Section 4.1, Table 4 and Table 9 of the paper. Tasks run under one parent run and have stable names,
+so that a command given again continues. A task whose data are not there, or that
 failed, is a row like the others; a mean over a group is given only where all of its tasks are, and
 the paper's is taken over the same tasks.
 """
@@ -18,13 +18,13 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.format.schema import MANIFEST_FILE
 from vit_ray.experiments.parent_run import OpenParent, earlier_run, open_parent
+from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import point_text
-from vit_ray.experiments.stage import deciding_metric
-from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, run_planned
-from vit_ray.experiments.sweep_rows import SweepRow, sweep_files
+from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, sweep
+from vit_ray.experiments.sweep_tables import sweep_files
+from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run import train
 from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
@@ -138,12 +138,18 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     ]
     with open_parent(recipe, "vtab", resolved, total, earlier, trainings=trainings) as parent:
         parent.start_workers(first_to_train(trainings))
-        rows = []
-        for task in tasks:
-            row = _run_task(task, recipes[task.name], plans.get(task.name), parent)
-            if row is None:
-                return None
-            rows.append(row)
+        parent.run.control.begin_stage("task", len(plans))
+
+        def tasks_run() -> Flow[list[TaskResult]]:
+            rows: list[TaskResult] = yield [
+                _task(task, recipes[task.name], plans.get(task.name), parent) for task in tasks
+            ]
+            return rows
+
+        max_runs = recipe.sweep.max_concurrent if recipe.sweep else None
+        rows = parent.run_flow(tasks_run(), max_runs)
+        if rows is None:
+            return None
         parent.run.record.results(0, vtab_metrics(rows))
         is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
         parent.run.record.text("vtab/tasks.csv", vtab_table(rows, is_papers).csv())
@@ -167,54 +173,43 @@ def _plan(recipe: Recipe) -> ResolvedRun | SweepPlan:
     return plan_sweep(recipe, needs_every_class=False)
 
 
-def _run_task(
+def _task(
     task: VtabTask, recipe: Recipe, plan: ResolvedRun | SweepPlan | None, parent: OpenParent
-) -> TaskResult | None:
-    """None if it was stopped on request. A task that fails does not end the others."""
-    if parent.run.control.stop_reason():
-        return None
+) -> Flow[TaskResult]:
+    """A task that fails does not end the others."""
     if plan is None:
         return TaskResult(task, error="absent: no converted data")
+    tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
+    resolved = plan.resolved if isinstance(plan, SweepPlan) else plan
+    row = TaskResult(task, num_images=resolved.num_images)
     try:
         if isinstance(plan, SweepPlan):
-            return _sweep_task(task, plan, parent)
-        return _train_task(task, recipe, plan, parent)
+            row = yield from _sweep_task(row, plan, parent, tags)
+        else:
+            (outcome,) = yield [Work(parent.training(recipe, "finetune", tags=tags))]
+            if outcome.top1 is None:
+                raise RunFailedError(outcome.error or "its evaluation has no accuracy")
+            row = replace(row, top1=outcome.top1, run_id=outcome.run_id)
     except (RunFailedError, ValueError) as error:
         told = (str(error).strip() or repr(error)).splitlines()[0]
         parent.run.record.event(EventKind.TASK_FAILED, f"{task.name}: {told}", 0)
-        resolved = plan.resolved if isinstance(plan, SweepPlan) else plan
-        return TaskResult(task, num_images=resolved.num_images, error=f"failed: {told}")
+        row = replace(row, error=f"failed: {told}")
+    parent.run.control.child_ended(task.name, row.top1)
+    return row
 
 
-def _tags(task: VtabTask) -> dict[str, str]:
-    return {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
-
-
-def _train_task(
-    task: VtabTask, recipe: Recipe, resolved: ResolvedRun, parent: OpenParent
-) -> TaskResult | None:
-    recipe = recipe.with_changes(tracking={"parent_run_id": parent.run_id})
-    result = train(recipe, kind="finetune", tags=_tags(task), parent=parent.for_children)
-    if not result.is_complete:
-        return None
-    top1 = result.metrics.get(deciding_metric(recipe))
-    note = "" if top1 is not None else "failed: its evaluation has no accuracy"
-    return TaskResult(task, top1, resolved.num_images, result.run_id, note)
-
-
-def _sweep_task(task: VtabTask, plan: SweepPlan, parent: OpenParent) -> TaskResult | None:
-    def record_choice(rows: list[SweepRow], chosen: SweepRow) -> None:
+def _sweep_task(
+    row: TaskResult, plan: SweepPlan, parent: OpenParent, tags: dict[str, str]
+) -> Flow[TaskResult]:
+    def record_choice(rows: list[Outcome], chosen: Outcome) -> None:
         for name, text in sweep_files(rows, chosen).items():
-            parent.run.record.text(f"vtab/{task.name}/{name.rpartition('/')[2]}", text)
+            parent.run.record.text(f"vtab/{row.task.name}/{name.rpartition('/')[2]}", text)
 
-    swept = run_planned(plan, replace(parent, child_tags=_tags(task)), record_choice)
-    if swept is None:
-        return None
-    return TaskResult(
-        task,
-        statistics.fmean(swept.test_top1),
-        plan.resolved.num_images,
-        swept.finals[0].run_id,
+    swept = yield from sweep(plan, parent, record_choice, tags)
+    return replace(
+        row,
+        top1=statistics.fmean(swept.test_top1),
+        run_id=swept.finals[0].run_id,
         deviation=statistics.stdev(swept.test_top1) if len(swept.test_top1) > 1 else None,
         chosen=point_text(swept.chosen.point),
     )

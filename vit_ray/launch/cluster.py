@@ -108,8 +108,14 @@ def connect(recipe: Recipe) -> ClusterShape:
         num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
         os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
         _start(num_cpus)
-        _STARTED.append(_address())
+        mark_private()
     return shape(time.time())
+
+
+def mark_private() -> None:
+    """The connected cluster is this driver's alone; for the driver, and processes of its trials."""
+    if _address() not in _STARTED:
+        _STARTED.append(_address())
 
 
 def has_dashboard() -> bool:

@@ -14,7 +14,7 @@ import ray
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.run_host import RunControl, RunRecord, start_run
+from vit_ray.launch.run_host import HostedRun, RunControl, RunRecord, host_on, start_run
 from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.streams import ResolvedRun
@@ -43,8 +43,16 @@ class OpenRun:
     @classmethod
     def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
         """Open a run as `start_run`."""
-        run = start_run(opening, node_id)
-        return cls(opening, RunRecord(run), RunControl(run))
+        return cls._of(start_run(opening, node_id))
+
+    @classmethod
+    def joined(cls, opening: RunOpening, node_id: str) -> OpenRun:
+        """A run that this driver has opened, in the process of one of its trials."""
+        return cls._of(HostedRun(host_on(node_id), opening))
+
+    @classmethod
+    def _of(cls, run: HostedRun) -> OpenRun:
+        return cls(run.opening, RunRecord(run), RunControl(run))
 
     def finish(self, status: Status) -> None:
         """End its record, without which the result is valid; say how MLflow can have it later."""

@@ -13,14 +13,14 @@ import ray.util
 
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.pool_link import Assignment
+from vit_ray.worker.pool_link import Assignment, OpensStreams
 
 ANSWER_S: Final = 5.0
 """Longest time that a call waits before it answers that nothing has changed."""
 
 
 class PoolServer:
-    """Runs as an actor with a thread for every call; the driver that made it owns it."""
+    """Runs as an actor with a thread for every call; the process of its pool owns it."""
 
     def __init__(self, **how: Any) -> None:
         """`how`: of `StreamServer`."""
@@ -30,9 +30,11 @@ class PoolServer:
         self._host_servers: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
+        self._num_assigned = 0
         self._has_ended = True
         self._ended: dict[str, set[int]] = {}
         self._is_open = True
+        self._error: BaseException | None = None
         self._is_placed = False
 
     def next_block(self, one: Pass | PassName, rank: int, index: int) -> list[Any]:
@@ -68,10 +70,12 @@ class PoolServer:
                 self._host_servers[host] = server
             return self._host_servers[host]
 
-    def assign(self, assignment: Assignment) -> None:
+    def assign(self, job: TrainJob, use_gpu: bool, streams: OpensStreams) -> None:
         """The next training; the one before it has ended."""
         with self._changed:
-            self._assignment, self._has_ended, self._ended = assignment, False, {}
+            self._assignment = Assignment(self._num_assigned, job, use_gpu, streams)
+            self._num_assigned += 1
+            self._has_ended, self._ended = False, {}
             self._changed.notify_all()
 
     def current_job(self) -> TrainJob | None:
@@ -112,12 +116,16 @@ class PoolServer:
                 self._close_streams()
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Let the workers end."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the workers end, or note that they have, and why."""
         with self._changed:
-            self._is_open = False
+            self._is_open, self._error = False, error or self._error
             self._changed.notify_all()
         self._close_streams()
+
+    def closed(self) -> tuple[bool, BaseException | None]:
+        """Whether the pool takes no more trainings, and the error that ended it, if one did."""
+        return not self._is_open, self._error
 
     def _close_streams(self) -> None:
         self._streams.close()

@@ -10,8 +10,9 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
+from vit_ray.launch.pool_keeper import borrowed_pool
 from vit_ray.launch.ray_policies import cause, newest_step
-from vit_ray.launch.worker_pool import PoolEndedError, PoolLostError, PoolShape, borrowed_pool
+from vit_ray.launch.worker_pool import PoolEndedError, PoolLostError, PoolShape
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.worker.job import TrainJob
 

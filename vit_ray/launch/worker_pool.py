@@ -1,8 +1,8 @@
 """A worker pool: a worker group under Ray Train that trains one run after another.
 
-Starting processes and importing libraries take longer than a small training, so what runs trainings
-one by one (a sweep, a study) keeps a pool open for them. A fault of a training costs at most its
-pool, and the next training gets a new one.
+Starting processes and importing libraries take longer than a small training, so what runs many
+trainings borrows pools from a keeper (`pool_keeper.py`), which outlives each of them. A fault of a
+training costs at most its pool, and the next training gets a new one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,7 +26,7 @@ from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.cluster import ClusterShape, has_dashboard
-from vit_ray.launch.placement_wait import NoPlaceError, PlacementWait, missing_now
+from vit_ray.launch.placement_wait import PlacementWait, missing_now
 from vit_ray.launch.pool_server import PoolServer
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
@@ -43,10 +41,7 @@ from vit_ray.launch.ray_policies import (
 )
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_entry import work_in_pool
-from vit_ray.worker.pool_link import Assignment
 
-_GIVEN: Final = dict(os.environ)
-"""The user's own settings, before any pool changed them."""
 _SERVER: Final = "the server of the workers' pool"
 CLOSE_S: Final = 60.0
 """Longest time for the workers of a pool to end."""
@@ -135,8 +130,46 @@ class _CurrentJob:
         return job
 
 
+@dataclass(frozen=True)
+class BorrowedPool:
+    """A pool as a training sees it, in whatever process the pool is owned."""
+
+    shape: PoolShape
+    server: Any
+    """Handle of its `PoolServer`."""
+
+    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
+        """Train, until all workers are done, through failures and resizes.
+
+        Raises:
+            PoolEndedError: the group has ended, and the pool with it.
+            PoolLostError: through no fault of the training.
+            NoPlaceError: there is no place for the group, or a stop came while there was none.
+        """
+        shape = self.shape
+        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
+        source = StreamSource(self.server, ray.put(streams))
+        self._ask("assign", job, shape.use_gpu, source)
+        while not self._ask("wait_until_ended"):
+            is_closed, error = self._ask("closed")
+            if is_closed:
+                if isinstance(error, PROCESS_DIED):
+                    text = "the process of Ray Train's controller, on the driver's host, has died"
+                    raise PoolLostError(text) from error
+                raise PoolEndedError(str(error)) from error
+            watch.check(is_placed=self._ask("is_placed"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the pool's server."""
+        try:
+            return answer(getattr(self.server, method).remote(*arguments), _SERVER)
+        except PROCESS_DIED as error:
+            text = "the process of the pool's server, on the driver's host, has died"
+            raise PoolLostError(text) from error
+
+
 class WorkerPool:
-    """A placed worker group, its streams' process, and the thread that runs its controller."""
+    """A worker group, its streams' process, and the thread that runs its controller: its owner."""
 
     def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
         """Start it; workers are placed and import while the caller goes on.
@@ -145,10 +178,7 @@ class WorkerPool:
             is_private: Ray was started by this driver, for itself alone.
         """
         self.shape = shape
-        self._num_assigned = 0
-        self._error: BaseException | None = None
-        # Each rank may wait for its next training, and for a block of each of two streams.
-        self._server: Any = (
+        self.server: Any = (
             ray.remote(PoolServer)
             .options(
                 num_cpus=0,
@@ -174,40 +204,10 @@ class WorkerPool:
         """Whether its workers take another training."""
         return self._thread.is_alive()
 
-    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
-        """Train, until all workers are done, through failures and resizes.
-
-        Raises:
-            PoolEndedError: the group has ended, and the pool with it.
-            PoolLostError: through no fault of the training.
-            NoPlaceError: there is no place for the group, or a stop came while there was none.
-        """
-        shape = self.shape
-        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
-        source = StreamSource(self._server, ray.put(streams))
-        assignment = Assignment(self._num_assigned, job, self.shape.use_gpu, source)
-        self._num_assigned += 1
-        self._ask("assign", assignment)
-        while not self._ask("wait_until_ended"):
-            if not self._thread.is_alive():
-                if isinstance(self._error, PROCESS_DIED):
-                    text = "the process of Ray Train's controller, on the driver's host, has died"
-                    raise PoolLostError(text) from self._error
-                raise PoolEndedError(str(self._error)) from self._error
-            watch.check(is_placed=self._ask("is_placed"))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the pool's server."""
-        try:
-            return answer(getattr(self._server, method).remote(*arguments), _SERVER)
-        except PROCESS_DIED as error:
-            text = "the process of the pool's server, on the driver's host, has died"
-            raise PoolLostError(text) from error
-
     def close(self) -> None:
         """Let the workers end, and wait for it; those that do not lose their places."""
         with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
-            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+            ray.get(self.server.close.remote(), timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
         self.abandon()
 
@@ -218,21 +218,22 @@ class WorkerPool:
         as there is nothing to wait for, and no server; it may only be starting now.
         """
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self._server)
+            ray.kill(self.server)
         deadline = time.monotonic() + ABANDON_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(ray.exceptions.RayError):
-                remove_groups(pool_name(self._server))
+                remove_groups(pool_name(self.server))
             self._thread.join(0.5)
 
     def _run_workers(self, is_private: bool) -> None:
+        error = None
         try:
             # no limit: a thread; `close` and `abandon` end the trainer
-            _trainer(self.shape, self._server, is_private=is_private).fit()
-        except BaseException as error:  # raised where the training is waited for
-            self._error = error
+            _trainer(self.shape, self.server, is_private=is_private).fit()
+        except BaseException as raised:  # raised where the training is waited for
+            error = raised
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self._server.close.remote(), timeout=CLOSE_S)
+            ray.get(self.server.close.remote(error), timeout=CLOSE_S)
 
 
 def driver_environment(*, is_private: bool) -> dict[str, str]:
@@ -261,7 +262,7 @@ def pool_environment(shape: PoolShape) -> dict[str, str]:
 
 
 def _unless_given(wanted: dict[str, str]) -> dict[str, str]:
-    return wanted | {key: _GIVEN[key] for key in wanted if key in _GIVEN}
+    return {key: os.environ.get(key, value) for key, value in wanted.items()}
 
 
 def pool_name(server: Any) -> str:
@@ -309,88 +310,3 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
             callbacks=callbacks,
         ),
     )
-
-
-class _IdlePools:
-    """Worker pools that wait for their next training; for several threads."""
-
-    def __init__(self) -> None:
-        self._pools: list[WorkerPool] = []
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def take(self, shape: PoolShape) -> WorkerPool | None:
-        """One of the shape. Where there is none, those of other shapes give up their places."""
-        with self._lock:
-            fitting = [pool for pool in self._pools if pool.shape == shape and pool.is_open]
-            if fitting:
-                self._pools.remove(fitting[0])
-                return fitting[0]
-            others, self._pools = self._pools, []
-        for pool in others:
-            pool.close()
-        return None
-
-    def start(self, shape: PoolShape, *, is_private: bool) -> None:
-        """Start one of the shape if there is none; those of other shapes give up their places."""
-        self.give(self.take(shape) or WorkerPool(shape, is_private=is_private))
-
-    def give(self, pool: WorkerPool) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._pools.append(pool)
-                return
-        pool.close()
-
-    def close(self) -> None:
-        with self._lock:
-            pools, self._pools, self._is_closed = self._pools, [], True
-        for pool in pools:
-            pool.close()
-
-
-_IDLE: ContextVar[_IdlePools | None] = ContextVar("idle_pools", default=None)
-
-
-@contextlib.contextmanager
-def kept_pools() -> Iterator[None]:
-    """Inside the block, pools stay open for the next training of their shape.
-
-    Threads that train in it must be started in a copy of its context.
-    """
-    if _IDLE.get() is not None:
-        yield
-        return
-    idle = _IdlePools()
-    token = _IDLE.set(idle)
-    try:
-        yield
-    finally:
-        _IDLE.reset(token)
-        idle.close()
-
-
-def start_kept_pool(shape: PoolShape, *, is_private: bool) -> None:
-    """Inside `kept_pools`: let workers be placed and import before their training is ready."""
-    if (idle := _IDLE.get()) is not None:
-        idle.start(shape, is_private=is_private)
-
-
-@contextlib.contextmanager
-def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[WorkerPool]:
-    """A pool of this shape; after an error in the block it is closed, and no other run gets it."""
-    idle = _IDLE.get()
-    pool = idle.take(shape) if idle is not None else None
-    pool = pool or WorkerPool(shape, is_private=is_private)
-    try:
-        yield pool
-    except NoPlaceError:
-        pool.abandon()
-        raise
-    except BaseException:
-        pool.close()
-        raise
-    if idle is None or not pool.is_open:
-        pool.close()
-    else:
-        idle.give(pool)

@@ -1,28 +1,33 @@
 """ASHA's rungs and decisions against Ray's own scheduler, in one driver and over several."""
 
-import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import cloudpickle, tune
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
-from tests.experiments.studies import Calls
+from tests.experiments.flows import Parent, in_process
+from tests.experiments.sweeps import plan_of
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
-from vit_ray.experiments import retries, stage
-from vit_ray.experiments.asha import RememberedAsha, RungRecord, grace_steps, rung_steps
-from vit_ray.experiments.diverged_trials import trial_key
+from vit_ray.experiments import sweep
+from vit_ray.experiments.remembered import (
+    RememberedAsha,
+    RungResult,
+    grace_steps,
+    rung_steps,
+    trial_key,
+)
+from vit_ray.experiments.sweep import Trials
+from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 
 
 def asha(**keys: Any) -> SweepConfig:
@@ -53,14 +58,14 @@ def test_rungs_are_where_rays_scheduler_sees_them(
         rays.on_trial_result(None, SimpleNamespace(trial_id="a"), {"step": step, "top1": 0.0})
         if counts != [len(recorded) for _, recorded in rays._brackets[0]._rungs]:
             seen.append(step)
-    assert rung_steps(config, max_steps, max_steps) == [*seen, max_steps]
+    assert rung_steps(config, max_steps, max_steps) == tuple(seen)
 
 
 def test_a_shorter_trial_has_fewer_rungs_and_none_without_a_scheduler() -> None:
     config = asha(grace_steps=2)
-    assert rung_steps(config, 64, 64) == [2, 8, 32, 64]
-    assert rung_steps(config, 8, 64) == [2, 8]
-    assert rung_steps(SweepConfig(), 64, 64) == [64]
+    assert rung_steps(config, 64, 64) == (2, 8, 32)
+    assert rung_steps(config, 8, 64) == (2,)
+    assert rung_steps(SweepConfig(), 64, 64) == ()
     assert grace_steps(asha(), 64) == 4
     with pytest.raises(ValueError, match=r"sweep.grace_steps=64 is no rung of trials of 64 steps"):
         grace_steps(asha(grace_steps=64), 64)
@@ -74,11 +79,15 @@ def test_decisions_are_rays_own_though_the_driver_is_killed_in_between(
 ) -> None:
     draw = random.Random(seed)
     names, config = [f"t{k}" for k in range(9)], asha(grace_steps=2, reduction_factor=3.0)
-    rungs = rung_steps(config, 60, 60)
+    rungs = [*rung_steps(config, 60, 60), 60]
     rays = rays_own(config, names, 60)
     waiting = {name: iter(rungs) for name in names}
-    ours = RememberedAsha(config, RungRecord(locate(str(tmp_path))), names, 60)
-    decisions: dict[tuple[str, int], str] = {}
+
+    def remembered() -> RememberedAsha:
+        return RememberedAsha(config, locate(str(tmp_path)), names, 60)
+
+    ours = remembered()
+    decisions: dict[tuple[str, int], bool] = {}
     while waiting:
         name = draw.choice(sorted(waiting))
         step = next(waiting[name])
@@ -88,27 +97,17 @@ def test_decisions_are_rays_own_though_the_driver_is_killed_in_between(
             None, SimpleNamespace(trial_id=name), {"step": step, "top1": top1}
         )
         is_over = step == rungs[-1]
-        told = {"index": names.index(name), "step": step, "top1": top1, "is_over": is_over}
         if draw.random() < 0.3:
-            ours = RememberedAsha(config, RungRecord(locate(str(tmp_path))), names, 60)
-        found = ours.on_trial_result(None, None, told)
-        assert found == (TrialScheduler.CONTINUE if is_over else expected)
+            ours = remembered()
+        found = ours.goes_on(name, step, top1, is_over=is_over)
+        assert found == (is_over or expected == TrialScheduler.CONTINUE)
         decisions[name, step] = found
-        if is_over or found == TrialScheduler.STOP:
+        if is_over or not found:
             del waiting[name]
-    assert TrialScheduler.STOP in decisions.values()
-    again = RememberedAsha(config, RungRecord(locate(str(tmp_path))), names, 60)
+    assert False in decisions.values()
+    again = remembered()
     for (name, step), decision in decisions.items():
-        told = {"index": names.index(name), "step": step, "top1": 0.0, "is_over": False}
-        assert again.on_trial_result(None, None, told) == decision
-
-
-def test_ray_tune_can_write_its_configuration(tmp_path: Path) -> None:
-    ours = RememberedAsha(asha(grace_steps=2), RungRecord(locate(str(tmp_path))), ["a"], 60)
-    config = tune.TuneConfig(scheduler=ours)
-    again = cloudpickle.loads(cloudpickle.dumps(config))
-    assert type(again.scheduler) is FIFOScheduler
-    assert config.scheduler is ours
+        assert again.goes_on(name, step, 0.0, is_over=False) == decision
 
 
 class KilledError(BaseException):
@@ -137,21 +136,6 @@ class FakeTraining:
         return RunResult(recipe.name, recipe.name, step, total, metrics, "folder")
 
 
-def in_turns(configurations: Any, train: Any, *, scheduler: RememberedAsha, **_: Any) -> list[Any]:
-    """As Ray Tune with all trials at a time: a rung of each in turn."""
-    last: list[Any] = [None] * len(configurations)
-    rungs = itertools.count()
-    going = list(range(len(configurations)))
-    while going:
-        rung = next(rungs)
-        for index in list(going):
-            last[index] = train(index, rung)
-            decision = scheduler.on_trial_result(None, None, last[index])
-            if last[index]["is_over"] or decision == TrialScheduler.STOP:
-                going.remove(index)
-    return last
-
-
 def sweep_recipe(folder: Path) -> Recipe:
     return recipe_with(
         "s", output=str(folder), data={"eval": "y"}, optim={"steps": 16},
@@ -163,26 +147,35 @@ def sweep_recipe(folder: Path) -> Recipe:
 RATES = (0.3, 0.1, 0.4, 0.2)
 
 
-def a_stage(folder: Path, events: Calls, *, is_nested: bool = False) -> stage.Stage:
-    whole = sweep_recipe(folder)
-    assert whole.sweep is not None
-    trials = [
+def trials_of(whole: Recipe) -> list[Recipe]:
+    return [
         whole.with_changes(name=f"s-{rate}", sweep=None, optim={"learning_rate": rate})
         for rate in RATES
     ]
-    run = SimpleNamespace(record=events, control=events, opening=None)
-    children = SimpleNamespace(run=run, node_id="here")
-    tags = {"vit_ray.study_cell": "cell"} if is_nested else {}
-    parent: Any = SimpleNamespace(for_children=children, is_nested=is_nested, child_tags=tags)
+
+
+def tried(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, train: Any, tags: dict[str, str] | None = None
+) -> tuple[list[Outcome], Parent]:
+    """Outcomes of the trials of a sweep under ASHA, a rung of each in turn; and its parent."""
+    whole = sweep_recipe(folder)
+    parent = Parent(whole)
+    in_process(monkeypatch, parent, train)
     points = [{"optim.learning_rate": rate} for rate in RATES]
-    return stage.Stage(whole, whole.sweep, trials, points, "sweep_trial", parent, [16] * 4)
+    plan = plan_of(whole, trials_of(whole), points, steps=16)
+    found = parent.run_flow(Trials(plan, parent, tags or {}).tried(), None)
+    assert found is not None
+    return found, parent
 
 
-@pytest.fixture
-def tagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def kept(folder: Path) -> list[RungResult]:
+    return RememberedAsha(asha(), locate(sweep_recipe(folder).run_folder), [], 64).results
+
+
+@pytest.fixture(autouse=True)
+def tagged(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    monkeypatch.setattr(stage, "run_trials", in_turns)
-    monkeypatch.setattr(stage, "tag_ended_run", lambda recipe, _, tags, *__: found.update(tags))
+    monkeypatch.setattr(sweep, "tag_ended_run", lambda recipe, _, tags, *__: found.update(tags))
     return found
 
 
@@ -190,23 +183,22 @@ def tagged(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def test_steps_behind_a_rung_that_stops_a_trial_are_not_trained(
     killed_at: int | None, tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    training, events = FakeTraining(killed_at), Calls()
-    monkeypatch.setattr(retries, "train", training)
+    training = FakeTraining(killed_at)
     if killed_at is not None:
         with pytest.raises(KilledError):
-            a_stage(tmp_path, events).run()
-    trained = a_stage(tmp_path, events).run()
-    assert trained is not None
+            tried(monkeypatch, tmp_path, training)
+    rows, parent = tried(monkeypatch, tmp_path, training)
     # Rungs at 1 and 4 steps: 0.3 passes all, 0.1 and 0.2 none, and 0.4 all as the best so far.
-    assert [one.result and one.result.steps for one in trained] == [16, 1, 16, 1]
-    assert [one.state is TrialState.STOPPED_EARLY for one in trained] == [False, True, False, True]
+    assert [one.steps for one in rows] == [16, 1, 16, 1]
+    assert [one.state is TrialState.STOPPED_EARLY for one in rows] == [False, True, False, True]
     assert training.steps_trained == 16 + 1 + 16 + 1
     assert tagged == {"vit_ray.stopped_early": "step 1 of 16"}
-    assert events.kinds().count("trial stopped early") == 2
+    if killed_at is None:
+        assert parent.calls.kinds().count("trial stopped early") == 2
 
 
 def test_a_trial_that_ended_by_itself_before_a_rung_is_finished(
-    tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = FakeTraining()
 
@@ -215,16 +207,12 @@ def test_a_trial_that_ended_by_itself_before_a_rung_is_finished(
             return whole(recipe, until_step=until_step)
         return replace(whole(recipe, until_step=3), ended="no better validation loss")
 
-    monkeypatch.setattr(retries, "train", train)
-    trained = a_stage(tmp_path, Calls()).run()
-    assert trained is not None
-    assert [(one.error, one.state) for one in trained][2] == ("", TrialState.FINISHED)
-    assert trained[2].result
-    assert trained[2].result.steps == 3
+    rows, _ = tried(monkeypatch, tmp_path, train)
+    assert (rows[2].error, rows[2].state, rows[2].steps) == ("", TrialState.FINISHED, 3)
 
 
-def test_in_the_place_of_one_training_trials_run_in_turn(
-    tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_trials_have_the_tags_of_what_they_are_part_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     training = FakeTraining()
 
@@ -232,17 +220,12 @@ def test_in_the_place_of_one_training_trials_run_in_turn(
         assert tags == {"vit_ray.sweep_stage": "sweep_trial", "vit_ray.study_cell": "cell"}
         return training(recipe, **keys)
 
-    monkeypatch.setattr(retries, "train", train)
-    monkeypatch.setattr(stage, "run_trials", None)
-    trained = a_stage(tmp_path, Calls(), is_nested=True).run()
-    assert trained is not None
-    # 0.3 is alone at both rungs; 0.1 is worse, 0.4 the best so far, 0.2 below the best quarter.
-    assert [one.result and one.result.steps for one in trained] == [16, 1, 16, 1]
-    assert training.steps_trained == 34
+    rows, _ = tried(monkeypatch, tmp_path, train, {"vit_ray.study_cell": "cell"})
+    assert [one.error for one in rows] == [""] * 4
 
 
 def test_where_the_leader_diverges_the_best_stopped_trial_goes_on(
-    tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = FakeTraining()
 
@@ -251,33 +234,28 @@ def test_where_the_leader_diverges_the_best_stopped_trial_goes_on(
             raise RunDivergedError("reason")
         return whole(recipe, until_step=until_step)
 
-    monkeypatch.setattr(retries, "train", train)
     # 0.3 and 0.4 pass the first rung and diverge; 0.1 and 0.2 are stopped there.
-    for events, told in ((Calls(), 1), (Calls(), 0)):
-        trained = a_stage(tmp_path, events).run()
-        assert trained is not None
-        assert [one.result and one.result.steps for one in trained] == [None, 1, None, 16]
+    for told in (1, 0):
+        rows, parent = tried(monkeypatch, tmp_path, train)
+        assert [one.steps for one in rows] == [None, 1, None, 16]
         failed, stopped = TrialState.DIVERGED, TrialState.STOPPED_EARLY
-        assert [one.state for one in trained] == [failed, stopped, failed, TrialState.FINISHED]
-        assert events.kinds().count("trial goes on") == told
+        assert [one.state for one in rows] == [failed, stopped, failed, TrialState.FINISHED]
+        assert parent.calls.kinds().count("trial goes on") == told
         assert whole.steps_trained == 4 + 15
 
 
-def test_another_recipe_of_the_name_of_a_stopped_trial_is_measured_anew(
-    tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_another_recipe_of_the_name_of_a_stopped_trial_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(retries, "train", FakeTraining())
-    first = a_stage(tmp_path, Calls())
-    first.run()
-    record = RungRecord(locate(sweep_recipe(tmp_path).run_folder))
-    names = {one.trial for one in record.results()}
-    changed = first._recipes[1].with_changes(seed=5)
-    assert trial_key(first._recipes[1]) in names
-    assert trial_key(changed) not in names
+    tried(monkeypatch, tmp_path, FakeTraining())
+    names = {one.trial for one in kept(tmp_path)}
+    trial = trials_of(sweep_recipe(tmp_path))[1]
+    assert trial_key(trial) in names
+    assert trial_key(trial.with_changes(seed=5)) not in names
 
 
 def test_a_failure_at_a_rung_ends_the_trial_and_fills_no_rung(
-    tagged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = FakeTraining()
 
@@ -286,10 +264,6 @@ def test_a_failure_at_a_rung_ends_the_trial_and_fills_no_rung(
             raise RunFailedError("a worker died")
         return whole(recipe, **keys)
 
-    monkeypatch.setattr(retries, "train", train)
-    trained = a_stage(tmp_path, Calls()).run()
-    assert trained is not None
-    assert [one.error for one in trained] == ["", "", "a worker died", ""]
-    folder: Location = locate(sweep_recipe(tmp_path).run_folder)
-    steps = [one.step for one in RungRecord(folder).results() if one.trial.startswith("s-0.4")]
-    assert steps == [1]
+    rows, _ = tried(monkeypatch, tmp_path, train)
+    assert [one.error for one in rows] == ["", "", "a worker died", ""]
+    assert [one.step for one in kept(tmp_path) if one.trial.startswith("s-0.4")] == [1]

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vit_ray.experiments.search_space import RATE, Point, point_text
+from vit_ray.experiments.training import Outcome
 from vit_ray.outcomes import TrialState
 from vit_ray.report import charts
 from vit_ray.report.charts import Axis, Chart, Series
 from vit_ray.report.tables import Column, Table, Value
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """One point and what it reached on the dev split."""
-
-    point: Point
-    dev_top1: float | None
-    """What decides: of the averaged weights where the recipe averages; None: the trial failed."""
-    run_id: str | None
-    state: TrialState
-    """Of one that was stopped early, `dev_top1` was measured at the rung."""
-    error: str = ""
-    last_dev_top1: float | None = None
-    """Of the last weights, where `dev_top1` is of the averaged ones."""
-    checkpoint: str = ""
-    """Folder of its last checkpoint."""
-    steps: int | None = None
-    """Steps that it was trained for."""
-
-
-def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:
+def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
     """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` where rates were varied."""
     files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
     series = [
@@ -48,11 +28,11 @@ def sweep_files(rows: list[SweepRow], chosen: SweepRow) -> dict[str, str]:
     return files
 
 
-def _series(rows: list[SweepRow], name: str, state: TrialState) -> Series:
+def _series(rows: list[Outcome], name: str, state: TrialState) -> Series:
     points = [
-        charts.Point(float(row.point[RATE]), row.dev_top1, _rest(row.point))
+        charts.Point(float(row.point[RATE]), row.top1, _rest(row.point))
         for row in rows
-        if RATE in row.point and row.dev_top1 is not None and row.state is state
+        if RATE in row.point and row.top1 is not None and row.state is state
     ]
     has_line = len({point.label for point in points}) == 1 and state is TrialState.FINISHED
     return Series(name, sorted(points, key=lambda point: point.x), has_line=has_line)
@@ -62,7 +42,7 @@ def _rest(point: Point) -> str:
     return point_text({key: value for key, value in point.items() if key != RATE})
 
 
-def trials_table(rows: list[SweepRow], chosen: SweepRow) -> Table:
+def trials_table(rows: list[Outcome], chosen: Outcome) -> Table:
     """Every trial with its point, its accuracy and how it ended."""
     keys = list(dict.fromkeys(key for row in rows for key in row.point))
     columns = [
@@ -74,12 +54,12 @@ def trials_table(rows: list[SweepRow], chosen: SweepRow) -> Table:
     return Table("Trials", columns, [_cells(row, keys, row is chosen) for row in rows])
 
 
-def _cells(row: SweepRow, keys: list[str], is_chosen: bool) -> list[Value]:
+def _cells(row: Outcome, keys: list[str], is_chosen: bool) -> list[Value]:
     values = [row.point.get(key) for key in keys]
     return [
         *(value if isinstance(value, (int, float, str)) else str(value) for value in values),
-        row.dev_top1,
-        row.last_dev_top1,
+        row.top1,
+        row.last_top1,
         row.steps,
         row.state,
         "yes" if is_chosen else "",

@@ -1,0 +1,334 @@
+"""Runs the trainings of an experiment as trials of Ray Tune, as many at a time as there is room.
+
+An experiment is a flow: a generator that yields work, gets the outcomes, and returns its result. Of
+a flow that is part of another one, and of a training, the other gets the result in the same way. So
+a study is a flow of cells, each a flow of a training and its transfers, each a sweep.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+import ray
+import ray.util
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import BasicVariantGenerator, Searcher
+
+from vit_ray.config.validation import value_text
+from vit_ray.experiments.room import Room, room_of
+from vit_ray.experiments.training import OUTCOME, TRIAL, Outcome, Training, trial_of
+from vit_ray.launch.pool_keeper import keeper
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.outcomes import TrialState
+
+T = TypeVar("T")
+
+LOOK_S: Final = 5.0
+"""How often it is asked what the cluster has."""
+MOST_RESTARTS: Final = 3
+"""Of a trial whose process dies; each continues from the newest checkpoint."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Work:
+    """A training of a flow, and what the flow does with its outcomes."""
+
+    training: Training
+    draw: Callable[[], Training] | None = None
+    """Called when it starts, for what is trained in its place, of the same size."""
+    goes_on: Callable[[Training, Outcome], bool] = lambda *_: True
+    """Whether it is trained on after an outcome at a rung."""
+    on_end: Callable[[Training, Outcome], None] = lambda *_: None
+    takes: Room | None = None
+    """Of the cluster, where it is only planned; None: by its recipe."""
+    hours: float = 0.0
+    """Of its plan."""
+
+    def need(self, room: Room) -> Room:
+        """What it takes of a cluster."""
+        return self.takes or room_of(self.training.recipe, room)
+
+
+Flow = Generator[Sequence["Work | Flow[Any]"], list[Any], T]
+
+
+@dataclass(eq=False)
+class _Node:
+    """A flow on its way."""
+
+    flow: Flow[Any]
+    place: tuple[int, ...]
+    """Of it among the parts of its flow, of that among those of its own, and so on."""
+    parent: _Node | None = None
+    results: list[Any] = field(default_factory=list)
+    num_missing: int = 0
+
+
+class Runner:
+    """Decides what runs next: what waits starts in its order, each that finds room.
+
+    The same rule decides what runs and what `--dry-run` shows.
+    """
+
+    def __init__(
+        self,
+        flow: Flow[Any],
+        room: Callable[[], Room],
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            room: what the cluster has now; asked while some wait, as nodes come and go.
+            is_stopped: nothing starts any more.
+        """
+        self._look, self._is_stopped = room, is_stopped
+        self._room, self._looked_s = room(), time.monotonic()
+        self._waiting: list[tuple[tuple[int, ...], Work]] = []
+        self._running: dict[Work, tuple[tuple[int, ...], Room]] = {}
+        self._nodes: dict[tuple[int, ...], _Node] = {}
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self._advance(self._add(flow, ()), None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing runs, and nothing will start."""
+        return not self._running and (not self._waiting or self._ends())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the flow has come to its end."""
+        return () not in self._nodes
+
+    def next(self) -> Work | None:
+        """What starts now; None if there is nothing, or no room."""
+        if not self._waiting or self._ends():
+            return None
+        room, taken = self._room_now(), [need for _, need in self._running.values()]
+        for index, (place, work) in enumerate(self._waiting):
+            need = work.need(room)
+            if room.holds(need, taken):
+                del self._waiting[index]
+                if work.draw is not None:
+                    try:
+                        work.training = work.draw()
+                    except Exception as error:
+                        self._fail(error)
+                        return None
+                self._running[work] = place, need
+                return work
+        return None
+
+    def goes_on(self, work: Work, outcome: Outcome) -> bool:
+        """Whether a training continues after an outcome."""
+        try:
+            return outcome.is_cut or work.goes_on(work.training, outcome)
+        except Exception as error:
+            self._fail(error)
+            return False
+
+    def end(self, work: Work, outcome: Outcome) -> None:
+        """It has ended; its flow continues if it was the last that the flow waits for."""
+        place, _ = self._running.pop(work)
+        self._looked_s = -math.inf
+        for text in outcome.warnings:
+            logger.warning("%s", text)
+        if not outcome.is_cut:
+            outcome = replace(outcome, point=work.training.point, warnings=())
+            try:
+                work.on_end(work.training, outcome)
+            except Exception as error:
+                self._fail(error)
+            self._deliver(place, outcome)
+
+    def close(self) -> None:
+        """Let flows that have not come to their end know that they were stopped."""
+        for place in sorted(self._nodes, key=len, reverse=True):
+            with contextlib.suppress(RunStoppedError, StopIteration):
+                self._nodes.pop(place).flow.throw(RunStoppedError("stopped on request"))
+
+    def _ends(self) -> bool:
+        return self.error is not None or self._is_stopped()
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def _room_now(self) -> Room:
+        if time.monotonic() - self._looked_s > LOOK_S:
+            try:
+                self._room, self._looked_s = self._look(), time.monotonic()
+            except Exception as error:  # of a cluster that does not answer for now
+                text = "what the cluster has is not known, trainings start as before: %s"
+                logger.warning(text, error)
+        return self._room
+
+    def _add(self, flow: Flow[Any], place: tuple[int, ...]) -> _Node:
+        self._nodes[place] = node = _Node(flow, place)
+        return node
+
+    def _advance(self, node: _Node, results: list[Any] | None) -> None:
+        try:
+            parts = node.flow.send(results)  # type: ignore[arg-type]
+        except StopIteration as end:
+            del self._nodes[node.place]
+            if node.place:
+                self._deliver(node.place, end.value)
+            else:
+                self.result = end.value
+            return
+        except Exception as error:
+            del self._nodes[node.place]
+            self._fail(error)
+            return
+        node.results, node.num_missing = [None] * len(parts), len(parts)
+        if not parts:
+            self._advance(node, [])
+        flows = []
+        for index, part in enumerate(parts):
+            place = (*node.place, index)
+            if isinstance(part, Work):
+                bisect.insort(self._waiting, (place, part), key=lambda one: one[0])
+            else:
+                flows.append(self._add(part, place))
+        for flow in flows:
+            self._advance(flow, None)
+
+    def _deliver(self, place: tuple[int, ...], result: Any) -> None:
+        node = self._nodes[place[:-1]]
+        node.results[place[-1]] = result
+        node.num_missing -= 1
+        if node.num_missing == 0:
+            self._advance(node, node.results)
+
+
+def makespan(flow: Flow[Any], room: Room) -> float:
+    """Hours until a flow of planned work has come to its end, if all of it succeeds."""
+    runner, now, number = Runner(flow, lambda: room), 0.0, itertools.count()
+    ends: list[tuple[float, int, Work]] = []
+    while not runner.is_over:
+        while (work := runner.next()) is not None:
+            heapq.heappush(ends, (now + work.hours, next(number), work))
+        now, _, work = heapq.heappop(ends)
+        runner.end(work, Outcome(TrialState.FINISHED))
+    return now
+
+
+def run_flow(
+    flow: Flow[T],
+    *,
+    room: Callable[[], Room],
+    is_stopped: Callable[[], bool],
+    name: str,
+    storage_path: str,
+    is_private: bool,
+) -> T | None:
+    """What a flow returns; None if it was stopped on request.
+
+    Args:
+        room, is_stopped: as for `Runner`.
+        name, storage_path: where Ray Tune keeps its own state, from which nothing is resumed.
+        is_private: the cluster is this driver's alone.
+
+    Raises:
+        Exception: what the flow raised, after the trainings that run have ended.
+    """
+    runner = Runner(flow, room, is_stopped)
+    try:
+        if not runner.is_over:
+            # no limit: train.step_timeout_s ends a training that hangs
+            _tuner(runner, name, storage_path, is_private=is_private).fit()
+    finally:
+        runner.close()
+    if runner.error is not None:
+        raise runner.error
+    result: T | None = runner.result
+    return result
+
+
+class _Searcher(Searcher):
+    """Gives Ray Tune the trainings of a runner as trials."""
+
+    def __init__(self, runner: Runner, works: dict[str, Work]) -> None:
+        super().__init__()
+        self._runner, self._works = runner, works
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Ray Tune keeps its configuration on disk, from which nothing is restored."""
+        return BasicVariantGenerator, ()
+
+    def suggest(self, trial_id: str) -> Any:
+        """The configuration of the trial that starts now: what varies of its recipe."""
+        work = self._runner.next()
+        if work is None:
+            return Searcher.FINISHED if self._runner.is_over else None
+        self._works[trial_id] = work
+        return {TRIAL: work.training, **_flat(work.training.point)}
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        """The last outcome is the training's."""
+        lost = f"the process of the trial has died {MOST_RESTARTS + 1} times"
+        found = (result or {}).get(OUTCOME) or Outcome(TrialState.FAILED, error=lost)
+        self._runner.end(self._works[trial_id], found)
+
+
+class _Scheduler(FIFOScheduler):
+    """Stops trials as their flows decide."""
+
+    def __init__(self, runner: Runner, works: dict[str, Work]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._runner, self._works = runner, works
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """As of `_Searcher`."""
+        return FIFOScheduler, ()
+
+    def on_trial_result(self, _: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Whether the trial goes on."""
+        goes_on = self._runner.goes_on(self._works[trial.trial_id], result[OUTCOME])
+        return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
+
+
+def _tuner(runner: Runner, name: str, storage_path: str, *, is_private: bool) -> tune.Tuner:
+    # The driver handles Ctrl-C: Tune's own handler would end the trials without checkpoints.
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    works: dict[str, Work] = {}
+    # On the driver's node, whose files trials write; workers have placement groups of their own.
+    place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+    return tune.Tuner(
+        tune.with_resources(trial_of(keeper(), is_private=is_private), {"CPU": 0, place: 0.001}),
+        tune_config=tune.TuneConfig(
+            num_samples=-1,
+            search_alg=_Searcher(runner, works),
+            scheduler=_Scheduler(runner, works),
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
+        ),
+    )
+
+
+def _flat(point: Any) -> dict[str, Any]:
+    """With lists and dicts as text: Ray Tune would take their items for dimensions."""
+    return {
+        key: value if value is None or isinstance(value, (int, float, str)) else value_text(value)
+        for key, value in point.items()
+    }

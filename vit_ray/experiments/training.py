@@ -1,0 +1,211 @@
+"""One training among many: a named recipe, the trial of Ray Tune that trains it, and its outcome.
+
+A trial is a thin driver: it borrows a pool of workers, trains from rung to rung, and reports each
+outcome. Everything that starts slowly (workers, streams, MLflow) outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ray import tune
+
+from vit_ray.config import Recipe
+from vit_ray.experiments.search_space import Point
+from vit_ray.launch.cluster import mark_private
+from vit_ray.launch.model_checks import Kind
+from vit_ray.launch.open_record import OpenRun
+from vit_ray.launch.pool_keeper import borrowing
+from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.run import ParentRun, RunResult, train
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.outcomes import EventKind, TrialState
+from vit_ray.tracking.metrics_log import RunOpening
+
+TRIAL: Final = "trial"
+"""Key of a trial's configuration with its `Training`, which is shown by its name."""
+OUTCOME: Final = "outcome"
+"""Key of a trial's report with its `Outcome`."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A named recipe, and how it is trained; sent to the process of its trial."""
+
+    recipe: Recipe
+    kind: Kind
+    parent: RunOpening
+    """Of the run that it is part of."""
+    node_id: str
+    """Of the driver, where that run is recorded."""
+    point: Point = field(default_factory=dict)
+    """Keys of the recipe that vary: what Ray Tune's tables, callbacks and searchers see."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    retries: int = 0
+    """How often it is started again from its newest checkpoint after a failure."""
+    retried: EventKind = EventKind.TRIAL_RETRIED
+    """Of the event that notes it."""
+    rungs: tuple[int, ...] = ()
+    """Steps before its end at which it reports, and may be stopped."""
+    begin: Callable[[Callable[[str], None]], str] | None = None
+    """Called before the first step with what notes an event; returns what it has branched from."""
+
+    def __repr__(self) -> str:
+        return self.recipe.name
+
+    @property
+    def label(self) -> str:
+        """What is its own of its name."""
+        return self.recipe.name.removeprefix(f"{self.parent.run_name}-")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training has come to, at a rung or at its end."""
+
+    state: TrialState
+    """At a rung that of a trial that is stopped there."""
+    result: RunResult | None = None
+    """None where it failed."""
+    error: str = ""
+    top1: float | None = None
+    """The accuracy that decides: of the averaged weights where the recipe averages."""
+    last_top1: float | None = None
+    """Of the last weights, where `top1` is of the averaged ones."""
+    is_cut: bool = False
+    """It was stopped on request before its end; the same command continues it."""
+    branched_from: str = ""
+    """Cell and step whose checkpoint it began with; empty if it began at its start."""
+    point: Point = field(default_factory=dict)
+    """Of its training."""
+    warnings: tuple[str, ...] = ()
+    """What the driver would have logged."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train, or it cannot be."""
+        return self.state is not TrialState.STOPPED_EARLY
+
+    @property
+    def run_id(self) -> str | None:
+        """Its MLflow run."""
+        return self.result.run_id if self.result else None
+
+    @property
+    def steps(self) -> int | None:
+        """Steps that it was trained for."""
+        return self.result.steps if self.result else None
+
+    @property
+    def checkpoint(self) -> str:
+        """Folder of its last checkpoint."""
+        return self.result.checkpoint if self.result else ""
+
+
+def deciding_metric(recipe: Recipe) -> str:
+    """The accuracy that chooses a point and is the result."""
+    return "eval/averaged_top1" if recipe.train.averaging else "eval/top1"
+
+
+def outcomes(training: Training) -> Iterator[Outcome]:
+    """Train from rung to rung; each is measured when it is asked for.
+
+    Errors become outcomes: one training that fails must not end the others.
+    """
+    parent = ParentRun(OpenRun.joined(training.parent, training.node_id), training.node_id)
+    if parent.run.control.stop_reason():  # since it was handed out
+        yield Outcome(TrialState.FAILED, is_cut=True)
+        return
+    origin = ""
+    try:
+        if training.begin is not None and (
+            origin := training.begin(
+                lambda text: parent.run.record.event(EventKind.BRANCH, text, 0)
+            )
+        ):
+            tags = {**training.tags, "vit_ray.branched_from": origin}
+            training = replace(training, tags=tags)
+        for step in (*training.rungs, None):
+            result = train_with_retries(training, parent, step)
+            outcome = replace(outcome_of(training.recipe, result, step), branched_from=origin)
+            yield outcome
+            if outcome.is_over:
+                return
+    except RunStoppedError:
+        yield Outcome(TrialState.FAILED, is_cut=True)
+    except RunDivergedError as error:
+        yield Outcome(TrialState.DIVERGED, error=str(error))
+    except Exception as error:
+        yield Outcome(TrialState.FAILED, error=str(error).strip() or repr(error))
+
+
+def outcome_of(recipe: Recipe, result: RunResult, step: int | None) -> Outcome:
+    """Of a training up to a rung, or to its end (None)."""
+    is_at_rung = step is not None and result.steps >= step and not result.evaluation_due
+    if not result.is_complete and not is_at_rung:
+        return Outcome(TrialState.FAILED, result, is_cut=True)
+    return Outcome(
+        TrialState.FINISHED if result.is_complete else TrialState.STOPPED_EARLY,
+        result,
+        top1=result.metrics.get(deciding_metric(recipe)),
+        last_top1=result.metrics.get("eval/top1") if recipe.train.averaging else None,
+    )
+
+
+def train_with_retries(training: Training, parent: ParentRun, until_step: int | None) -> RunResult:
+    """Train; after a failure again from the newest checkpoint, unless the training has diverged.
+
+    Raises:
+        RunDivergedError: it has diverged, which it would do again.
+        RunFailedError: it has failed once more than `retries`.
+        ValueError: as `train`.
+    """
+    recipe, kind, tags = training.recipe, training.kind, dict(training.tags)
+    for left in range(training.retries, -1, -1):
+        try:
+            return train(recipe, kind=kind, parent=parent, tags=tags, until_step=until_step)
+        except RunFailedError as error:
+            if left == 0 or isinstance(error, RunDivergedError):
+                raise
+            text = f"{recipe.name}: {error}; it is started again from its newest checkpoint"
+            parent.run.record.event(training.retried, text, 0)
+    raise AssertionError
+
+
+def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], None]:
+    """What Ray Tune runs as a trial.
+
+    Args:
+        keeper: handle of the keeper of worker pools.
+        is_private: the cluster is this driver's alone.
+    """
+
+    def trial(config: dict[str, Any]) -> None:
+        if is_private:
+            mark_private()
+        with borrowing(keeper), kept_warnings() as warnings:
+            for outcome in outcomes(config[TRIAL]):
+                step = {"step": outcome.steps, "top1": outcome.top1}
+                # Does not return where the scheduler stops the trial.
+                tune.report({**step, OUTCOME: replace(outcome, warnings=tuple(warnings))})
+                warnings.clear()
+
+    return trial
+
+
+@contextlib.contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """What is logged as a warning in this block: nobody reads a trial's own output."""
+    kept: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vit_ray")
+    logger.addHandler(handler)
+    try:
+        yield kept
+    finally:
+        logger.removeHandler(handler)

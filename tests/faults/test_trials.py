@@ -11,7 +11,6 @@ from typing import Any
 import ray
 from ray import tune
 from ray.util.state import list_actors
-from vit_ray.launch.preflight import resolve_run
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import checkpoint_steps, runs_of, same_weights, weights_of
@@ -22,6 +21,7 @@ from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool_keeper import keeper
+from vit_ray.launch.streams import resolve_run
 from vit_ray.outcomes import TrialState
 
 
@@ -52,6 +52,11 @@ def die_once(folder: Path, _: Any) -> str:
     if len(pids.read_text().split()) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("the second attempt")
+
+
+def note_pid(file: Path, _: Any) -> str:
+    file.write_text(str(os.getpid()))
+    return ""
 
 
 def test_ray_tune_sees_what_varies_and_a_trial_whose_process_dies_is_started_again(
@@ -95,21 +100,21 @@ def test_a_trial_killed_in_its_training_resumes_and_leaves_no_workers_behind(
     def kill() -> None:
         while len(checkpoint_steps(recipe)) < 2:
             ended.wait(0.05)
-        (pid,) = trial_pids(ray_cluster)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
     def works(parent: OpenParent) -> list[Work]:
         def note(*_: Any) -> None:
             num_started.append(ray.get(keeper().num_started.remote(), timeout=60))
 
-        return [Work(parent.training(recipe, "pretrain"), on_end=note)]
+        training = parent.training(recipe, "pretrain", begin=partial(note_pid, pid))
+        return [Work(training, on_end=note)]
 
-    ended = threading.Event()
+    ended, pid = threading.Event(), folder / "pid-of-killed-trial"
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     (outcome,) = run_works(recipe.with_changes(name="parent-of-killed"), works)
     killer.join(60)
-    assert (outcome.state, outcome.steps) == (TrialState.FINISHED, STEPS)
+    assert (outcome.error, outcome.state, outcome.steps) == ("", TrialState.FINISHED, STEPS)
     assert num_started == [2]  # the first has lost its places with its trial
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     (run,) = [one for one in runs_of(recipe) if one.info.run_name == recipe.name]

@@ -61,6 +61,25 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
     second.finish("FINISHED")
 
 
+def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_host(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    host, first = RunHost(), opening_of(tmp_path)
+    host.open(first)
+    run_id = host.ask(first.key, "tracker.run_id")
+    values = {"values": {"train/loss": 1.0}}
+    host.record(first.key, first.log_path, None, "metrics", {"step": 1, **values})
+    second = replace(opening_of(tmp_path), run_id=run_id)  # of a trial that was started again
+    host.open(second)
+    assert host.ask(first.key, "tracker.run_id") is NoRun.ENDED
+    assert host.ask(second.key, "tracker.run_id") == run_id
+    host.record(first.key, first.log_path, None, "metrics", {"step": 2, **values})  # it is late
+    host.record(second.key, second.log_path, None, "metrics", {"step": 3, **values})
+    assert host.finish(second.key, "FINISHED")
+    assert store.get_run(run_id).info.status == "FINISHED"
+    assert [one.step for one in store.get_metric_history(run_id, "train/loss")] == [1, 3]
+
+
 def test_a_file_from_a_worker_is_kept_with_the_run(
     ray_cluster: object, store: MlflowClient, tmp_path: Path
 ) -> None:

@@ -139,13 +139,14 @@ class SweepConfig(Section):
     """Learning rates to try, if there is no `space`."""
     space: dict[str, JsonValue] | None = None
     """Search space instead of `learning_rates`: keys of the recipe with lists of values, such as
-    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; for `search=random` also with
+    `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; except for a grid also with
     ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. A value of a section, such as
     `{model: [{name: ViT-S/16}, {name: ViT-B/16}]}`, changes only the keys that it names."""
-    search: Literal["grid", "random"] = "grid"
-    """Every combination, or `num_trials` random points that depend only on `seed`."""
+    search: Literal["grid", "random", "optuna"] = "grid"
+    """Every combination; `num_trials` random points that depend only on `seed`; or as many that
+    Optuna proposes from the accuracies so far (`pip install 'vit_ray[search]'`)."""
     num_trials: Positive | None = None
-    """Number of points of a random search."""
+    """Number of points of a search that is no grid."""
     seed: NotNegative = 0
     """Seed of the dev split and of the random points."""
     dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
@@ -169,7 +170,7 @@ class SweepConfig(Section):
 
     def problems(self) -> dict[str, object]:
         """Keys that do not go together; values that span no space."""
-        is_random = self.search == "random"
+        is_grid = self.search == "grid"
         told = {
             f"space: {key}={value_text(values)} {problem}": True
             for key, values in (self.space or {}).items()
@@ -178,14 +179,16 @@ class SweepConfig(Section):
         return {
             **told,
             f"search={self.search} and num_trials={self.num_trials}: a random search needs "
-            "num_trials, and a grid has its own number": is_random == (self.num_trials is None),
+            "num_trials, as Optuna does, and a grid has its own number": (
+                is_grid != (self.num_trials is None)
+            ),
             f"grace_steps={self.grace_steps} is of scheduler=asha, and scheduler=none stops "
             "nothing; set scheduler=asha, or leave it out": (
                 self.scheduler == "none" and self.grace_steps is not None
             ),
             "space is empty; name what is varied, such as "
             "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}": (
-                self.space == {} or (is_random and self.space is None)
+                self.space == {} or (not is_grid and self.space is None)
             ),
         }
 
@@ -301,12 +304,12 @@ class StudyConfig(_Axes):
     """Train the longest length of a row, and branch the shorter ones off its checkpoints: only
     their cool-down is trained (`optim.schedule=cooldown` or `rsqrt`). Such cells are labelled."""
     transfer: tuple[StudyTask, ...] = ()
-    """Fine-tunings of each cell after its pre-training, in this order."""
+    """Fine-tunings of each cell after its pre-training."""
     retries: NotNegative = 1
     """Restarts of a failed cell from its newest checkpoint. A cell that diverged (loss or gradient
     not finite) is not restarted."""
     max_concurrent: Positive | None = None
-    """Cells at a time, largest first; unset = as many as the cluster holds at each start."""
+    """Trainings at a time, of the largest cell first; unset = as many as the cluster holds."""
     max_gpus: Positive | None = None
     """Most GPUs that all cells use together; unset = all of the cluster."""
     budget_gpu_hours: PositiveFloat | None = None

@@ -188,6 +188,11 @@ def _check_points(recipe: Recipe, points: list[Point]) -> None:
         with errors_of_point(recipe, point):
             resolved = resolve_run(final_recipe(recipe, point, recipe.seed))
             check_head_is_trained(resolved.recipe, "sweep_trial")
+            if resolved.recipe.train.loss == "masked_patch":
+                raise ValueError(
+                    "train.loss=masked_patch: its trials report no accuracy, by which a sweep "
+                    "chooses; use a loss on labels"
+                )
             if is_new:
                 check_weights(PreparedRun(resolved.recipe, "sweep_trial", resolved))
 

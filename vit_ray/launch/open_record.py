@@ -43,16 +43,14 @@ class OpenRun:
     @classmethod
     def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
         """Open a run as `start_run`."""
-        return cls._of(start_run(opening, node_id))
+        run = start_run(opening, node_id)
+        return cls(opening, RunRecord(run), RunControl(run))
 
     @classmethod
     def joined(cls, opening: RunOpening, node_id: str) -> OpenRun:
         """A run that this driver has opened, in the process of one of its trials."""
-        return cls._of(HostedRun(host_on(node_id), opening))
-
-    @classmethod
-    def _of(cls, run: HostedRun) -> OpenRun:
-        return cls(run.opening, RunRecord(run), RunControl(run))
+        run = HostedRun(host_on(node_id), opening)
+        return cls(opening, RunRecord(run), RunControl(run))
 
     def finish(self, status: Status) -> None:
         """End its record, without which the result is valid; say how MLflow can have it later."""

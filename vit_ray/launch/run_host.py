@@ -148,7 +148,10 @@ class RunHost:
         run.control.name = opening.run_name
         with run.one_at_a_time:
             if run.tracker is None and run.is_sent is None:
-                self._end_other_openings(run)
+                # The process of a trial may have died without ending what it had opened.
+                for key, other in list(self._runs.items()):
+                    if other is not run and other.tracker and other.log.path == opening.log_path:
+                        self.finish(key, "KILLED")
                 run.open(opening)
 
     def record(
@@ -192,15 +195,6 @@ class RunHost:
                 run.log.append("finish", status=status)
                 run.close()
             return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
-
-    def _end_other_openings(self, run: _Run) -> None:
-        """Of its log: the process of a trial that had opened it has died without ending it."""
-        with self._lock:
-            others = [one for one in self._runs.values() if one.log.path == run.log.path]
-        for other in others:
-            if other is not run and other.tracker is not None:
-                with other.one_at_a_time:
-                    other.finish("KILLED")
 
     def _run(self, key: str, log_path: Path) -> _Run:
         with self._lock:

@@ -267,9 +267,10 @@ class StreamServer:
             stop = one.stop if one.name.stream == "train" else None
             return blocks_of(segments_of(spec, readers, size, one.start, stop))
 
+        if one.name.stream == "train" or spec.object_store_mib is not None:
+            return read()
         # With more nodes, blocks may be lost with one of them while the worker group continues.
-        is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1  # type: ignore[no-untyped-call]
-        if one.name.stream == "train" or spec.object_store_mib is not None or not is_one_node:
+        if sum(bool(node["Alive"]) for node in ray.nodes()) > 1:  # type: ignore[no-untyped-call]
             return read()
         # Equal for evaluations of the same blocks by the same start of a worker group.
         workers = one.name.group.partition(" ")[0]

@@ -20,12 +20,12 @@ def run_convert(recipe: Recipe) -> int:
     check_conversion(config)
     connect(recipe)
     report = convert(config, recipe.seed)
-    done = "already done: " if report.was_done else ""
+    for what, names in report.fields.items():
+        print(f"{config.source}: the {what} is in the field {', '.join(names)}")
     print(
-        f"{done}{config.destination}: {report.num_images} images of {report.num_classes} classes "
-        "in "
-        f"{report.num_shards} shards, {report.bytes / 2**20:.1f} MiB; "
-        f"{rejected_text(report)}"
+        f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
+        f"images of {report.num_classes} classes in {report.num_shards} shards, "
+        f"{report.bytes / 2**20:.1f} MiB; {rejected_text(report)}"
     )
     return 0
 

@@ -119,6 +119,7 @@ def scores_of(folder: Path) -> list[float]:
 WHERE = {
     "caption is not null and score > 0.3": lambda i: i % 3 != 0 and i > 3,
     "score > 0.95": lambda i: i > 9,
+    "note > 9": lambda i: i > 9,
     "note in (7, '12') or caption like '%\"2\"'": lambda i: i in (2, 7, 12),
     "label = 'class_1' and width > 0": lambda i: i >= 12,
     "note = '5' -- the fifth": lambda i: i == 5,

@@ -62,7 +62,8 @@ class ConvertReport:
     restart index, and `num_damaged` are in files that libjpeg warns of (`damaged.parquet` has keys
     and warnings); `jpeg_writers` names what rewrote their files on some machine, "none" where
     nothing could. `settings` are those of the conversion, with the whole address of its source.
-    `was_done` says that the set was there, and that nothing had changed.
+    `fields` are those of the source that images and labels were read from, where its files name
+    them once. `was_done` says that the set was there, and that nothing had changed.
     """
 
     num_images: int
@@ -78,6 +79,7 @@ class ConvertReport:
     jpeg_writers: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     was_done: bool = False
+    fields: dict[str, list[str]] = field(default_factory=dict)
 
     def added_to(self, before: "ConvertReport") -> "ConvertReport":
         """The report of a data set with what was added to it."""
@@ -161,6 +163,7 @@ def commit(
         num_damaged=num_damaged,
         jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
         settings=plan.settings,
+        fields=plan.fields,
     )
     if base is not None:
         report = report.added_to(report_of(base))

@@ -8,7 +8,7 @@ there, and without one there are none.
 import logging
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,6 +75,7 @@ class Plan:
         settings: as `settings_of` gives them.
         extends: fingerprint of the data set that the shards are added to; empty for none.
         first_shard: number of the first file, after those of that set.
+        fields: as `SourceIndex.fields`.
     """
 
     settings: dict[str, Any]
@@ -86,6 +87,7 @@ class Plan:
     extends: str = ""
     first_shard: int = 0
     version: int = STAGING_VERSION
+    fields: dict[str, list[str]] = field(default_factory=dict)
 
     def name_of(self, shard: int) -> str:
         """The file of a shard."""
@@ -155,6 +157,7 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
             _num_shards(config, seed, index),
             "" if before is None else before.fingerprint,
             0 if before is None else 1 + max(int(f.path.split("-")[1]) for f in before.files),
+            fields=index.fields,
         )
         with_retries(
             lambda: write_shard_lists(index, plan.shards, seed, staging, Path(scratch)),

@@ -29,6 +29,7 @@ from vit_ray.data.prepare.sources.entries import (
 )
 from vit_ray.data.prepare.sources.formats import (
     class_names_in_file,
+    fields_in_file,
     files_beside,
     index_unit,
     list_units,
@@ -69,7 +70,8 @@ class SourceIndex:
         bytes: of all images whose length is known, and of the fields that are passed through.
         unknown_lengths: entries of unknown length.
         repeated: rows whose key stands in an earlier row, sorted.
-        units: path and version of each unit, by its name.
+        units: path and version of each unit, by its id.
+        fields: names of those that images, and labels, are read from, where a file has one.
     """
 
     parts: list[Location]
@@ -81,6 +83,7 @@ class SourceIndex:
     unknown_lengths: int
     repeated: NDArray[np.int64]
     units: dict[str, tuple[str, str]] = field(default_factory=dict)
+    fields: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:
@@ -176,6 +179,7 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
         sum(fact.unknown_lengths for fact in facts),
         find_repeated_keys(parts, sum(rows), scratch) if may_repeat else np.empty(0, np.int64),
         versions_by_id(units, facts),
+        fields_of(facts),
     )
 
 
@@ -189,6 +193,7 @@ class UnitFacts:
         declared: its class names, where it says them.
         columns: those that are passed through and that an image has.
         damage: where and why its index ends before the unit.
+        fields: those that images and labels are read from, where the whole unit has the same.
     """
 
     version: str = ""
@@ -201,6 +206,7 @@ class UnitFacts:
     unknown_lengths: int = 0
     columns: set[str] = field(default_factory=set)
     damage: str | None = None
+    fields: dict[str, str] = field(default_factory=dict)
 
     def add(self, unit: SourceUnit, entry: IndexEntry) -> None:
         """Count one entry."""
@@ -213,6 +219,15 @@ class UnitFacts:
             self.bytes += max(entry.length, 0) + entry.extra_bytes
             self.unknown_lengths += entry.length < 0
             check_class_count(len(self.labels), unit.path)
+
+
+def fields_of(facts: Iterable[UnitFacts]) -> dict[str, list[str]]:
+    """The fields that some units are read from."""
+    found: dict[str, set[str]] = {}
+    for fact in facts:
+        for what, name in fact.fields.items():
+            found.setdefault(what, set()).add(name)
+    return {what: sorted(names) for what, names in found.items()}
 
 
 def digest_of(facts: Iterable[UnitFacts]) -> str:
@@ -318,7 +333,8 @@ def _write_index(unit: SourceUnit, staging: Location) -> UnitFacts:
                 content += content_of(entry)
                 digest.update(f"{entry.key}|{entry.length}|{entry.labels}\n".encode())
     facts.version = facts.version or content_text(content)
-    facts.declared = None if facts.damage else class_names_in_file(unit)
+    if facts.damage is None:
+        facts.declared, facts.fields = class_names_in_file(unit), fields_in_file(unit)
     facts.digest = digest.hexdigest()
     return facts
 

@@ -18,6 +18,7 @@ from vit_ray.data.prepare.source_index import (
     content_text,
     digest_of,
     entries_table,
+    fields_of,
     find_repeated_keys,
     hashes_of,
     index_units,
@@ -167,6 +168,7 @@ def index_of_growth(
         unknown,
         find_repeated_keys(parts, rows, scratch),
         then | versions_by_id(units, facts),
+        fields_of(facts),
     )
 
 

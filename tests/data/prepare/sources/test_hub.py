@@ -186,6 +186,8 @@ def test_of_several_labels_one_is_chosen_by_the_user(serial: None, tmp_path: Pat
     for field, names in (("coarse_label", ["fruit", "animal"]), ("fine_label", ["apple", "bee"])):
         rows = converted(tmp_path / "train.parquet", tmp_path / field, label_field=field)
         assert [labels_of(rows)[f"train/{i:08d}"] for i in range(2)] == names
+        report = json.loads((tmp_path / field / "report.json").read_text())
+        assert report["fields"] == {"image": ["img"], "label": [field]}
     with pytest.raises(ValueError, match=r"has no convert.label_field='kind', only coarse_label"):
         converted(tmp_path / "train.parquet", tmp_path / "set", label_field="kind")
 

@@ -288,6 +288,8 @@ def test_of_several_columns_one_is_chosen_by_the_user(serial: None, folder: Path
     options = {"image_field": "Photo", "label_field": "class"}
     found = labels_of(converted(folder / "list.csv", folder / "set", **options))
     assert found == {name: "dc"[i % 2] for i, name in enumerate(IMAGES)}
+    report = json.loads((folder / "set" / "report.json").read_text())
+    assert report["fields"] == {"image": ["photo"], "label": ["class"]}
 
 
 def test_of_several_keys_one_is_chosen_by_the_user(serial: None, folder: Path) -> None:

@@ -34,12 +34,14 @@ class _Rules:
         stem: from the name of a unit to what stands before the slash in its keys; None where keys
             may be anything.
         declared: reads the class names that a file declares.
+        fields: reads which fields have images and labels; None where records differ in that.
     """
 
     index: Callable[[SourceUnit, Location], Iterable[IndexEntry]]
     suffix: str = ""
     stem: Callable[[str], str] | None = None
     declared: Callable[[SourceUnit], list[str] | None] | None = None
+    fields: Callable[[SourceUnit], dict[str, str]] | None = None
 
 
 _RULES: Final = {
@@ -51,8 +53,9 @@ _RULES: Final = {
         "parquet",
         lambda name: name.removesuffix(".parquet"),
         hub.declared_classes,
+        hub.fields_of,
     ),
-    "csv": _Rules(lists.index_csv, "csv"),
+    "csv": _Rules(lists.index_csv, "csv", fields=lists.fields_of_csv),
     "jsonl": _Rules(lists.index_jsonl, "jsonl"),
     "tfrecord": _Rules(
         tfrecords.index_tfrecord,
@@ -105,6 +108,12 @@ def class_names_in_file(unit: SourceUnit) -> list[str] | None:
     """Class names that are declared in a file, or beside it; None where there are none."""
     declared = _RULES[unit.format].declared
     return declared(unit) if declared else None
+
+
+def fields_in_file(unit: SourceUnit) -> dict[str, str]:
+    """The fields of images and labels, where all records of a file have the same."""
+    fields = _RULES[unit.format].fields
+    return fields(unit) if fields else {}
 
 
 def files_beside(unit: SourceUnit) -> list[Location]:

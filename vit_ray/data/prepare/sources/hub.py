@@ -71,6 +71,14 @@ def declared_classes(unit: SourceUnit) -> list[str] | None:
         return _columns_of(_opened(file, unit.path).schema_arrow, unit).class_names
 
 
+def fields_of(unit: SourceUnit) -> dict[str, str]:
+    """The columns that a file's images and labels are read from."""
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as file:
+        columns = _columns_of(_opened(file, unit.path).schema_arrow, unit)
+    return {"image": columns.image, "label": columns.label}
+
+
 def _opened(file: Any, path: str) -> pq.ParquetFile:
     try:
         source = pq.ParquetFile(file)

@@ -184,6 +184,14 @@ def index_csv(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
                     yield rejected(unit.path, f"{unit.path}#{line}", f"line {line}: {problem}")
 
 
+def fields_of_csv(unit: SourceUnit) -> dict[str, str]:
+    """The columns that paths and labels are read from."""
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as opened:
+        header = _header(io.BufferedReader(opened, _BUFFER), unit)
+    return {"image": header.path, "label": header.label}
+
+
 class _Header(NamedTuple):
     """Names of the columns, in small letters, and which of them have the path and the label."""
 

@@ -181,6 +181,12 @@ def test_a_log_axis_has_powers_or_plain_values(ends: tuple[float, float], texts:
     assert [*_log_ticks(*ends).values()] == texts
 
 
+def test_the_smallest_and_the_largest_model_have_marks_of_different_sizes() -> None:
+    sized = [Point(x, 1.0, size=size) for x, size in enumerate((0.0, 0.5, 1.0))]
+    drawing = svg(chart(Series("ViT", sized, has_line=False)))
+    assert len({*marks(drawing)}) == 3
+
+
 def test_axes_end_at_the_data_with_a_twentieth_of_room() -> None:
     assert Axis("x", is_log=True).range_of([1.0, 100.0]) == pytest.approx((10**-0.1, 10**2.1))
     assert Axis("x").range_of([0.0, 10.0]) == (-0.5, 10.5)

@@ -250,5 +250,5 @@ def test_the_headline_says_which_side_is_better_and_in_which_keys_they_differ(st
     store.run("a", {"eval/top1": 0.6}, {"optim.lr": 1})
     store.run("b", {"eval/top1": 0.5}, {"optim.lr": 2})
     assert store.compare("a", "b").headline() == [
-        "a is 10.00 points better than b in top-1 accuracy (both); they differ in optim.lr."
+        "a is 10.00 points better than b in top-1 accuracy; they differ in optim.lr."
     ]

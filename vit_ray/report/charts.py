@@ -156,7 +156,7 @@ class Point:
     """What else is shown to who points at it, by name."""
     state: str = ""
     """One of `STATES`, whose mark it has; empty for a result."""
-    size: float = 0.0
+    size: float | None = None
     """Of its mark, from 0 to 1: the size of the model among those of its chart."""
 
 
@@ -459,7 +459,7 @@ def _row(line: int, one: Series, point: Point) -> dict[str, Any]:
         row["label"] = point.label
     if point.low is not None and point.high is not None:
         row |= {"low": rounded(point.low), "high": rounded(point.high)}
-    if point.size:
+    if point.size is not None:
         row["size"] = rounded(point.size)
     if point.state:
         row["state"] = point.state

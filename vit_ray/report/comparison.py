@@ -232,7 +232,7 @@ class Comparison:
             f"{better.root.name} is {percent(abs(one.mean))} points better than {worse.root.name}"
         )
         name = METRICS.get(one.metric) or accuracy_name(one.metric)
-        text += f" in {name} ({one.cell})"
+        text += f" in {name}" + (f" ({one.cell})" if self.a.is_group else "")
         if tested := one.tested:
             sign = 1 if one.mean >= 0 else -1
             ends = sorted([sign * tested.estimate.low, sign * tested.estimate.high])

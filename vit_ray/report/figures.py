@@ -93,7 +93,7 @@ def by_family(
     for run in runs:
         if y[1] in run.metrics and (at := x[1](run)) is not None:
             own = run.metrics.get("study/forward_gmacs", 0.0)
-            size = math.log(own / min(gmacs)) / width if width and own > 0 else 0.0
+            size = math.log(max(own, min(gmacs)) / min(gmacs)) / width if width else None
             points[run.family].append(_point(run, at, y[1], size))
     series = [
         Series(family, sorted(found, key=lambda point: point.x), family, has_line=False)
@@ -119,7 +119,7 @@ def interval_of(run: RecordedRun, key: str) -> Estimate | None:
     return of_share(run.metrics[key], count) if count and 0 <= run.metrics[key] <= 1 else None
 
 
-def _point(run: RecordedRun, at: float, key: str, size: float = 0.0) -> Point:
+def _point(run: RecordedRun, at: float, key: str, size: float | None = None) -> Point:
     status = "" if run.status == "FINISHED" else run.status.lower()
     details = {"run": run.name, "status": status, "seed": run.params.get("seed", "")}
     details["measured on"] = "" if run.is_tested(key) else DEV

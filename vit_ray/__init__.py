@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vit_ray.config import Recipe, load_recipe
-    from vit_ray.data import open_dataset
+    from vit_ray.data.images.explore import open_dataset
     from vit_ray.evaluate.few_shot import few_shot_accuracy
     from vit_ray.launch.training_batches import training_batches
     from vit_ray.models import build_model, model_names
@@ -44,7 +44,7 @@ _ROOMS = {
     "load_recipe": "config",
     "load_weights": "models.weights",
     "model_names": "models",
-    "open_dataset": "data",
+    "open_dataset": "data.images.explore",
     "save_weights": "models.weights",
     "training_batches": "launch.training_batches",
     "training_exaflops": "models.flops",

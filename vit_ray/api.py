@@ -5,7 +5,7 @@ need. `train` and `evaluate` are only here: `vit_ray.train` and `vit_ray.evaluat
 """
 
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data import open_dataset
+from vit_ray.data.images.explore import open_dataset
 from vit_ray.evaluate.few_shot import few_shot_accuracy
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.run import RunResult, evaluate, finetune, train

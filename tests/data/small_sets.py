@@ -17,7 +17,7 @@ SHARD = "part-00000-of-00001.parquet"
 Row = tuple[bytes, list[int], str]
 
 
-def _write(
+def write_encoded(
     folder: Path | str, shard: str, images: list[EncodedImage], classes: Sequence[str], rows: int
 ) -> Manifest:
     """A set of one shard, in row groups of so many rows."""
@@ -52,7 +52,7 @@ def write_set(
     """A set of one shard, with (key, labels) of each image."""
     folder.mkdir(parents=True, exist_ok=True)
     images = [EncodedImage(image, tuple(labels), key, 8, 8) for key, labels in rows]
-    return _write(folder, "part.parquet", images, classes, ROWS_PER_GROUP)
+    return write_encoded(folder, "part.parquet", images, classes, ROWS_PER_GROUP)
 
 
 def write_rows(
@@ -64,7 +64,7 @@ def write_rows(
         EncodedImage(random.bytes(image_bytes), one, f"key {i}", 10, 20)
         for i, one in enumerate(labels)
     ]
-    return _write(folder, SHARD, images, CLASSES, rows=3)
+    return write_encoded(folder, SHARD, images, CLASSES, rows=3)
 
 
 def flips(file: Path, bits_per_byte: int) -> Iterator[str]:

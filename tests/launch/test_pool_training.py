@@ -18,9 +18,9 @@ from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch import pool_keeper, pool_training
 from vit_ray.launch import worker_pool as pool
 from vit_ray.launch.actor_calls import PROCESS_DIED
+from vit_ray.launch.group_callbacks import OwnEnvironment
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.pool_training import MOST_POOLS, RunFailedError
-from vit_ray.launch.ray_policies import OwnEnvironment
 from vit_ray.launch.run_host import HostedRun, RunControl
 from vit_ray.launch.worker_pool import (
     BorrowedPool,

@@ -38,17 +38,19 @@ from tests.checkpoints.written import write_snapshot
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
-from vit_ray.launch import ray_policies
+from vit_ray.launch import failing_nodes, group_callbacks, ray_policies
+from vit_ray.launch.failing_nodes import FAILING_NODES, FailingNodes, LeaveOutNodes
+from vit_ray.launch.failure_causes import cause
+from vit_ray.launch.group_callbacks import (
+    NotePlacement,
+    SaveBeforeResize,
+    newest_step,
+    remove_groups,
+)
 from vit_ray.launch.ray_policies import (
     KEEP_REQUEST_S,
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
-    LeaveOutNodes,
-    NotePlacement,
-    SaveBeforeResize,
-    cause,
-    newest_step,
-    remove_groups,
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
@@ -199,9 +201,9 @@ def test_only_the_groups_of_one_pool_are_taken_back(monkeypatch: pytest.MonkeyPa
             raise ValueError("it has ended by itself")
         return name
 
-    monkeypatch.setattr(ray_policies, "placement_group_table", lambda: table)
-    monkeypatch.setattr(ray_policies, "get_placement_group", found)
-    monkeypatch.setattr(ray_policies, "remove_placement_group", removed.append)
+    monkeypatch.setattr(group_callbacks, "placement_group_table", lambda: table)
+    monkeypatch.setattr(group_callbacks, "get_placement_group", found)
+    monkeypatch.setattr(group_callbacks, "remove_placement_group", removed.append)
     remove_groups("pool-a")
     assert removed == ["pool-a-2", "pool-a-3"]
 
@@ -397,7 +399,8 @@ def test_a_node_on_which_a_group_fails_twice_in_a_row_is_left_out(
     failures: Any, selector: str | None, workers: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ray_policies, "FAILING_NODES", ray_policies.FailingNodes())
+    monkeypatch.setattr(FAILING_NODES, "hosts", {})
+    monkeypatch.setattr(FAILING_NODES, "_last", ("", 0.0))
     monkeypatch.setattr(ray, "nodes", lambda: RAY_NODES)
     workers.at = places("1", "2")
     job = training(workers, tmp_path, max_failures=-1)
@@ -417,12 +420,12 @@ def test_a_node_on_which_a_group_fails_twice_in_a_row_is_left_out(
 def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes, now_s = ray_policies.FailingNodes(), [0.0]
-    monkeypatch.setattr(ray_policies.time, "monotonic", lambda: now_s[0])
+    nodes, now_s = FailingNodes(), [0.0]
+    monkeypatch.setattr(failing_nodes.time, "monotonic", lambda: now_s[0])
     place = places("1")[0]
     for _ in range(3):
         nodes.note(place)
-        now_s[0] += ray_policies.IN_A_ROW_S + 1
+        now_s[0] += failing_nodes.IN_A_ROW_S + 1
     assert nodes.hosts == {}
     nodes.note(place)
     nodes.note(place)
@@ -432,15 +435,13 @@ def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it(
 def test_a_group_that_may_change_its_size_does_without_a_node_that_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bad = ray_policies.FailingNodes()
-    bad.hosts["b"] = "10.0.0.2"
-    monkeypatch.setattr(ray_policies, "FAILING_NODES", bad)
+    monkeypatch.setattr(FAILING_NODES, "hosts", {"b": "10.0.0.2"})
     monkeypatch.setattr(ray_policies, "cpus_by_node", lambda: {"a": 4.0, "b": 4.0})
     scaling = ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": 1.0})
     policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], 0.5, lambda: None)
     held = {"a": {"CPU": 4.0}, "b": {"CPU": 4.0}}
     assert policy._count_possible_workers(held) == 2  # one of four CPUs is kept to read with
-    bad.hosts.clear()
+    FAILING_NODES.hosts.clear()
     assert policy._count_possible_workers(held) == 4
 
 

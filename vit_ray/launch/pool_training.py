@@ -9,9 +9,10 @@ from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
 from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.failure_causes import cause
+from vit_ray.launch.group_callbacks import newest_step
 from vit_ray.launch.placement_wait import NoPlaceError, StoppedWaitingError
 from vit_ray.launch.pool_keeper import borrowed_pool
-from vit_ray.launch.ray_policies import cause, newest_step
 from vit_ray.launch.worker_pool import PoolEndedError, PoolLostError, PoolShape
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.worker.job import TrainJob

@@ -26,18 +26,20 @@ from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.actor_calls import PROCESS_DIED, answer
 from vit_ray.launch.cluster import ClusterShape, has_dashboard
+from vit_ray.launch.failing_nodes import LeaveOutNodes
+from vit_ray.launch.group_callbacks import (
+    NameGroups,
+    NotePlacement,
+    OwnEnvironment,
+    SaveBeforeResize,
+    remove_groups,
+)
 from vit_ray.launch.placement_wait import PlacementWait, missing_now
 from vit_ray.launch.pool_server import PoolServer
 from vit_ray.launch.ray_policies import (
     ConsecutiveFailurePolicy,
     DivisorScalingPolicy,
-    LeaveOutNodes,
-    NameGroups,
-    NotePlacement,
-    OwnEnvironment,
     PolicedTrainer,
-    SaveBeforeResize,
-    remove_groups,
 )
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_entry import work_in_pool

@@ -1,0 +1,79 @@
+"""Nodes on which a worker group fails twice in a row, and how a group does without them.
+
+What is known of them is in the process of the group's controller, as its policies are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import ray
+
+from vit_ray.outcomes import EventKind, WorkerPlace
+from vit_ray.ray_internals import ControllerCallback
+from vit_ray.worker.job import TrainJob
+
+IN_A_ROW_S: Final = 3600.0
+"""Failures on one node that are further apart are not taken for a defect of it."""
+
+
+class FailingNodes:
+    """Nodes on which the group has failed twice in a row, in the process of its controller."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, str] = {}
+        """Host by Ray's id of the node."""
+        self._last: tuple[str, float] = "", 0.0
+
+    def note(self, place: WorkerPlace | None) -> None:
+        """The group has failed: on one node alone, or not (None)."""
+        node, now_s = (place.node if place else ""), time.monotonic()
+        before, at_s = self._last
+        self._last = node, now_s
+        if place and node == before and now_s - at_s < IN_A_ROW_S:
+            self.hosts[node] = place.host
+
+
+FAILING_NODES: Final = FailingNodes()
+
+
+class LeaveOutNodes(ControllerCallback):
+    """Places the group on nodes that have not failed twice in a row, where they have room for it.
+
+    It runs in the controller's process, as the policy does that counts failures.
+    """
+
+    def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
+        self._current_job = current_job
+        self._noted: set[str] = set()
+
+    def on_controller_start_worker_group(
+        self, *, scaling_config: Any, num_workers: int
+    ) -> dict[str, str] | None:
+        """Ray's label selector for each worker; None where any node may take it."""
+        hosts = FAILING_NODES.hosts
+        wanted = scaling_config._resources_per_worker_not_none
+        if not hosts or _room(wanted) < num_workers:
+            return None
+        if news := hosts.keys() - self._noted:
+            self._noted |= news
+            named = ", ".join(sorted(hosts[node] for node in news))
+            text = (
+                f"{named}: workers there have failed twice in a row, so the group has its place on "
+                "other nodes; look at its GPUs and its system log"
+            )
+            with contextlib.suppress(ray.exceptions.RayError):
+                if (job := self._current_job()) is not None:
+                    job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
+        return {"ray.io/node-id": f"!in({','.join(sorted(hosts))})"}
+
+
+def _room(wanted: Mapping[str, float]) -> int:
+    """Workers that the nodes which are not left out have room for."""
+    nodes = [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    held = [n["Resources"] for n in nodes if n["NodeID"] not in FAILING_NODES.hosts]
+    needs = [(key, need) for key, need in wanted.items() if need > 0]
+    return sum(int(min(one.get(key, 0.0) // need for key, need in needs)) for one in held)

@@ -138,7 +138,7 @@ def test_a_column_that_cannot_be_had_is_an_error(
 
 def test_class_folders_have_no_fields(serial: None, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "source", num_classes=1, per_class=2)
-    with pytest.raises(ValueError, match="class folders have nothing beside"):
+    with pytest.raises(ValueError, match="class folders have no fields"):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), columns=["caption"])
 
 

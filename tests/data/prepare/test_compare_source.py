@@ -194,7 +194,7 @@ def test_units_without_an_image_of_the_sample_are_not_read(
 def test_a_set_whose_report_is_gone_says_so(tmp_path: Path) -> None:
     manifest = converted(write_images(tmp_path / "source"), tmp_path / "set")
     (tmp_path / "set" / "report.json").unlink()
-    assert "does not tell the source" in compared(manifest).source
+    assert "does not name the source" in compared(manifest).source
 
 
 def test_originals_that_changed_are_counted_and_no_fault_of_the_set(tmp_path: Path) -> None:

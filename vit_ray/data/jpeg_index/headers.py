@@ -114,7 +114,7 @@ def metadata_of(image: bytes) -> list[bytes]:
 
 
 def is_front(segment: bytes) -> bool:
-    """Whether it is JFIF's or Adobe's segment, which tell the colour space."""
+    """Whether it is JFIF's or Adobe's segment, which give the colour space."""
     return any(segment[1] == m and segment[4:].startswith(name) for m, name in (_JFIF, _ADOBE))
 
 

@@ -5,8 +5,8 @@
 A request on standard input is four numbers of 4 bytes, little-endian (what is wanted: `WANTED`, the
 interval of restart markers in MCUs, and the lengths of a file and of the segments that the new file
 takes over), the file, and the segments. The answer on standard output is a length and a file, or
-text. It is a process of its own because libjpeg ends its process where it cannot go on, unless that
-is prevented by longjmp, which Python has not. It imports nothing that is slow to import, and
+text. It is a process of its own because libjpeg ends its process where it cannot continue, unless
+that is prevented by longjmp, which Python has not. It imports nothing that is slow to import, and
 nothing of this package.
 
 Every file that is written is read again, and compared with the original: the coefficients of all

@@ -3,7 +3,7 @@
 Entropy decoding of a JPEG starts at its top, unless it has restart markers: each begins a segment
 that is decoded by itself (ITU T.81, E.2.4). Where every segment is the same part of a row of coded
 units (MCUs), a rectangle of segments is again a JPEG: its width and height in a copy of the header,
-its markers numbered anew, its end marked. Any decoder reads it, and gives the same pixels as for
+its markers numbered again, its end marked. Any decoder reads it, and gives the same pixels as for
 the whole file, but for those at inner edges that smooth chroma computes with a neighbour that is
 not there; `crop_file` takes one sample of chroma more on each side for them. Parts that decode to
 4 pixels or fewer of width are upsampled otherwise, and may differ in chroma.
@@ -46,7 +46,7 @@ class RestartIndex:
     """Where the parts of a JPEG lie that a crop of it is made of.
 
     Attributes:
-        front: bytes at its start that tell the colour space: start of image, JFIF or Adobe marker.
+        front: bytes at its start that give the colour space: start of image, JFIF or Adobe marker.
         tables_at: where the tables and the frame header begin, which the first segment follows.
         size_at: where height and width are, two bytes each.
         unit_height, unit_width: pixels of an MCU.

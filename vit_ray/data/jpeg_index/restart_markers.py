@@ -34,7 +34,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 _SEGMENT_PIXELS: Final = 64 * 16
 """About: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to its bytes. Crops of twice as
-many take 10 % longer, as more is decoded beside them."""
+many take 10 % longer, as more is decoded around them."""
 _MOST_PIXELS: Final = 1 << 26
 """Of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
 _LATER_METADATA: Final = re.compile(rb"\xff[\xe0-\xef\xfe]")
@@ -62,7 +62,7 @@ _BY_THE_FILE: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGI
 class Libjpeg:
     """libjpeg in a process of its own, which is started again where it has ended.
 
-    `name` tells one version's bytes from another's.
+    `name` differs between versions that write different bytes.
     """
 
     def __init__(self, library: str) -> None:
@@ -130,7 +130,7 @@ class Libjpeg:
 def restart_writer() -> Libjpeg | None:
     """The library that works here; None, with a warning, if there is none.
 
-    A process keeps it: its helper ends with it, when nobody writes to the helper's input any more.
+    A process keeps it: its helper ends with it, when nothing writes to the helper's input any more.
     """
     for writer in _writers():
         if with_restart_markers(_GREY_PIXEL, writer) is not None:

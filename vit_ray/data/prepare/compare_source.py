@@ -1,6 +1,6 @@
 """Whether JPEG files that a conversion rewrote decode as the files that they came from.
 
-A data set keeps the checksum of each file as it came. Where the source is still there, that tells
+A data set keeps the checksum of each file as it came. Where the source is still there, that says
 whether a file of it is the one that was converted; its pixels must then be those of the data set.
 """
 
@@ -57,7 +57,7 @@ def compare_with_source(
         return Comparison(0, [], "")
     settings = _settings(manifest)
     if not {"source", "format", "split", "shrink_to"} <= settings.keys():
-        return Comparison(0, [], _NOT_COMPARED.format(f"{REPORT_FILE} does not tell the source"))
+        return Comparison(0, [], _NOT_COMPARED.format(f"{REPORT_FILE} does not name the source"))
     source, shrink_to = settings["source"], settings["shrink_to"]
     try:
         units = list_units(source, settings["format"], settings["split"])
@@ -91,7 +91,7 @@ _NOT_COMPARED: Final = "rewritten JPEG files are not compared with their origina
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """Those of the conversion that made the shards; empty where nothing tells them."""
+    """Those of the conversion that made the shards; empty where nothing says them."""
     try:
         return dict(json.loads(locate(manifest.root).child(REPORT_FILE).read())["settings"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -91,7 +91,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
 
 
 def check_conversion(config: ConvertConfig) -> None:
-    """Refuse what can be seen without opening images, so that nobody waits for Ray to hear it.
+    """Refuse what can be seen without opening images, before Ray starts.
 
     Raises:
         ValueError: there is nothing at the source, it is a file of no known format, or the
@@ -213,7 +213,7 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
             return None  # a conversion was interrupted before its last file
         raise ValueError(
             f"{folder.child(SOURCE_FILE).uri!r} is of another data set than the {MANIFEST_FILE} "
-            "beside it; restore both from a copy, or convert to another folder"
+            "in the same folder; restore both from a copy, or convert to another folder"
         )
     what = f"convert.destination={folder.uri!r} already holds a data set"
     if other := changed_settings(record.settings, settings_of(config, seed)):

@@ -1,8 +1,8 @@
 """Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64. A flat image, of which there is
-nothing to hash, is a duplicate only of an image with equal pixels. Linear in the data: each image
+within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64. A flat image has nothing to
+hash, and is a duplicate only of an image with equal pixels. Linear in the data: each image
 is hashed once, and looked up in an index of the evaluation hashes. Mirrored copies are not looked
 for. The result is a manifest alone and a list of what was left out.
 """

@@ -31,7 +31,7 @@ def class_names(
         of_folders: labels are the names of folders, and names of classes whatever they look like.
 
     Raises:
-        ValueError: a label is none of the names, or what the labels are cannot be told.
+        ValueError: a label is none of the names, or what the labels are is not clear.
     """
     labels = sorted(found)
     check_class_count(len(labels), "the source")

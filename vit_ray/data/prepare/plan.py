@@ -128,7 +128,7 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
             )
         plan = Plan(**fields)
         if before is not None and before.fingerprint != plan.extends:
-            return plan  # committed, but for the files beside the manifest
+            return plan  # committed, except for the files next to the manifest
         planned = read_record(staging)
         changes = planned and changes_since(planned, units_of(config), config.cpus_per_task)
         if not changes:
@@ -183,7 +183,7 @@ def _index_growth(
 
 
 def _num_shards(config: ConvertConfig, seed: int, index: SourceIndex) -> int:
-    """By the bytes of all images as shards hold them; of a sample where nobody knows them."""
+    """By the bytes of all images as shards hold them; of a sample where they are not known."""
     written = float(index.bytes)
     if config.shrink_to is not None or index.unknown_lengths:
         count = min(_SAMPLED, index.num_images)

@@ -133,7 +133,7 @@ def _large_pieces(tables: Iterator[tuple[int, pa.Table]]) -> Iterator[tuple[int,
 
 
 def _per_shard(bucket: Path, shards: ShardRows, first: int) -> Iterator[pa.Table]:
-    """The rows of each shard of a bucket, of which `first` is the first.
+    """The rows of each shard of a bucket, whose first shard is `first`.
 
     Of as many shards at a time as memory holds: where texts are long, not of all.
     """

@@ -37,7 +37,7 @@ def count_source(source: str, format: Format = "auto", split: str | None = None)
     An archive that is damaged counts up to the damage.
 
     Raises:
-        ValueError: the source is missing or empty, or does not tell its classes.
+        ValueError: the source is missing or empty, or does not declare its classes.
     """
     units = list_units(source, format, split)
     if units[0].format == "huggingface":

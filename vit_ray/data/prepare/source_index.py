@@ -1,7 +1,7 @@
 """The index of a whole source: made in parallel, kept on disk, read from its begin to its end.
 
 Each unit's index is a parquet file in the staging folder, so that a restart does not repeat it.
-Nobody ever reads it at random places: `shard_lists.py` draws it into another order.
+It is never read at random places: `shard_lists.py` draws it into another order.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class SourceIndex:
         rows: entries of each part, usable or not.
         classes: class names in label order.
         are_indices: whether labels are indices into `classes`, and not names of them.
-        digest: tells one source from another.
+        digest: differs between sources.
         bytes: of all images whose length is known, and of the fields that are passed through.
         unknown_lengths: entries of unknown length.
         repeated: rows whose key stands in an earlier row, sorted.
@@ -143,7 +143,7 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
     for key in ("columns", "label_field", "image_field"):
         if (value := getattr(config, key)) and format in _FOLDERS:
             raise ValueError(
-                f"convert.{key}={value!r}: class folders have nothing beside their images; leave "
+                f"convert.{key}={value!r}: class folders have no fields for their images; leave "
                 "it out, or give a list (CSV, JSONL) of the images"
             )
     facts = index_units(units, staging, config)
@@ -185,7 +185,7 @@ def build_index(config: ConvertConfig, staging: Location, scratch: Path) -> Sour
 
 @dataclass
 class UnitFacts:
-    """What is kept of a unit beside its index.
+    """What is kept of a unit besides its index.
 
     Attributes:
         version: what it was when it was indexed, as `versions_of` gives it.
@@ -231,7 +231,7 @@ def fields_of(facts: Iterable[UnitFacts]) -> dict[str, list[str]]:
 
 
 def digest_of(facts: Iterable[UnitFacts]) -> str:
-    """What tells the images of some units from those of others."""
+    """A digest that differs between the images of different units."""
     return hashlib.sha256("".join(fact.digest for fact in facts).encode()).hexdigest()[:16]
 
 
@@ -291,7 +291,7 @@ def _id_and_version(unit: SourceUnit) -> tuple[str, str]:
 
 
 def _version_of(unit: SourceUnit) -> str:
-    """That of an archive, and of the file beside it that names its classes.
+    """That of an archive, and of the file next to it that names its classes.
 
     Of a folder or a list of files it is what it says, so that one that was only touched has not
     changed.

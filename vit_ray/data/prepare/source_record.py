@@ -1,4 +1,4 @@
-"""What a data set was converted from, kept beside it, and what has changed in the source since."""
+"""What a data set was converted from, kept with it, and what has changed in the source since."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

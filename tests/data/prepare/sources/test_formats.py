@@ -205,7 +205,9 @@ def test_a_list_beside_class_folders_is_not_taken_without_a_word(
         (tmp_path / "source" / label).mkdir(parents=True)
         (tmp_path / "source" / label / "0.jpg").write_bytes(jpeg(0))
     (tmp_path / "source" / name).write_text("id,label\n0,tabby\n")
-    why = rf"has a list \({name}\) beside folders of images \(cat, dog\); set convert.format=cs|jso"
+    why = (
+        rf"has a list \({name}\) next to folders of images \(cat, dog\); set convert.format=cs|jso"
+    )
     with pytest.raises(ValueError, match=why):
         list_units(str(tmp_path / "source"))
     rows = converted(tmp_path / "source", tmp_path / "set", format="folder")

@@ -158,7 +158,9 @@ def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_p
 def test_a_label_field_of_other_files_is_refused(serial: None, tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match=r"convert\.label_field='age': class folders have nothing"):
+    with pytest.raises(
+        ValueError, match=r"convert\.label_field='age': class folders have no fields"
+    ):
         converted(tmp_path / "images", tmp_path / "set", label_field="age")
 
 

@@ -22,7 +22,7 @@ def check_columns(columns: Sequence[str]) -> None:
         if name in RESERVED_NAMES or name in columns[:place]:
             raise ValueError(
                 f"convert.columns={list(columns)}: {name!r} stands there twice, or is one of "
-                f"{list(RESERVED_NAMES)}, which data sets have; name other fields."
+                f"{list(RESERVED_NAMES)}, which data sets have; name other fields"
             )
 
 

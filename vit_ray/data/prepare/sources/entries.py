@@ -20,7 +20,7 @@ from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
 WHOLE_FILE: Final = -1
-"""Offset of an image that is a file of its own, and the length of one that nobody has looked at."""
+"""Offset of an image that is a file of its own, and the length where it is not known yet."""
 
 MOST_IMAGE_BYTES: Final = 1 << 29
 """Larger files are no images but mistakes, which would fill a task's memory."""
@@ -50,7 +50,7 @@ LabelKind = Literal["name", "index", "text"]
 
 
 class DamagedUnitError(ValueError):
-    """A unit ends in damage, so that nobody can say how many images it had."""
+    """A unit ends in damage, so the number of its images is unknown."""
 
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")

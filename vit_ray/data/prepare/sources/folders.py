@@ -39,7 +39,7 @@ def index_folder(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
 
 
 def index_loose_files(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
-    """Images that lie beside the class folders, and so are of no class."""
+    """Images that lie next to the class folders, and so are of no class."""
     for path in loose_images(locate(unit.path)):
         yield rejected(path, relative(path, unit.folder), "it lies in no class folder")
 
@@ -93,7 +93,7 @@ def _items_in(folder: str) -> list[os.DirEntry[str]]:
     """What lies in a folder.
 
     Raises:
-        ValueError: it cannot be looked into, so that nobody knows how many images it has.
+        ValueError: it cannot be looked into, so the number of its images is unknown.
     """
     try:
         with os.scandir(folder) as scan:
@@ -101,7 +101,7 @@ def _items_in(folder: str) -> list[os.DirEntry[str]]:
     except PermissionError as error:
         raise ValueError(
             f"convert.source: the folder {folder!r} cannot be read ({error.strerror}); give the "
-            f"right to read it, or move it away."
+            f"right to read it, or move it away"
         ) from error
 
 

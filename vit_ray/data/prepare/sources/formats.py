@@ -105,7 +105,7 @@ def key_prefix(unit: SourceUnit) -> str:
 
 
 def class_names_in_file(unit: SourceUnit) -> list[str] | None:
-    """Class names that are declared in a file, or beside it; None where there are none."""
+    """Class names that are declared in a file, or next to it; None where there are none."""
     declared = _RULES[unit.format].declared
     return declared(unit) if declared else None
 
@@ -194,7 +194,7 @@ def _format_of_file(path: str) -> str:
     if suffix not in _FORMAT_OF:
         raise ValueError(
             f"convert.source={path!r} is a file of no known format; give a folder of class "
-            f"folders, or files that end in {', '.join(sorted(_FORMAT_OF))}."
+            f"folders, or files that end in {', '.join(sorted(_FORMAT_OF))}"
         )
     return _FORMAT_OF[suffix]
 
@@ -212,7 +212,7 @@ def _format_of_folder(folder: Location, source: str) -> str | None:
         if len(classes := list(islice(holders, 2))) > 1:
             listed = [name for name in names if _suffix(name) in _FORMAT_OF]
             raise ValueError(
-                f"convert.source={source!r} has a list ({listed[0]}) beside folders of images "
+                f"convert.source={source!r} has a list ({listed[0]}) next to folders of images "
                 f"({', '.join(classes)}); set convert.format={found[0]} or convert.format=folder"
             )
     packed = [name for name in names if _suffix(name) in _PACKED]
@@ -256,7 +256,7 @@ def _units_of_matches(
         return _units_of_folders(source, chosen, format, split)
     if chosen:
         raise ValueError(
-            f"convert.source={source!r} stands for files and folders; match one or the other."
+            f"convert.source={source!r} stands for files and folders; match one or the other"
         )
     files = [match.path for match in matches]
     found = sorted({_format_of_file(path) for path in files}) if format == "auto" else [format]
@@ -274,7 +274,7 @@ def _units_of_folders(
     """Class folders, or the one folder that is the source, or splits with class folders in them.
 
     Raises:
-        ValueError: nobody can tell which, or they hold files of another format.
+        ValueError: which is not clear, or they hold files of another format.
     """
     places = [locate(path) for path in paths]
     with ThreadPoolExecutor(_READERS) as pool:
@@ -336,7 +336,7 @@ def _check_no_split(source: str, split: str | None) -> None:
     if split is not None:
         raise ValueError(
             f"convert.split={split!r}: {source!r} has no folders such as train and val with class "
-            f"folders in them; leave convert.split out."
+            f"folders in them; leave convert.split out"
         )
 
 
@@ -357,7 +357,7 @@ def _units_of_files(
 ) -> list[SourceUnit]:
     splits: dict[str | None, list[SourceUnit]] = {}
     for path in files:
-        # What the user named in full, such as the folder, tells nothing of one file from another.
+        # What the user named in full, such as the folder, is the same for all files.
         splits.setdefault(split_of(relative(path, folder)), []).append(
             SourceUnit(format, path, folder)
         )
@@ -368,9 +368,9 @@ def _units_of_files(
 
 
 def _class_folders(source: str, root: Location, split: str | None) -> list[SourceUnit]:
-    """A unit per class folder, of the root or of its splits, and one for images beside them."""
+    """A unit per class folder, of the root or of its splits, and one for images next to them."""
     # Folders that are named as splits are splits where one of them has class folders in it and no
-    # images. A class may be called `train`, too; so where only one folder is named so, none beside
+    # images. A class may be called `train`, too; so where only one folder is named so, none next to
     # it may hold images.
     children = [root.child(name) for name in _folders_in(root)]
     named = [at for at in children if named_split(_name_of(at))]
@@ -390,7 +390,7 @@ def _units_of_root(source: str, root: Location, folder: Location) -> list[Source
     if not names:
         raise ValueError(
             f"convert.source={source!r} holds nothing of the format 'folder'; "
-            f"expected {root.uri}/CLASS/IMAGE."
+            f"expected {root.uri}/CLASS/IMAGE"
         )
     units = [SourceUnit("folder", root.child(name).uri, folder.uri) for name in names]
     has_loose = bool(folders.loose_images(root))

@@ -102,7 +102,7 @@ class _Columns(NamedTuple):
 
     image: str
     image_path: str
-    """The column of encoded bytes, without the file names beside them."""
+    """The column of encoded bytes, without the file names next to them."""
     label: str
     class_names: list[str] | None
 
@@ -111,7 +111,7 @@ def _columns_of(schema: pa.Schema, unit: SourceUnit) -> _Columns:
     """The columns that a file is read by.
 
     Raises:
-        ValueError: they are missing, there twice, not to be told, or of types that cannot be read.
+        ValueError: they are missing, there twice, not clear, or of types that cannot be read.
     """
     whose = repr(unit.path)
     try:
@@ -190,7 +190,7 @@ _Row = tuple[int, bytes | Exception, Callable[[str], Any]]
 def _rows(
     source: pq.ParquetFile, group: int, columns: _Columns, extra: Sequence[str]
 ) -> Iterator[_Row]:
-    """Every row that the footer tells of, readable or not."""
+    """Every row that the footer declares, readable or not."""
     expected, row = source.metadata.row_group(group).num_rows, 0
     problem: Exception = ValueError("it ends early")
     wanted = [columns.image_path, columns.label, *extra]

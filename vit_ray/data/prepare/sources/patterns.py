@@ -30,7 +30,7 @@ def expand_braces(pattern: str) -> list[str]:
     if len(paths) > MOST_PATHS:
         raise ValueError(
             f"convert.source={pattern!r} stands for more than {MOST_PATHS:,} files; "
-            f"use a glob such as *.tar instead."
+            f"use a glob such as *.tar instead"
         )
     return list(dict.fromkeys(paths))
 
@@ -90,7 +90,7 @@ def _existing(paths: list[str], source: str) -> list[Match]:
     if missing:
         raise ValueError(
             f"convert.source={source!r}: {len(missing)} of the {len(paths)} files that it names "
-            f"are not there, the first {missing[0]!r}; get them, or change the range."
+            f"are not there, the first {missing[0]!r}; get them, or change the range"
         )
     are_folders = [info.type == fs.FileType.Directory for info in infos]
     return [Match(at.uri, folder) for at, folder in zip(locations, are_folders, strict=True)]

@@ -1,7 +1,7 @@
 """Which split a file or folder is of, by the names that the field uses, and the choice of one.
 
 As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is of the split NAME; else
-the first word that is the name of a split tells, in the file's name or in its folders'.
+the first word that is the name of a split decides, in the file's name or in its folders'.
 """
 
 import re
@@ -28,7 +28,7 @@ def named_split(name: str) -> str | None:
 
 
 def split_of(path: str) -> str | None:
-    """The split of a file by its relative path; None if nothing tells."""
+    """The split of a file by its relative path; None if nothing says."""
     *folders, file = path.split("/")
     stem = file.partition(".")[0]
     if numbered := _NUMBERED.fullmatch(stem):
@@ -57,7 +57,7 @@ def choose_split(
     if wanted is None:
         raise ValueError(
             f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
-            f"or convert.split={ALL_SPLITS} to make one data set of them all."
+            f"or convert.split={ALL_SPLITS} to make one data set of them all"
         )
     split = named_split(wanted) or wanted
     if split not in items:

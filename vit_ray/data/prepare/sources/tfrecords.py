@@ -2,8 +2,8 @@
 
 A record is its length (uint64) and that number's checksum, its bytes and their checksum. An Example
 is a protocol buffer of named lists of bytes, floats or integers. TFDS keeps the encoded image as
-`image`, its class as the index `label`, and the names in `label.labels.txt` beside the files; other
-features may be the label in its place, or what a task of VTAB computes from them.
+`image`, its class as the index `label`, and the names in `label.labels.txt` next to the files;
+other features may be the label in its place, or what a task of VTAB computes from them.
 """
 
 import io
@@ -160,7 +160,7 @@ def names_beside(unit: SourceUnit) -> Location:
 
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:
-    """The names of a task of VTAB, or those beside a file; None where there are none."""
+    """The names of a task of VTAB, or those next to a file; None where there are none."""
     if unit.label_field in VTAB_LABELS:
         return [str(label) for label in range(VTAB_LABELS[unit.label_field].num_classes)]
     location = names_beside(unit)

@@ -366,13 +366,23 @@ def test_a_square_number_of_rows_may_hold_a_class_row(layout: str, tmp_path: Pat
 
 
 def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(tmp_path: Path) -> None:
-    save_weights(small_model("ViT", pool="gap"), tmp_path / "model.safetensors", "timm")
-    tensors = load_file(tmp_path / "model.safetensors")
+    source, path = small_model("ViT", pool="gap"), tmp_path / "model.safetensors"
+    save_weights(source, path, "timm")
+    tensors = load_file(path)
     for leaf in ("weight", "bias"):
         tensors[f"fc_norm.{leaf}"] = tensors.pop(f"norm.{leaf}")
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, path)
     with pytest.raises(ValueError, match=r"unexpected: fc_norm.bias, fc_norm.weight"):
-        load_weights(other_model("ViT", pool="gap"), tmp_path / "model.safetensors")
+        load_weights(other_model("ViT", pool="gap"), path)
+    # Fine-tuning replaces it with the head behind it.
+    model = other_model("ViT", pool="gap")
+    fresh = model.norm.weight.clone()
+    report = load_weights(model, path, new_head=True)
+    assert report.new == ["head.bias", "head.weight", "norm.bias", "norm.weight"]
+    assert report.ignored == ["head.bias", "head.weight", "fc_norm.bias", "fc_norm.weight"]
+    assert set(report.loaded) == set(source.state_dict()) - set(report.new)
+    assert torch.equal(model.blocks[1].mlp.expand.weight, source.blocks[1].mlp.expand.weight)
+    assert torch.equal(model.norm.weight, fresh)
 
 
 # --- another resolution, another head ------------------------------------------------------------

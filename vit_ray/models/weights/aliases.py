@@ -22,7 +22,8 @@ _SPELLINGS: dict[str, list[tuple[str, str]]] = {
         (r"(encoderblock_\d+)/LayerNorm_1/", r"\1/LayerNorm_2/"),
     ],
     "timm": [
-        # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it.
+        # `fc_norm` has no name here: it stands behind the mean over tokens, our norm before it, and
+        # is left out with the head (`WeightFile.load_into`).
         (r"^pre_logits\.(weight|bias)$", r"pre_logits.fc.\1"),
     ],
     "huggingface": [

@@ -86,6 +86,13 @@ class WeightFile:
         origin = replace(self.origin, grid=source_grid or self.origin.grid)
         model_grid = getattr(model, "grid", None)
         own = canonical_names(self.tensors, self.layout, origin.grid, model_grid)
+        # timm's norm behind the mean over tokens: before a head that is replaced, it is so, too.
+        is_left_out = new_head is True and isinstance(model, VisionTransformer)
+        behind = sorted(name for name in own if is_left_out and name.startswith("fc_norm."))
+        for name in behind:
+            fresh = name.removeprefix("fc_")
+            own[fresh] = model.get_parameter(fresh).detach().clone()
+            del own[name]
         if self.layout != "vit_ray":
             own = _own_names(model, self.layout, own, source)
             table = own.get("positions.0.table")
@@ -97,7 +104,9 @@ class WeightFile:
         if not self.inputs.is_ours:
             source += f"; its inputs' {self.inputs} are folded into the first layer"
         report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
-        report.ignored += self.beside
+        report.loaded = [n for n in report.loaded if f"fc_{n}" not in behind]
+        report.new += [name.removeprefix("fc_") for name in behind]
+        report.ignored += [*behind, *self.beside]
         return report
 
 

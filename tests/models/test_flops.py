@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from tests.models.small import FAMILIES
+from tests.models.small import FAMILIES, small_model, some_images
 from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs, training_exaflops, training_macs
 from vit_ray.models.masked import MaskedPatchObjective, Target
@@ -174,6 +177,58 @@ def test_a_step_is_counted_as_it_is_computed(
     assert macs.model == macs.forward + macs.backward
     assert macs.hardware == forward + backward
     assert (macs.recomputed > 0) == (every > 0)
+
+
+class CountedProducts(TorchDispatchMode):
+    """Adds up multiply-adds of what runs inside, by torch's formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.macs += flops(*args, **(kwargs or {}), out_val=found) // 2
+        return found
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "options"), [("ViT", {}), ("ViT", {"pool": "gap"}), ("Axial-ViT", {})]
+)
+def test_a_compiled_block_is_recomputed_whole(
+    family: str, options: dict[str, Any], every: int
+) -> None:
+    count = CountedProducts()
+
+    def compiled(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with count:
+                return graph(*args)
+
+        return make_boxed_func(run)
+
+    # As inductor, but for the machine code: what counts is which products are in which graph.
+    backend = aot_autograd(
+        fw_compiler=compiled,
+        bw_compiler=compiled,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    passes = {}
+    for recomputes in (0, every):
+        torch._dynamo.reset()
+        model = small_model(family, 10, 32, **options)
+        model.set_activation_checkpointing(recomputes)
+        for block in model.blocks:
+            block.compile(backend=backend)
+        with sdpa_kernel(SDPBackend.MATH):
+            count.macs = 0
+            model(some_images(1)).sum().backward()
+        passes[recomputes] = count.macs
+    sizes = {**FAMILIES[family], **options}
+    macs = training_macs(family, 10, 32, recompute_every=every, compiles=True, **sizes)
+    assert passes[every] - passes[0] == macs.recomputed
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])

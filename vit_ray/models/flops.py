@@ -62,6 +62,7 @@ def training_macs(
     image_size: ImageSize = 224,
     *,
     recompute_every: int = 0,
+    compiles: bool = False,
     masked_target: Target | None = None,
     **options: Any,
 ) -> TrainingMacs:
@@ -69,12 +70,15 @@ def training_macs(
 
     Args:
         recompute_every: as of `set_activation_checkpointing`.
+        compiles: the blocks of a Transformer are compiled, each to one operation, which is
+            recomputed whole; torch stops a recomputation early between operations alone.
         masked_target: of masked patch prediction, where that is the objective.
 
     Raises:
         ValueError: as `build_model`.
     """
-    parts = _count(name, num_classes, image_size, options, masked_target is None, masked_target)
+    pruned = masked_target is None
+    parts = _count(name, num_classes, image_size, options, pruned, masked_target, compiles)
     recomputed = sum(
         unit.macs - unit.tail
         for chain in parts.chains
@@ -122,6 +126,7 @@ def _count(
     options: dict[str, Any],
     is_pruned: bool,
     masked_target: Target | None = None,
+    compiles: bool = False,
 ) -> _Parts:
     """`is_pruned`: the last block computes no more than the head sees."""
     spec, sides = find_spec(name, options), as_grid(image_size)
@@ -152,7 +157,8 @@ def _count(
             macs += queries * (2 * num_tokens - 1) * width
         # The end of an MLP, after which only what drops keeps something for the backward pass.
         drops = chosen.dropout or chosen.depth_rate(index, encoder.depth)
-        blocks.append(_Unit(macs, 0 if drops else queries * width * encoder.mlp_dim))
+        tail = 0 if drops or compiles else queries * width * encoder.mlp_dim
+        blocks.append(_Unit(macs, tail))
     embedding = num_patches * pixels * width
     last = width * num_classes + (width**2 if chosen.representation else 0)
     if chosen.pool == "map":

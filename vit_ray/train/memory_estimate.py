@@ -42,19 +42,31 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[
     )
 
 
-def step_macs(recipe: Recipe, num_classes: int) -> TrainingMacs:
-    """Multiply-adds of one image in a step, as the engine computes them."""
+def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
+    """Multiply-adds of one image in a step, as the engine computes them.
+
+    Args:
+        has_gpu: decides whether blocks are compiled where the recipe leaves it open.
+    """
     model, train = recipe.model, recipe.train
-    if recipe.optim.frozen:
-        return _counted_macs(recipe, num_classes)
-    return training_macs(
-        model.name,
-        num_classes,
-        model.image_size,
-        recompute_every=train.activation_checkpointing,
-        masked_target=train.masked_target if train.loss == "masked_patch" else None,
-        **model.options(),
+    whole, early = (
+        training_macs(
+            model.name,
+            num_classes,
+            model.image_size,
+            recompute_every=train.activation_checkpointing,
+            compiles=compiles,
+            masked_target=train.masked_target if train.loss == "masked_patch" else None,
+            **model.options(),
+        )
+        for compiles in (train.compiles(has_gpu), False)
     )
+    if not recipe.optim.frozen:
+        return whole
+    counted = _counted_macs(recipe, num_classes)
+    # Compiled blocks are recomputed whole; which ones, the count says of eager ones.
+    recomputed = counted.recomputed * whole.recomputed // max(1, early.recomputed)
+    return TrainingMacs(counted.forward, counted.backward, recomputed)
 
 
 @functools.lru_cache(maxsize=256)

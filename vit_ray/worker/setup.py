@@ -163,8 +163,9 @@ def _decoded(
 def work_per_image(job: TrainJob) -> Compute:
     """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
     recipe = job.recipe
-    macs = step_macs(recipe, job.num_classes)
+    has_gpu = torch.cuda.is_available()
+    macs = step_macs(recipe, job.num_classes, has_gpu)
     peak = None
-    if torch.cuda.is_available():
+    if has_gpu:
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
     return Compute(macs.model, macs.recomputed, peak)

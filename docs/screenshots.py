@@ -214,7 +214,7 @@ class Pages:
 
 
 def take_pictures(uri: str, folder: Path) -> list[str]:
-    """All pages of the store's newest sweep; what the browser's console has told of errors."""
+    """All pages of the store's newest sweep; errors of the browser's console."""
     sweep = newest_sweep(MlflowClient(uri))
     with serving(uri) as address, browsing() as driver:
         pages = Pages(driver, address, sweep, folder)
@@ -226,7 +226,7 @@ def take_pictures(uri: str, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Write the pictures, and tell of errors."""
+    """Write the pictures, and print errors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("uri", help="store of MLflow, such as sqlite:///quickstart/mlflow.db")
     parser.add_argument("--folder", type=Path, default=PICTURES)

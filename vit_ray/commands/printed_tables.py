@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     ("eval/top1", "top-1 accuracy", "{:.2%}"),
-    ("eval/last_top1", "top-1 accuracy of the last evaluation, beside the best", "{:.2%}"),
+    ("eval/last_top1", "top-1 accuracy of the last evaluation", "{:.2%}"),
     ("eval/averaged_top1", "top-1 accuracy, averaged weights", "{:.2%}"),
     ("eval/loss", "evaluation loss", "{:.4f}"),
     ("train/loss", "last training loss", "{:.4f}"),
@@ -60,9 +60,9 @@ def print_link(hint: str, run_id: str | None) -> None:
 def print_sweep(result: SweepResult | None) -> int:
     """The grid, the choice and the test accuracy; exit code 3 if it was stopped on request."""
     if result is None:
-        print("stopped on request; the same command goes on from the checkpoints of its runs")
+        print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
-    table = Table(title="Trials, of which the dev split chose one")
+    table = Table(title="Trials (selected on the dev split)")
     keys = list(result.best)
     for key in keys:
         table.add_column(key.rpartition(".")[2].replace("_", " "), justify="right")
@@ -98,7 +98,7 @@ def describe_spread(result: SweepResult) -> str:
     """Mean and deviation of the test accuracy; one run has no deviation."""
     runs = len(result.test_top1)
     if runs == 1:
-        return f"{result.mean:.2%} (1 run; sweep.seeds tells how many)"
+        return f"{result.mean:.2%} (1 run; set sweep.seeds for more)"
     return f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
 
 

@@ -1,9 +1,9 @@
 """Power laws with saturation, error = a C^-b + c, of points of accuracy against compute C.
 
 For a given exponent the law is linear in a and c, so that the best of all exponents on a grid that
-is made finer around it needs no starting values and cannot stop beside it. What is known of a law
+is made finer around it needs no starting values and has no local optimum. What is known of a law
 comes from a bootstrap: laws fitted to points that scatter about the fitted one. The width of the
-scatter is itself drawn from what n points tell of it (chi-squared, n - 3 degrees of freedom), which
+scatter is itself drawn from what n points say of it (chi-squared, n - 3 degrees of freedom), which
 for a straight line gives Student's intervals: those of a law with four points are as wide as they
 have to be. The lengths of one model scatter together, by as much as the residuals say: many of
 them count for less than as many models.
@@ -40,7 +40,7 @@ class NoFitError(ValueError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval, of which an end that is not known is 0 or infinite."""
+    """A value with its 95 % interval; an end that is not known is 0 or infinite."""
 
     value: float
     low: float
@@ -228,7 +228,7 @@ def compare_at_equal_accuracy(fit: Fit, other: Fit, num_accuracies: int = 33) ->
         raise NoFitError("no accuracy lies in the range of both families' points")
     errors = np.linspace(high, low, num_accuracies)
     best = np.array([_log_ratio(fit.law, other.law, error)[0] for error in errors])
-    # Fits of one seed have drawn the same random numbers; their draws are paired anew.
+    # Fits of one seed have drawn the same random numbers; their draws are paired again.
     pairs = np.random.default_rng(2).integers(len(other.scatter), size=len(fit.scatter))
     drawn = other.draws.taken(pairs)
     draws = np.array([_log_ratio(fit.draws, drawn, error) for error in errors])

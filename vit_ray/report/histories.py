@@ -162,7 +162,7 @@ def _sampled(connection: sa.Connection, of: dict[str, str], most: int) -> list[R
 def _first_from_each(count: int) -> sa.CompoundSelect[Any]:
     """Records of the first recorded step from `step_0`, `step_1`, ... on.
 
-    One statement of as many parts, each of which an index answers in every dialect.
+    One statement of as many parts; an index answers each in every dialect.
     """
     parts = []
     for i in range(count):

@@ -1,8 +1,8 @@
 """One HTML page with the results of a study, a sweep or an experiment.
 
 Everything comes from MLflow; the page is one file that asks nothing of the network, so it can be
-mailed, kept with the run, and opened years later. A CSV of its main table lies beside it, and its
-figures and tables as files.
+mailed, kept with the run, and opened years later. A CSV of its trainings lies next to it, and its
+figures and tables as files in a folder.
 """
 
 from __future__ import annotations

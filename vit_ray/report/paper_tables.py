@@ -1,4 +1,4 @@
-"""The paper's tables in its own form, of the runs that there are, its numbers beside ours.
+"""The paper's tables in its own form, of the runs that there are, with its numbers next to ours.
 
 A table is made where at least one of its places can be filled. Means are over seeds, written
 `mean +- standard deviation` where there are several; what was not run is not known, and never 0.

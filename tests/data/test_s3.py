@@ -102,20 +102,6 @@ def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
     assert s3.faults.injected == []
 
 
-def test_a_row_group_of_many_files_is_one_request(
-    s3: FaultProxy, dataset: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vit_ray.data.format.row_groups._OPEN_FILES", 1)
-    reader = RowGroupReader(open_dataset("s3://sets/small"))
-    here = RowGroupReader(dataset)
-    reader.read(0)
-    s3.faults.set("", 0)
-    for group in range(dataset.num_row_groups):
-        assert reader.read(group).keys == here.read(group).keys
-    requests = [line.split()[0] for line in s3.faults.requests]
-    assert requests == ["GET"] * dataset.num_row_groups
-
-
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "cut", "slow"])
 def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path, kind: str) -> None:

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.s3_server import FaultProxy, serve_conditional_s3, this_process_uses
 from tests.data.small_sets import SHARD, used_rows, write_rows
+from vit_ray import s3
 from vit_ray.data.format import row_groups
 from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
 from vit_ray.data.format.manifest import Manifest
@@ -135,6 +137,18 @@ def test_of_many_files_one_footer_is_read(small: Manifest, monkeypatch: pytest.M
     assert [one.key(0) for one in rows] == ["key 6", "key 0", "key 3", "key 0"]
     assert [one.labels_of(0).tolist() for one in rows] == [[1], [0], [1], [0]]
     assert all(one.is_whole for one in rows)
+
+
+@pytest.mark.usefixtures("alone")
+def test_on_s3_no_footer_is_asked_for() -> None:
+    with serve_conditional_s3() as port, FaultProxy(port) as proxy, this_process_uses(proxy.port):
+        s3.client().create_bucket(Bucket="sets")
+        reader = RowGroupReader(write_rows("s3://sets/small", LABELS))
+        reader.read(0)
+        proxy.faults.set("", 0)
+        assert [reader.read(group).key(0) for group in (1, 2)] == ["key 3", "key 6"]
+        # One of each for the bytes, after pyarrow has asked for the size of the file.
+        assert [line.split()[0] for line in proxy.faults.requests] == ["HEAD", "GET"] * 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -407,7 +406,10 @@ class RowGroupReader:
         return rows
 
     def _content_alone(self, group: int) -> pa.Buffer | None:
-        """The bytes of a row group by one request; None where they are not found like this."""
+        """The bytes of a row group without a footer; None where they are not found like this.
+
+        On S3 two requests: pyarrow (25) asks for the size of each file that it opens.
+        """
         manifest, number = self._manifest, int(self._manifest.row_group[group])
         index, first = int(manifest.file_index[group]), group - number
         if first < 0 or manifest.file_index[first] != index or manifest.row_group[first] != 0:
@@ -415,12 +417,8 @@ class RowGroupReader:
         # The first has the magic.
         start = int(manifest.bytes[first:group].sum()) + len(_MAGIC) * (number > 0)
         count = int(manifest.bytes[group]) + len(_MAGIC) * (number == 0)
-        location, size = manifest.file_location(index), manifest.files[index].bytes
-        # pyarrow asks for the size of a file that it opens itself, which is a request.
-        fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(
-            location.path, location.filesystem, file_size=size
-        )
-        with fragment.open() as source:
+        location = manifest.file_location(index)
+        with location.filesystem.open_input_file(location.path) as source:
             source.seek(start)
             content = source.read_buffer(count)
         return content if checksum(content) == manifest.crc32[group] else None

@@ -13,10 +13,7 @@ from vit_ray.report.tables import Column, Table, Value
 def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
     """Texts by name: `sweep/trials.csv`, and `sweep/dev_accuracy.svg` where rates were varied."""
     files = {"sweep/trials.csv": trials_table(rows, chosen).csv()}
-    series = [
-        _series(rows, "trials", TrialState.FINISHED),
-        _series(rows, "stopped early", TrialState.STOPPED_EARLY),
-    ]
+    series = [_series(rows, TrialState.FINISHED), _series(rows, TrialState.STOPPED_EARLY)]
     if series := [one for one in series if one.points]:
         chart = Chart(
             "Dev accuracy against the learning rate",
@@ -28,13 +25,17 @@ def sweep_files(rows: list[Outcome], chosen: Outcome) -> dict[str, str]:
     return files
 
 
-def _series(rows: list[Outcome], name: str, state: TrialState) -> Series:
+def _series(rows: list[Outcome], state: TrialState) -> Series:
+    is_cut = state is TrialState.STOPPED_EARLY
     points = [
-        charts.Point(float(row.point[RATE]), row.top1, _rest(row.point))
+        charts.Point(
+            float(row.point[RATE]), row.top1, _rest(row.point), state=str(state) if is_cut else ""
+        )
         for row in rows
         if RATE in row.point and row.top1 is not None and row.state is state
     ]
-    has_line = len({point.label for point in points}) == 1 and state is TrialState.FINISHED
+    has_line = len({point.label for point in points}) == 1 and not is_cut
+    name = str(state) if is_cut else "trials"
     return Series(name, sorted(points, key=lambda point: point.x), has_line=has_line)
 
 

@@ -56,6 +56,7 @@ STATES: Final = {
     "killed": ("\u2298", f"{_RING}M-0.7,0.7L0.7,-0.7"),
     "running": ("\u25b7", "M-0.8,-1L1,0L-0.8,1Z"),
     "scheduled": ("\u25a1", "M-0.8,-0.8L0.8,-0.8L0.8,0.8L-0.8,0.8Z"),
+    "stopped early": ("\u2296", f"{_RING}M-0.7,0L0.7,0"),
 }
 """Of points that are no result on a test set: a character, and the mark as a path of SVG."""
 

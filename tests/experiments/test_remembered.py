@@ -1,5 +1,6 @@
 """ASHA's rungs and decisions against Ray's own scheduler, in one driver and over several."""
 
+import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
-from tests.experiments.flows import Parent, in_process
+from tests.experiments.flows import ROOMY, Parent, in_process
 from tests.experiments.sweeps import plan_of
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
@@ -22,6 +23,7 @@ from vit_ray.experiments.remembered import (
     rung_steps,
     trial_key,
 )
+from vit_ray.experiments.room import Room
 from vit_ray.experiments.sweep import Trials
 from vit_ray.experiments.training import Outcome
 from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
@@ -155,12 +157,16 @@ def trials_of(whole: Recipe) -> list[Recipe]:
 
 
 def tried(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, train: Any, tags: dict[str, str] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    train: Any,
+    tags: dict[str, str] | None = None,
+    room: Room = ROOMY,
 ) -> tuple[list[Outcome], Parent]:
     """Outcomes of the trials of a sweep under ASHA, a rung of each in turn; and its parent."""
     whole = sweep_recipe(folder)
     parent = Parent(whole)
-    in_process(monkeypatch, parent, train)
+    in_process(monkeypatch, parent, train, lambda: room)
     points = [{"optim.learning_rate": rate} for rate in RATES]
     plan = plan_of(whole, trials_of(whole), points, steps=16)
     found = parent.run_flow(Trials(plan, parent, tags or {}).tried(), None)
@@ -267,3 +273,45 @@ def test_a_failure_at_a_rung_ends_the_trial_and_fills_no_rung(
     rows, _ = tried(monkeypatch, tmp_path, train)
     assert [one.error for one in rows] == ["", "", "a worker died", ""]
     assert [one.step for one in kept(tmp_path) if one.trial.startswith("s-0.4")] == [1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_driver_that_is_killed_again_and_again_decides_and_results_as_an_undisturbed_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One trial at a time, in the same order; killed in steps, and before a result is told."""
+    draw = random.Random(seed)
+    reached = {rate: draw.random() for rate in RATES}
+
+    class Disturbed(FakeTraining):
+        def __init__(self, most_kills: int) -> None:
+            super().__init__()
+            self.kills_left = most_kills
+
+        def __call__(self, recipe: Recipe, *, until_step: int | None, **_: Any) -> RunResult:
+            if self.kills_left and draw.random() < 0.5:
+                self.kills_left -= 1
+                self.killed_at = self.steps_trained + draw.randrange(6)
+            found = super().__call__(recipe, until_step=until_step)
+            if self.kills_left and draw.random() < 0.2:
+                self.kills_left -= 1
+                raise KilledError
+            top1 = reached[recipe.optim.learning_rate] * (1 - 0.9**found.steps)
+            return replace(found, metrics={"eval/top1": top1})
+
+    def until_over(training: FakeTraining, folder: Path) -> tuple[list[Any], int]:
+        for drivers in range(1, 99):
+            with contextlib.suppress(KilledError):
+                rows, _ = tried(monkeypatch, folder, training, room=Room(9, 99, runs=1))
+                return [(one.state, one.steps, one.top1, one.point) for one in rows], drivers
+        raise AssertionError
+
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    straight, _ = until_over(Disturbed(0), undisturbed)
+    training = Disturbed(8)
+    found, num_drivers = until_over(training, disturbed)
+    assert num_drivers > 1
+    assert found == straight
+    assert kept(disturbed) == kept(undisturbed)
+    # No step is trained twice, of none that is finished either.
+    assert training.steps_trained == sum(steps for _, steps, *_ in found)

@@ -72,7 +72,6 @@ class _Node:
     flow: Flow[Any]
     place: tuple[int, ...]
     """Of it among the parts of its flow, of that among those of its own, and so on."""
-    parent: _Node | None = None
     results: list[Any] = field(default_factory=list)
     num_missing: int = 0
 
@@ -101,17 +100,12 @@ class Runner:
         self._nodes: dict[tuple[int, ...], _Node] = {}
         self.error: BaseException | None = None
         self.result: Any = None
-        self._advance(self._add(flow, ()), None)
+        self._advance(_Node(flow, ()), None)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing runs, and nothing will start."""
         return not self._running and (not self._waiting or self._ends())
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the flow has come to its end."""
-        return () not in self._nodes
 
     def next(self) -> Work | None:
         """What starts now; None if there is nothing, or no room."""
@@ -126,7 +120,7 @@ class Runner:
                     try:
                         work.training = work.draw()
                     except Exception as error:
-                        self._fail(error)
+                        self.error = self.error or error
                         return None
                 self._running[work] = place, need
                 return work
@@ -137,7 +131,7 @@ class Runner:
         try:
             return outcome.is_cut or work.goes_on(work.training, outcome)
         except Exception as error:
-            self._fail(error)
+            self.error = self.error or error
             return False
 
     def end(self, work: Work, outcome: Outcome) -> None:
@@ -151,7 +145,7 @@ class Runner:
             try:
                 work.on_end(work.training, outcome)
             except Exception as error:
-                self._fail(error)
+                self.error = self.error or error
             self._deliver(place, outcome)
 
     def close(self) -> None:
@@ -163,9 +157,6 @@ class Runner:
     def _ends(self) -> bool:
         return self.error is not None or self._is_stopped()
 
-    def _fail(self, error: BaseException) -> None:
-        self.error = self.error or error
-
     def _room_now(self) -> Room:
         if time.monotonic() - self._looked_s > LOOK_S:
             try:
@@ -175,11 +166,8 @@ class Runner:
                 logger.warning(text, error)
         return self._room
 
-    def _add(self, flow: Flow[Any], place: tuple[int, ...]) -> _Node:
-        self._nodes[place] = node = _Node(flow, place)
-        return node
-
     def _advance(self, node: _Node, results: list[Any] | None) -> None:
+        self._nodes[node.place] = node
         try:
             parts = node.flow.send(results)  # type: ignore[arg-type]
         except StopIteration as end:
@@ -191,20 +179,17 @@ class Runner:
             return
         except Exception as error:
             del self._nodes[node.place]
-            self._fail(error)
+            self.error = self.error or error
             return
         node.results, node.num_missing = [None] * len(parts), len(parts)
         if not parts:
             self._advance(node, [])
-        flows = []
         for index, part in enumerate(parts):
             place = (*node.place, index)
             if isinstance(part, Work):
                 bisect.insort(self._waiting, (place, part), key=lambda one: one[0])
             else:
-                flows.append(self._add(part, place))
-        for flow in flows:
-            self._advance(flow, None)
+                self._advance(_Node(part, place), None)
 
     def _deliver(self, place: tuple[int, ...], result: Any) -> None:
         node = self._nodes[place[:-1]]

@@ -58,7 +58,7 @@ def is_converted(path: str) -> bool:
 
 
 def _convert_digits(recipe: Recipe) -> None:
-    images = Path(recipe.output).parent / "images"
+    images = Path(recipe.output) / "digits_images"  # where no folder of the user is
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
         assert isinstance(destination, str)
         if is_converted(destination):

@@ -41,7 +41,7 @@ def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recip
     page = report(recipe)
     assert "another" not in page.read_text()
     kept = {item.path for item in MlflowClient(recipe.tracking.uri).list_artifacts(run_id)}
-    assert kept == {"report.html", "report.csv"}
+    assert kept == {"report.html", "report.csv", "report-figures"}
     assert report_page(recipe) == 0
     assert str(page) in capsys.readouterr().out
 
@@ -106,7 +106,11 @@ def test_a_watched_page_is_written_until_no_run_goes_on(recipe, monkeypatch, cap
     assert all('<meta http-equiv="refresh" content="7.0">' in page for page in pages)
     assert 'http-equiv="refresh"' not in page_of_runs(recipe).read_text()
     assert "1 not finished" not in capsys.readouterr().out
-    assert {item.path for item in client.list_artifacts(run_id)} == {"report.html", "report.csv"}
+    assert {item.path for item in client.list_artifacts(run_id)} == {
+        "report.html",
+        "report.csv",
+        "report-figures",
+    }
 
 
 def test_a_job_that_renews_a_watched_page_keeps_it_watched_until_its_own_end(recipe, monkeypatch):

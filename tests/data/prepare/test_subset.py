@@ -51,7 +51,7 @@ def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) 
 
 def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:
     target = str(tmp_path / "part")
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="give one of the four"):
         subset(dataset.path, target)
     with pytest.raises(ValueError, match="use from 1 to 300"):
         subset(dataset.path, target, count=301)

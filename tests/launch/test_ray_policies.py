@@ -375,6 +375,9 @@ def test_an_error_names_the_worker_its_host_gpu_process_step_and_log(
 
 
 BAD_CARD, BY_PEER = RuntimeError("CUDA error: ECC"), RuntimeError("Connection reset by peer")
+DIED = ray.exceptions.RayActorError(
+    error_msg="Worker exits with a connection error code 2. End of file."
+)
 RAY_NODES = [
     {"NodeID": node, "Alive": node != "gone", "Resources": {"CPU": 4.0, "GPU": 2.0}}
     for node in ("1", "2", "gone")
@@ -387,6 +390,8 @@ RAY_NODES = [
         # By node of the two workers: where each failure came from.
         ([(BY_PEER, BAD_CARD)] * 2, "!in(2)"),
         ([(BAD_CARD, BY_PEER)] * 2, "!in(1)"),
+        ([(BY_PEER, DIED)] * 2, "!in(2)"),
+        ([(BY_PEER, WorkerHealthCheckFailedError("A health check failed.", DIED))] * 2, "!in(2)"),
         ([(BY_PEER, BAD_CARD)], None),
         ([(BY_PEER, BAD_CARD), (BAD_CARD, BY_PEER), (BY_PEER, BAD_CARD)], None),  # in turn
         ([(BY_PEER, BY_PEER)] * 2, None),  # nobody knows whose fault it is

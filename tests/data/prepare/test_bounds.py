@@ -60,6 +60,8 @@ def test_scans_are_those_that_are_there() -> None:
     assert num_scans(encoded(picture(0, 40, 60), progressive=True)) == 10
     assert num_scans(encoded(picture(0, 40, 60), progressive=True, exif=b"Exif\0\0\xff\xda")) == 10
     assert num_scans(scans_repeated(91)) == 100
+    assert num_scans(jpeg(0) + b"\xff\xda" * 1000) == 1  # behind its end, as in a motion photo
+    assert num_scans(encoded(picture(0, 40, 60), comment=b"\xff\xd9\xff\xda")) == 1
     assert [num_scans(image) for image in (b"", b"\xff\xd8", b"\x89PNG", jpeg(0)[:50])] == [0] * 4
 
 

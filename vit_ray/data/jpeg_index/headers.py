@@ -3,6 +3,7 @@
 That is: grey or of three components, of 8 bits, Huffman coded, baseline in one scan or progressive.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _ADOBE: Final = (0xEE, b"Adobe")
 _COMMENT: Final = 0xFE
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
 """Markers that no length follows."""
+_NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
+"""A marker behind coded data that is not of its own: in it 0xff is followed by 0 or a restart."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,22 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
 
 
 def num_scans(image: bytes) -> int:
-    """How often a decoder passes over the pixels; 0 for what is no JPEG file."""
+    """How often a decoder passes over the pixels; 0 for what is no JPEG file.
+
+    Behind the end may be anything, such as the film of a motion photo.
+    """
     try:
         scans = [at + length for marker, at, length in header_segments(image) if marker == SCAN]
+        if image[:2] != START or not scans:
+            return 0
     except (struct.error, IndexError):
         return 0
-    # In coded data 0xff is followed by other bytes.
-    return image.count(b"\xff\xda", scans[0]) + 1 if image[:2] == START and scans else 0
+    count, at = 1, scans[0]
+    while (found := _NEXT_SEGMENT.search(image, at)) and found[0] not in (START, END):
+        count += found[0][1] == SCAN
+        # Bytes of a segment are skipped by its length, so that what is in it is no marker.
+        at = found.end() + int.from_bytes(image[found.end() : found.end() + 2])
+    return count
 
 
 def _is_metadata(marker: int) -> bool:

@@ -188,6 +188,27 @@ def test_a_refusal_is_lifted_without_a_second_conversion(
     assert (report.num_images, report.num_rejected) == (98, 2)
 
 
+def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(
+    serial: None, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    write_class_folders(source, num_classes=1, per_class=8)
+    (source / "class_0" / "broken.jpg").write_bytes(b"broken")
+    listed = [f"{file.relative_to(tmp_path)},0\n" for file in sorted(source.glob("*/*"))]
+    rows = tmp_path / "list.csv"
+
+    def convert_list(text: str) -> int:
+        rows.write_text(text)
+        return convert(str(rows), str(target)).num_images
+
+    with pytest.raises(ValueError, match="1 of 9 "):
+        convert_list("path,label\n" + "".join(listed))
+    kept = [line for line in listed if "broken" not in line]
+    with pytest.raises(ValueError, match="labels are the integers 5 to 5"):
+        convert_list("path,label\n" + "".join(kept).replace(",0", ",5"))
+    assert convert_list("path,label\n" + "".join(kept)) == 8
+
+
 def test_a_restart_keeps_finished_shards(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

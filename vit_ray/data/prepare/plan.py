@@ -140,6 +140,9 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
         for shard in range(plan.num_shards):
             staging.child(RESULT.format(shard)).delete()
             folder.child(plan.name_of(shard)).delete()
+        if before is None:  # else they are of the set that is there
+            for name in LISTS:  # of a refusal; without a plan they would be somebody else's
+                folder.child(name).delete()
         staging.child(PLAN).delete()
     with tempfile.TemporaryDirectory() as scratch:
         if before is None:

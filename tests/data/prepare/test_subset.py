@@ -144,6 +144,9 @@ def test_a_part_is_chosen_by_what_is_passed_through(
     [
         ("scor > 1", r"no such column: scor; .*columns key, label, width, height, caption, score"),
         ("score >", "incomplete input|syntax error"),
+        ('"scor" > 1', "no such column: scor; .*text stands in single quotes"),
+        ("score > (select avg(score) from images)", "it has a query in it"),
+        ("0) union select 1 where (1", "it has a query in it"),
         ("score > 99", "no image of .* is chosen by 'score > 99'"),
     ],
 )

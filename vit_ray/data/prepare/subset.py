@@ -6,6 +6,7 @@ that the seed fixes, so that a smaller part lies inside every larger one (9M / 3
 
 import contextlib
 import hashlib
+import re
 import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -21,6 +22,8 @@ from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.storage import locate
 
 _SUBSET: Final = 7
+_QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|--[^\n]*|/\*.*?\*/|"((?:[^"]|"")*)\"""", re.DOTALL)
+"""Text, comments, and names in double quotes."""
 
 
 def subset(
@@ -129,19 +132,37 @@ def _rows_where(where: str, schema: Mapping[str, str], rows: list[tuple[Any, ...
     """Places of the rows for which an expression holds.
 
     Raises:
-        ValueError: it is none, or names a column that is not there.
+        ValueError: it is none, names a column that is not there, or has a query in it, which would
+            see these rows alone.
     """
+    known = {name.lower() for name in schema}
+    for match in _QUOTED.finditer(where):
+        # SQLite takes the name of no column for text, which holds for all rows or for none.
+        if match[1] is not None and match[1].replace('""', '"').lower() not in known:
+            raise ValueError(
+                f"subset.where={where!r}: no such column: {match[1]}; the data set has the columns "
+                f"{', '.join(schema)}, and text stands in single quotes"
+            )
+    queries = 0
+
+    def allowed(action: int, *_: str | None) -> int:
+        nonlocal queries
+        queries += action == sqlite3.SQLITE_SELECT
+        return sqlite3.SQLITE_OK if queries <= 1 else sqlite3.SQLITE_DENY
+
     columns = ", ".join(f'"{name.replace(chr(34), chr(34) * 2)}" {t}' for name, t in schema.items())
     try:
         with contextlib.closing(sqlite3.connect(":memory:")) as database:
             database.execute(f"CREATE TABLE images ({columns})")
             places = ", ".join("?" * len(schema))
             database.executemany(f"INSERT INTO images VALUES ({places})", rows)  # noqa: S608
+            database.set_authorizer(allowed)
             query = f"SELECT rowid FROM images WHERE ({where}\n)"  # noqa: S608  # the user's own
             return {row - 1 for (row,) in database.execute(query)}
     except sqlite3.Error as error:
+        reason = "it has a query in it" if queries > 1 else error
         raise ValueError(
-            f"subset.where={where!r}: {error}; the data set has the columns {', '.join(schema)}"
+            f"subset.where={where!r}: {reason}; the data set has the columns {', '.join(schema)}"
         ) from error
 
 

@@ -117,6 +117,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "shear x, back": ("tensorflow", 12, 10, (0.9,), sheared(-0.3), 0),
     "translate x": ("tensorflow", 14, 1, (), moved(0, 10, (128,) * 3), 0),
     "translate y, back": ("tensorflow", 15, 2, (0.9,), moved(-20, 0, (128,) * 3), 0),
+    "posterize to nothing": ("tensorflow", 3, 2, (), IMAGE * 0, 0),
+    "timm's posterize to nothing": ("timm", 3, 10, (), IMAGE * 0, 0),
     "timm's posterize": ("timm", 3, 9, (), IMAGE // 128 * 128, 0),
     "timm's solarize": ("timm", 4, 10, (), 255 - IMAGE, 0),
     "timm's brightness": ("timm", 8, 5, (), blended(0.0, 1.45), 1),

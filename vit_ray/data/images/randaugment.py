@@ -78,6 +78,11 @@ def _signed(value: float, random: KeyedUniform) -> float:
     return value if random.draw() < 0.5 else -value
 
 
+def _posterize(image: Image.Image, bits: int) -> Image.Image:
+    """Without any bits it is black, as in Pillow before 13, which refuses that."""
+    return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
+
+
 def _solarize_add(image: Image.Image, level: float, _: Any) -> Image.Image:
     addition = int(level * 110)
     table = [min(255, value + addition) if value < 128 else value for value in range(256)]
@@ -148,7 +153,7 @@ _SPACES: Final[dict[str, tuple[Operation, ...]]] = {
         lambda image, *_: ImageOps.autocontrast(image),
         lambda image, *_: ImageOps.equalize(image),
         lambda image, *_: ImageOps.invert(image),
-        lambda image, level, _: ImageOps.posterize(image, min(8, int(level * 4))),
+        lambda image, level, _: _posterize(image, min(8, int(level * 4))),
         lambda image, level, _: ImageOps.solarize(image, int(level * 256)),
         _solarize_add,
         _cutout,
@@ -159,7 +164,7 @@ _SPACES: Final[dict[str, tuple[Operation, ...]]] = {
         lambda image, *_: ImageOps.autocontrast(image),
         lambda image, *_: ImageOps.equalize(image),
         lambda image, *_: ImageOps.invert(image),
-        lambda image, level, _: ImageOps.posterize(image, 4 - int(level * 4)),
+        lambda image, level, _: _posterize(image, 4 - int(level * 4)),
         lambda image, level, _: ImageOps.solarize(image, 256 - int(level * 256)),
         _solarize_add,
         *_enhance(lambda level, random: 1.0 + _signed(0.9 * level, random)),

@@ -168,7 +168,8 @@ class RecordedRun:
 
     def num_tested(self, key: str) -> int | None:
         """Images that an accuracy of an evaluation is a share of, where one set was evaluated."""
-        sets = self.test_sets if key.startswith("eval/") else []
+        is_share = key.startswith("eval/") and "top" in key  # not a loss
+        sets = self.test_sets if is_share else []
         return sets[0][0] if len(sets) == 1 else None
 
     @property

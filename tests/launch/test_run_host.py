@@ -1,8 +1,10 @@
 """The host of runs: what it records, and what its death costs."""
 
 import gzip
+import os
 import pickle
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +150,13 @@ def test_a_host_that_dies_comes_back_with_all_that_was_recorded(
 
 
 def kill_host() -> None:
-    ray.kill(host_on(ray.get_runtime_context().get_node_id()), no_restart=False)
+    """End the host's process: `ray.kill` returns before the process has ended."""
+    host = host_on(ray.get_runtime_context().get_node_id())
+    pid = ray.get(host.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_what_is_recorded_while_the_host_does_not_know_the_run_is_neither_lost_nor_doubled(

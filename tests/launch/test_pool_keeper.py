@@ -19,7 +19,7 @@ opened: list[FakePool] = []
 class FakePool:
     def __init__(self, shape: Any, *, is_private: bool) -> None:
         self.shape, self.is_open, self.ended = shape, True, ""
-        self.server = f"server {len(opened)}"
+        self.server, self.fails = f"server {len(opened)}", False
         opened.append(self)
 
     def close(self) -> None:
@@ -27,6 +27,8 @@ class FakePool:
 
     def abandon(self) -> None:
         self.is_open, self.ended = False, "abandon"
+        if self.fails:
+            raise OSError("no Ray answers")
 
 
 @pytest.fixture
@@ -102,13 +104,16 @@ def test_a_loan_ends_with_the_process_of_its_borrower_and_with_no_other(
             time.sleep(seconds)
 
     shape: Any = "shape"
-    borrowers: Any = [Borrower.remote() for _ in range(2)]  # type: ignore[attr-defined]
+    borrowers: Any = [Borrower.remote() for _ in range(3)]  # type: ignore[attr-defined]
     for one in borrowers:
         keeper.lend(shape, False, ray.get(one.me.remote(), timeout=60))
     borrowers[0].work.remote(0.3)
     borrowers[1].work.remote(3600.0)
     time.sleep(1.0)
-    assert [one.is_open for one in opened] == [True, True]
+    assert [one.is_open for one in opened] == [True, True, True]
+    opened[2].fails = True  # the watch continues after it
+    ray.kill(borrowers[2])
+    until(lambda: opened[2].ended == "abandon")
     ray.kill(borrowers[1])
     until(lambda: not opened[1].is_open)
     assert opened[1].ended == "abandon"

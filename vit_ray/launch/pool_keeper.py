@@ -8,6 +8,7 @@ from the newest checkpoint, with other workers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from vit_ray.launch.worker_pool import (
     PoolShape,
     WorkerPool,
 )
+
+logger = logging.getLogger(__name__)
 
 Ending = Literal["keep", "close", "abandon"]
 """What becomes of a pool that is given back: it takes the next training, its workers end, or they
@@ -138,7 +141,10 @@ class PoolKeeper:
                 loans = list(self._loans.items())
             for number, loan in loans:
                 if loan.is_over():
-                    self.take_back(number, "abandon")
+                    try:
+                        self.take_back(number, "abandon")
+                    except Exception:  # the next loans must be watched, too
+                        logger.exception("a pool could not be taken back")
 
 
 class _Kept:

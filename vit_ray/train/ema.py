@@ -47,7 +47,8 @@ class WeightAverage:
         """
         share = torch.full_like(refused, 1.0 - self.factor)
         if self.warms_up:
-            share = torch.maximum(share, 9.0 / (10.0 + applied_steps))
+            # With offload the averages are on the CPU, and the count of steps is on the GPU.
+            share = torch.maximum(share, 9.0 / (10.0 + applied_steps.to(share.device)))
         share = share * (1.0 - refused)
         for value, fragment in zip(self.values, self.fragments, strict=True):
             value.lerp_(fragment.weight, share)

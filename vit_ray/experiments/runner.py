@@ -27,7 +27,14 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from vit_ray.config.validation import value_text
 from vit_ray.experiments.room import Room, room_of
-from vit_ray.experiments.training import OUTCOME, TRIAL, Outcome, Training, trial_of
+from vit_ray.experiments.training import (
+    OUTCOME,
+    TRIAL,
+    HeldTraining,
+    Outcome,
+    Training,
+    trial_of,
+)
 from vit_ray.launch.pool_keeper import keeper
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.outcomes import TrialState
@@ -260,7 +267,8 @@ class _Searcher(Searcher):
         if work is None:
             return Searcher.FINISHED if self._runner.is_over else None
         self._works[trial_id] = work
-        return {TRIAL: work.training, **_flat(work.training.point)}
+        held = HeldTraining(str(work.training), ray.put(work.training))
+        return {TRIAL: held, **_flat(work.training.point)}
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False

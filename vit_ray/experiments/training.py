@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import ray
 from ray import tune
 
 from vit_ray.config import Recipe
@@ -176,6 +177,19 @@ def train_with_retries(training: Training, parent: ParentRun, until_step: int | 
     raise AssertionError
 
 
+@dataclass(frozen=True)
+class HeldTraining:
+    """A training by reference: Ray Tune writes configurations to disk, and a recipe's addresses may
+    hold a password.
+    """
+
+    name: str
+    reference: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], None]:
     """What Ray Tune runs as a trial.
 
@@ -188,11 +202,11 @@ def trial_of(keeper: Any, *, is_private: bool) -> Callable[[dict[str, Any]], Non
         if is_private:
             mark_private()
         with borrowing(keeper), kept_warnings() as warnings:
-            for outcome in outcomes(config[TRIAL]):
+            # no limit: it lies in the object store of the driver's node, where trials run
+            for outcome in outcomes(ray.get(config[TRIAL].reference)):
                 step = {"step": outcome.steps, "top1": outcome.top1}
                 # Does not return where the scheduler stops the trial.
                 tune.report({**step, OUTCOME: replace(outcome, warnings=tuple(warnings))})
-                warnings.clear()
 
     return trial
 

@@ -24,6 +24,9 @@ from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
 
 STEPS, EVERY = 800, 40
+COMPARED = 320
+"""Steps in which rounding alone changes a loss by 1.5e-7 at most; from step 400 on it grows a
+millionfold within 300 steps (measured, AMD EPYC, 2026-11-25)."""
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
     common = set(straight) & set(disturbed)
     assert len(common) > 1
     for step in common:
-        assert disturbed[step] == pytest.approx(straight[step], rel=1e-2), step
+        assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
 
 
 def test_a_run_goes_from_two_workers_to_one_and_to_three(
@@ -143,7 +146,7 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three(
     ends.append(checkpoint_steps(recipe)[-1])
     fixed = {"num_workers": 2, "cpus_per_worker": 0.5}
     short = recipe.with_changes(
-        name="two-only", optim={"steps": min(ends[-1], STEPS)}, workers=fixed
+        name="two-only", optim={"steps": min(ends[-1], COMPARED)}, workers=fixed
     )
     straight = dict(curve(short, train(short).run_id or ""))
     (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
@@ -151,7 +154,7 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three(
     common = set(straight) & set(disturbed)
     assert min(common) <= ends[0] < max(common)
     for step in common:
-        assert disturbed[step] == pytest.approx(straight[step], rel=1e-2), step
+        assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
 
 
 def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(

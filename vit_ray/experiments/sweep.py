@@ -386,10 +386,9 @@ class Trials:
         Where rungs have stopped some and no other came to its end, the one that got furthest does.
         """
         parts = [self._part(self._training(point)) for point in self._known]
-        for place in range(len(parts), len(self._plan.points)):  # they stand for what is drawn
-            part = self._part(self._training(self._plan.points[place]))
-            assert isinstance(part, Work)
-            parts.append(replace(part, draw=self._draw))
+        for point in self._plan.points[len(parts) :]:  # they stand for what is drawn
+            training = self._training(point)
+            parts.append(Work(training, self._draw, self._goes_on, self._note_end))
         rows = yield parts
         rows = [
             replace(row, state=TrialState.FAILED, error="it was not measured")

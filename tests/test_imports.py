@@ -11,7 +11,7 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
-EVERYONE |= {"internals", "ray_internals", "mlflow_internals"}
+EVERYONE |= {"model_aliases", "internals", "ray_internals", "mlflow_internals"}
 BELOW = {
     "worker",
     "train",
@@ -47,6 +47,7 @@ ALLOWED = {
     "mlflow_internals": set(),
     "s3": set(),
     "optional_imports": set(),
+    "model_aliases": set(),
     "outcomes": set(),
     "lock": set(),
     "file_lock": set(),

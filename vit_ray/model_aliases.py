@@ -1,4 +1,7 @@
-"""Names that timm and Hugging Face have for models of the catalog."""
+"""Names that timm and Hugging Face have for models of the catalog.
+
+Recipes and models both read them; models import nothing that torch alone does not have.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vit_ray.train.largest_batch import unless_out_of_memory
+from vit_ray.train.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
 GPU_BAR, CPU_BAR = 1.03, 1.05  # whole job over bare loop; on a CPU at steps of 0.5 s or more

@@ -14,7 +14,6 @@ from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.train.engine import DeepSpeedEngine
-from vit_ray.train.largest_batch import is_out_of_memory
 from vit_ray.train.loop import (
     Batch,
     Ending,
@@ -23,6 +22,7 @@ from vit_ray.train.loop import (
     RankContext,
     run_training,
 )
+from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy

@@ -1,6 +1,7 @@
 """Whether any JPEG file changes its picture when a conversion gives it restart markers.
 
-    python benchmarks/jpeg_rewriting.py [--files 100000] [--seed 0] [--out FILE.md]
+    python benchmarks/jpeg_rewriting.py [--files 100000] [--seed 0] [--state FILE.json]
+        [--out FILE.md]
 
 Each file is made up: an encoder of this script writes random coefficients under random headers
 (colour spaces by JFIF, Adobe or component numbers, samplings, quantization of 8 and 16 bits, 1 to 8
@@ -8,12 +9,14 @@ tables of codes in any places, optimal, flat, skewed or standard ones, with and 
 the end of a block, blocks that end in odd ways, restart intervals, scans for each component,
 progressive scans, complete or not), or Pillow writes a picture with random options; in a third of
 them bytes of the header, or of anything, are changed. What a conversion rewrites must then decode
-as the original does: by Pillow, and by OpenCV at all scales and from its restart index.
+as the original does: by Pillow, and by OpenCV at all scales and from its restart index. With
+`--state` a run that was ended continues where it was.
 """
 
 import argparse
 import heapq
 import io
+import json
 import math
 import os
 import platform
@@ -32,6 +35,8 @@ from vit_ray.data.jpeg_index.restart_markers import Libjpeg, restart_writer, wit
 
 KEPT = ("icc_profile", "exif", "comment")
 """What Pillow finds beside the pixels; JFIF's own fields may be new."""
+STATE_EVERY = 500
+"""Files between two notes of how far a run has come."""
 Codes = dict[int, tuple[int, int]]
 """Code and its length of each symbol."""
 
@@ -334,24 +339,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     writer = restart_writer()
     assert writer is not None
     begun_s, found = time.perf_counter(), Counter[str]()
-    for seed in range(args.seed, args.seed + args.files):
+    first, before_s = args.seed, 0.0
+    if args.state and args.state.exists():
+        first, before_s, counts = json.loads(args.state.read_text())
+        found.update(counts)
+    for seed in range(first, args.seed + args.files):
         what = difference(crafted_jpeg(seed), writer)
         kind = "stays as it came" if what is None else what or "rewritten, and equal"
         found[kind] += 1
         if what:
             print(f"seed {seed}: {what}", flush=True)
+        if args.state and seed % STATE_EVERY == STATE_EVERY - 1:
+            spent_s = before_s + time.perf_counter() - begun_s
+            args.state.write_text(json.dumps([seed + 1, spent_s, found]))
+    spent_s = before_s + time.perf_counter() - begun_s
     rows = "\n".join(f"| {kind} | {count:,} |" for kind, count in found.most_common())
     report = (
         f"# jpeg_rewriting: {time.strftime('%Y-%m-%d')}, {platform.machine()}, "
         f"{os.cpu_count()} cores\n\n"
         f"`python benchmarks/jpeg_rewriting.py --files {args.files} --seed {args.seed}`: "
         f"{writer.name} (libjpeg-turbo {features.version('libjpeg_turbo')}), "
-        f"{time.perf_counter() - begun_s:.0f} s.\n\n| a file | files |\n|---|---|\n{rows}\n"
+        f"{spent_s:.0f} s.\n\n| a file | files |\n|---|---|\n{rows}\n"
     )
     print(report)
     if args.out:

@@ -208,6 +208,11 @@ class DataConfig(Section):
     moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
+    sample_weights: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FIXED] = None
+    """Draw training images by weight: `labels` = classes are equally frequent (by first labels), or
+    a column of convert.columns with a number from 0 on for each image. Labels, or the column, are
+    read before the start, and weights take 4 bytes an image. A row group is read once for each
+    epoch of its heaviest image. Unset = each image once an epoch."""
     eval: Annotated[str | None, OnResume.EVALUATED] = None
     """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0

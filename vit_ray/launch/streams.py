@@ -15,13 +15,14 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.format.joined_datasets import join
+from vit_ray.data.format.joined_datasets import JoinedManifest, join
 from vit_ray.data.format.labels import first_labels
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.images.randaugment import RandAugment
-from vit_ray.data.order.selection import Selection, select
+from vit_ray.data.order.sample_weights import Weights, row_weights
+from vit_ray.data.order.selection import JoinedSelection, RowSelection, Selection, select
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster_checks import check_batch
@@ -98,7 +99,8 @@ def resolve_run(
     window, task_rows = shuffle_window(recipe, manifest), train.task_rows
     if window is not None and window.num_batches > 1:
         task_rows = rows_per_task(recipe, manifest, window, task_rows)
-    streams = {"train": replace(train, window=window, task_rows=task_rows)}
+    weights = _row_weights(manifest, rows, data.sample_weights) if needs_train else None
+    streams = {"train": replace(train, window=window, task_rows=task_rows, weights=weights)}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
@@ -177,6 +179,19 @@ def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
             f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
             f"{other.num_classes}, and they are not the same; convert both with one list of classes"
         )
+
+
+def _row_weights(manifest: Manifest, rows: Selection, by: str | None) -> Weights | None:
+    """By which training rows are drawn; of several sets, of each by itself."""
+    if by is None:
+        return None
+    if isinstance(manifest, JoinedManifest):
+        assert isinstance(rows, JoinedSelection)
+        parts = zip(map(open_dataset, manifest.paths), rows.parts, strict=True)
+    else:
+        assert isinstance(rows, RowSelection)
+        parts = zip([manifest], [rows], strict=True)
+    return np.concatenate([row_weights(m.path, m.fingerprint, by, r) for m, r in parts])
 
 
 def _to_train_on(path: str) -> Manifest:

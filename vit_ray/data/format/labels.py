@@ -36,6 +36,12 @@ def keys(manifest: Manifest) -> Iterator[list[str]]:
         yield [key for group in groups for key in group]
 
 
+def texts(manifest: Manifest, name: str) -> Iterator[list[str | None]]:
+    """A column of text of every image, as `keys` gives theirs."""
+    for groups in _by_file(manifest, lambda reader, group: reader.texts(group, name)):
+        yield [text for group in groups for text in group]
+
+
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
     """What `read` finds in each row group, a list for each file."""
     cuts = np.flatnonzero(np.diff(manifest.file_index)) + 1

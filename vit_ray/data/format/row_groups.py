@@ -339,9 +339,13 @@ class RowGroupReader:
         Raises:
             ValueError: as `read`.
         """
+        return self.texts(group, "key")
+
+    def texts(self, group: int, name: str) -> list[Any]:
+        """A column of text, likewise."""
         dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
-        keys = self.column(group, "key").to_pylist()
-        return [key for row, key in enumerate(keys) if row not in dropped]
+        values = self.column(group, name).to_pylist()
+        return [value for row, value in enumerate(values) if row not in dropped]
 
     def original_crc32(self, group: int) -> NDArray[np.uint32] | None:
         """The checksum that each file of a stored row group had before it was rewritten.

@@ -6,12 +6,14 @@ shuffle window, which of its rows stand there; each set goes through epochs of i
 order. So what stands at a position is known without what stands before it.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.shuffle import Order, Places, ShuffleWindow
 
 Int64Array = NDArray[np.int64]
@@ -43,6 +45,7 @@ class MixedOrder:
         weights: the sets' proportions.
         window: in which rows are dealt out to global batches; each of these has the proportions.
             Without one, each `_STRETCH` positions have them.
+        weights_per_set: of each set, the weights of its rows; None for each once in an epoch.
 
     Raises:
         ValueError: if a set has no rows.
@@ -54,9 +57,12 @@ class MixedOrder:
         weights: tuple[int, ...],
         seed: int,
         window: ShuffleWindow | None = None,
+        weights_per_set: Sequence[Weights] | None = None,
     ) -> None:
+        of_sets: Sequence[Weights | None] = weights_per_set or [None] * len(rows_per_set)
         self._orders = [
-            Order(rows, key_of(seed, _SET, index)) for index, rows in enumerate(rows_per_set)
+            Order(rows, key_of(seed, _SET, index), weights=of_set)
+            for index, (rows, of_set) in enumerate(zip(rows_per_set, of_sets, strict=True))
         ]
         self._first_groups = np.cumsum([0, *(len(rows) for rows in rows_per_set)])
         self._weights = weights

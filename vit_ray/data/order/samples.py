@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from vit_ray.data.format.joined_datasets import JoinedManifest
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.order.mixture import MixedOrder
+from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
 
@@ -38,6 +39,8 @@ class Plan:
         is_shuffled: False keeps the order of the manifest, for evaluation.
         counts: `rows_per_group` of the same, where it is known already.
         window: in which rows are dealt out to batches; None for none.
+        weights: by which the manifest's rows are drawn, 0 for those that take no part; None for
+            each that takes part once in an epoch.
     """
 
     def __init__(
@@ -48,17 +51,20 @@ class Plan:
         is_shuffled: bool = True,
         counts: NDArray[np.integer] | None = None,
         window: ShuffleWindow | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        self._manifest = manifest
-        self._selection = rows
-        if counts is None:
-            counts = rows_per_group(manifest, rows)
+        self._manifest, self._weights = manifest, weights
+        self._selection = rows if weights is None else None
+        if counts is None or weights is not None:
+            counts = rows_per_group(manifest, self._selection)
         self._order: Order | MixedOrder
         if isinstance(manifest, JoinedManifest) and is_shuffled:
             per_set = np.split(counts, manifest.bounds[1:-1])
-            self._order = MixedOrder(per_set, manifest.weights, seed, window)
+            ends = manifest.first_samples[list(manifest.bounds[1:-1])]
+            of_sets = None if weights is None else np.split(weights, ends)
+            self._order = MixedOrder(per_set, manifest.weights, seed, window, of_sets)
         else:
-            self._order = Order(counts, seed, is_shuffled, window)
+            self._order = Order(counts, seed, is_shuffled, window, weights)
         if rows is not None:
             self._selected_rows = lru_cache(maxsize=4096)(partial(rows.rows_of_group, manifest))
 
@@ -81,6 +87,9 @@ class Plan:
 
     def rows_of_group(self, group: int) -> Int64Array:
         """Rows of a row group that take part, ascending."""
+        if self._weights is not None:
+            its_weights = self._weights[slice(*self._manifest.first_samples[group : group + 2])]
+            return np.flatnonzero(its_weights).astype(np.int64)
         if self._selection is None:
             return np.arange(self._manifest.rows[group], dtype=np.int64)
         return self._selected_rows(group)

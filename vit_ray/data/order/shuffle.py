@@ -5,7 +5,7 @@ Positions count from 0 over all epochs joined end to end, so position `p` lies i
 The rows of a window of some global batches are then dealt out to these in turn, so that a row
 group meets another batch with each of its rows, and a reader of a whole window still reads each row
 group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
-length.
+length. Rows may be drawn by weight (`sample_weights`); epochs are then shorter.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.order.keyed_random import key_of, keys_of
+from vit_ray.data.order.sample_weights import WeightedRows, Weights
 
 Int64Array = NDArray[np.int64]
 
@@ -79,6 +80,7 @@ class Order:
         seed: another seed is another order.
         is_shuffled: False keeps the order of the manifest, for evaluation.
         window: None keeps the row groups one after the other.
+        weights: of each row; None for each once in an epoch.
 
     Raises:
         ValueError: if there are no rows.
@@ -90,6 +92,7 @@ class Order:
         seed: int,
         is_shuffled: bool = True,
         window: ShuffleWindow | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.rows = np.ascontiguousarray(manifest_rows, dtype=np.int64)
         self.first_samples = np.concatenate([[0], np.cumsum(self.rows)])
@@ -99,6 +102,10 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images")
+        self._weighted: WeightedRows | None = None
+        if weights is not None:
+            self._weighted = WeightedRows(weights, self.first_samples, seed)
+            self.num_images = self._weighted.num_rows
         self._groups_of = lru_cache(maxsize=2)(self._draw_groups)
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
@@ -115,10 +122,10 @@ class Order:
         groups, rows = np.empty_like(offsets), np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            order, ends = self._groups_of(epoch)
-            turns = np.searchsorted(ends, offsets[of_epoch], side="right")
+            order, starts = self._groups_of(epoch)
+            turns = np.searchsorted(starts, offsets[of_epoch], side="right") - 1
             groups[of_epoch] = order[turns]
-            rows[of_epoch] = offsets[of_epoch] - ends[turns] + self.rows[order[turns]]
+            rows[of_epoch] = offsets[of_epoch] - starts[turns]
         if self.is_shuffled and len(groups):
             by_group = np.lexsort((groups, epochs))
             is_new = (np.diff(groups[by_group]) != 0) | (np.diff(epochs[by_group]) != 0)
@@ -128,14 +135,18 @@ class Order:
         return Places(epochs, groups, rows)
 
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
-        rows = np.arange(self.rows[group], dtype=np.int64)
+        if self._weighted is not None:
+            rows = self._weighted.rows_of(epoch, group)
+        else:
+            rows = np.arange(self.rows[group], dtype=np.int64)
         keys = keys_of(key_of(self.seed, _ROWS, epoch, group), rows)
-        return np.argsort(keys, kind="stable").astype(np.int64)
+        return rows[np.argsort(keys, kind="stable")]
 
     def _draw_groups(self, epoch: int) -> tuple[Int64Array, Int64Array]:
-        """Row groups of an epoch in their order, and where each ends."""
+        """Row groups of an epoch in their order, and where each begins."""
         groups = np.arange(len(self.rows), dtype=np.int64)
         if self.is_shuffled:
             keys = keys_of(key_of(self.seed, _GROUPS, epoch), groups)
             groups = np.argsort(keys, kind="stable").astype(np.int64)
-        return groups, np.cumsum(self.rows[groups])
+        counts = self.rows if self._weighted is None else self._weighted.counts(epoch)
+        return groups, np.cumsum(counts[groups]) - counts[groups]

@@ -21,6 +21,7 @@ from vit_ray.data.format.schema import NO_LABEL
 from vit_ray.data.images.crop_boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.images.crops import augmented, cut_crop
 from vit_ray.data.order.partition import BlockShape, Partition
+from vit_ray.data.order.sample_weights import Weights
 from vit_ray.data.order.samples import Plan, Rows
 from vit_ray.data.order.selection import Selection
 from vit_ray.data.order.shuffle import ShuffleWindow
@@ -38,6 +39,7 @@ class StreamSpec:
         seed: of the order and of the augmentation.
         rows: which rows take part; None for all.
         window: in which training rows are dealt out to global batches; None for none.
+        weights: by which training rows are drawn, as `samples.Plan` takes them; None for each once.
         max_bad_fraction: share of the images that may be undecodable before an error.
         num_cpus: CPUs that one reading task takes.
         concurrency: most reading tasks at a time; None for as many as there are CPUs.
@@ -57,6 +59,7 @@ class StreamSpec:
     seed: int = 0
     rows: Selection | None = None
     window: ShuffleWindow | None = None
+    weights: Weights | None = field(default=None, repr=False, compare=False)
     max_bad_fraction: float = 0.001
     num_cpus: float = 0.66
     concurrency: int | None = None
@@ -117,8 +120,9 @@ class BatchReader:
         spec = job.spec
         self._job = job
         self._plan = Plan(
-            spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window
-        )
+            spec.manifest, spec.seed, spec.rows, job.is_training, job.counts, job.window,
+            spec.weights if job.is_training else None,
+        )  # fmt: skip
         self._read = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
         )

@@ -265,6 +265,21 @@ def test_changes_are_checked_too(path: Path) -> None:
         recipe.with_changes(train={"zero_stage": 9})
 
 
+def test_several_evaluation_sets_are_given_by_name(path: Path) -> None:
+    recipe = load_recipe(path, ["data.eval={val: some/set, v2: s3://bucket/v2}"])
+    assert recipe.data.eval_sets == {"val": "some/set", "v2": "s3://bucket/v2"}
+    assert recipe.data.test_set == "some/set"
+    kept = recipe_from_dict(recipe.recorded(), where="kept")
+    assert kept == recipe
+    assert kept.with_absolute_paths().data.test_set == str(Path("some/set").absolute())
+    lone = recipe.with_changes(data={"eval": "some/set"})
+    assert (lone.data.eval_sets, lone.data.test_set) == ({"": "some/set"}, "some/set")
+    assert recipe.with_changes(data={"eval": None}).data.eval_sets == {}
+    for wrong in ("{}", "{a/b: some/set}", "{val: 3}"):
+        with pytest.raises(ValueError, match=r"data\.eval"):
+            load_recipe(path, [f"data.eval={wrong}"])
+
+
 def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
     recipe = load_recipe(path, ["data.train=some/set", "data.eval=s3://bucket/set"])
     absolute = recipe.with_absolute_paths()

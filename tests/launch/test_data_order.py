@@ -15,6 +15,7 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order.samples import Plan
 from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.run_metadata import data_inputs
 from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.storage import locate
 
@@ -167,6 +168,20 @@ def test_several_data_sets_are_planned_as_one(mixed: Recipe) -> None:
     assert resolved.manifest.shard_location(105).path == str(few / "part")
     assert spec.window is not None
     assert spec.rows is None
+
+
+def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_path: Path) -> None:
+    paths = {name: write_data_set(tmp_path / name, i + 1) for i, name in enumerate(("val", "v2"))}
+    _, resolved = prepared(recipe.with_changes(data={"eval": paths}))
+    streams = {name: spec.manifest.path for name, spec in resolved.streams.items()}
+    assert streams == {
+        "train": recipe.data.train, "eval": paths["val"], "eval:v2": paths["v2"],
+    }  # fmt: skip
+    contexts = [one["context"] for one in data_inputs(resolved)]
+    assert contexts == ["training", "evaluation", "evaluation (v2)"]
+    paths["birds"] = write_data_set(tmp_path / "birds", 1, "emu", "owl")
+    with pytest.raises(ValueError, match=r"data\.eval: .*birds has 2 classes.*not the same"):
+        resolve_run(recipe.with_changes(data={"eval": paths}))
 
 
 def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> None:

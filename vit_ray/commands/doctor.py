@@ -177,6 +177,8 @@ def _data_sets(recipe: Recipe, key: str) -> str:
 
     given = getattr(recipe.data, key)
     paths = [one.path for one in given] if isinstance(given, tuple) else [given]
+    if isinstance(given, dict):
+        paths = list(given.values())
     if paths == [None]:
         return "not set"
     sets = [open_dataset(path) for path in paths]

@@ -139,7 +139,7 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
     key = next((key for key in ("eval/top1", "dev/top1") if key in metrics), None)
     if key is None:
         return None
-    path = data.eval if key == "eval/top1" and data.eval else None
+    path = data.test_set if key == "eval/top1" else None
     train = data.train if isinstance(data.train, str) else _UNKNOWN
     name = "/".join(PurePosixPath(redact(path or train)).parts[-2:])
     name = name if path else f"{name} (held out)"

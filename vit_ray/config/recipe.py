@@ -6,7 +6,7 @@ Other rooms take the section they need; nothing edits a recipe after it is loade
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -225,7 +225,13 @@ _PLACES = (
 )  # fmt: skip
 
 
+_MAPPINGS: Final = ("data.eval",)
+"""Keys whose value may be a mapping, which is no section."""
+
+
 def _absolute(place: Any) -> Any:
+    if isinstance(place, dict):  # of evaluation sets
+        return {name: _absolute(path) for name, path in place.items()}
     if isinstance(place, list):  # of training sets
         return [{**one, "path": _absolute(one["path"])} for one in place]
     return place if place is None or "://" in place else str(Path(place).expanduser().absolute())
@@ -235,6 +241,6 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys to values."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        is_section = isinstance(value, dict)
+        is_section = isinstance(value, dict) and f"{prefix}{key}" not in _MAPPINGS
         found |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return found

@@ -186,6 +186,10 @@ class EvalAugmentConfig(Section):
     it, as for training and in older versions, for figures that are compared with theirs."""
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Of an evaluation set, in its metrics."""
+
+
 class TrainingSet(Section):
     """One of several training sets that are mixed."""
 
@@ -213,8 +217,12 @@ class DataConfig(Section):
     a column of convert.columns with a number from 0 on for each image. Labels, or the column, are
     read before the start, and weights take 4 bytes an image. A row group is read once for each
     epoch of its heaviest image. Unset = each image once an epoch."""
-    eval: Annotated[str | None, OnResume.EVALUATED] = None
-    """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
+    eval: Annotated[
+        str | Annotated[dict[SetName, str], Field(min_length=1)] | None, OnResume.EVALUATED
+    ] = None
+    """Converted set on which accuracy is measured; or several as `{NAME: PATH}`, with metrics
+    `eval/NAME/top1`: the first is `eval/top1`, too, which tables and choices go by. Unset = the
+    held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
     """Share of `train` that is set aside (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
@@ -250,6 +258,18 @@ class DataConfig(Section):
     cache_gib: Annotated[PositiveFloat, OnResume.FREE] = 100.0
     """Most GiB that `cache_dir` takes on a node. A full cache keeps this data set and evicts others
     that were not used for an hour."""
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Path of each evaluation set, by its name; of a lone one the name is empty."""
+        if isinstance(self.eval, dict):
+            return dict(self.eval)
+        return {"": self.eval} if self.eval is not None else {}
+
+    @property
+    def test_set(self) -> str | None:
+        """Path of the set that `eval/top1` is measured on, the first one."""
+        return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
         """RandAugment on the device; a cache that is not on a disk."""

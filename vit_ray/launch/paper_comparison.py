@@ -42,7 +42,7 @@ class OurResult:
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Table | None:
     """The result of an evaluation and the paper's; None where it has no accuracy."""
     top1 = metrics.get("eval/top1")
-    if top1 is None or recipe.data.eval is None:
+    if top1 is None or recipe.data.test_set is None:
         return None
     return _table(recipe, [top1], recipe.benchmark.kind)
 
@@ -60,8 +60,8 @@ def _table(recipe: Recipe, top1: Sequence[float], labels: str) -> Table:
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
     if labels != "own_labels" and not is_imagenet:
         paper = paper.model_copy(update={"task": None})
-    assert recipe.data.eval is not None
-    test = open_dataset(recipe.data.eval)
+    assert recipe.data.test_set is not None
+    test = open_dataset(recipe.data.test_set)
     ours = OurResult(
         model=recipe.model.name,
         data="/".join(PurePosixPath(redact(test.path)).parts[-2:]),

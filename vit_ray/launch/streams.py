@@ -43,7 +43,8 @@ class ResolvedRun:
     """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
-    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
+    """`train`, and of `eval`, `eval:NAME` of each further set, `dev`, `few_shot_train` and
+    `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property
@@ -80,7 +81,7 @@ def resolve_run(
             [_to_train_on(one.path) for one in sets], [one.weight for one in sets]
         )
     else:
-        path = data.train if needs_train or data.train else data.eval
+        path = data.train if needs_train or data.train else data.test_set
         key = "data.train" if needs_train else "data.eval"
         path = require(path, key, "the folder of a converted data set")
         manifest = _to_train_on(path) if needs_train else open_dataset(path)
@@ -101,8 +102,9 @@ def resolve_run(
         task_rows = rows_per_task(recipe, manifest, window, task_rows)
     weights = _row_weights(manifest, rows, data.sample_weights) if needs_train else None
     streams = {"train": replace(train, window=window, task_rows=task_rows, weights=weights)}
-    if data.eval is not None:
-        streams["eval"] = evaluated(open_dataset(data.eval))
+    if data.test_set is not None:
+        for place, (name, path) in enumerate(data.eval_sets.items()):
+            streams[f"eval:{name}" if place else "eval"] = evaluated(open_dataset(path))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
             streams["dev"] = evaluated(manifest, held_out)
     elif held_out is not None:
@@ -113,9 +115,10 @@ def resolve_run(
         _check_classes("evaluate.few_shot_test", test, pool)
         _check_shots(pool.path, pool.fingerprint, evaluate.shots)
     total_steps = 0
+    tests = [spec.manifest for name, spec in streams.items() if name.startswith("eval")]
+    for test in tests:
+        _check_classes("data.eval", test, manifest if needs_train else tests[0])
     if needs_train:
-        if "eval" in streams:
-            _check_classes("data.eval", streams["eval"].manifest, manifest)
         check_batch(recipe, rows.count)
         total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
     return ResolvedRun(recipe, manifest, streams, total_steps)

@@ -19,7 +19,7 @@ BEST: Final = "/best_"
 
 def best_key(key: str) -> str:
     """Of a metric of an evaluation, in the best one."""
-    return key.replace("/", BEST, 1)
+    return BEST.join(key.rsplit("/", 1))
 
 
 def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -37,6 +37,6 @@ def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
         if BEST in key:
             plain = key.replace(BEST, "/", 1)
             if plain in metrics:
-                found[plain.replace("/", "/last_", 1)] = metrics[plain]
+                found["/last_".join(plain.rsplit("/", 1))] = metrics[plain]
             found[plain] = value
     return found

@@ -108,8 +108,15 @@ class Evaluator:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
         if has_accuracy(recipe):
+            first, *others = recipe.data.eval_sets or [""]
             accuracy = self._measure_accuracy(prefix)
             metrics |= {f"eval/{prefix}{name}": value for name, value in accuracy.items()}
+            of_sets = {first: accuracy} if first else {}
+            for name in others:
+                batches = self._watched(f"eval:{name}")
+                of_sets[name] = measure_accuracy(engine, batches, recipe.train, self._job.answers)
+            for name, found in of_sets.items():
+                metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in found.items()}
         if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
             on_dev = measure_accuracy(engine, self._watched("dev"), recipe.train)
             metrics |= {f"dev/{prefix}{name}": value for name, value in on_dev.items()}

@@ -110,6 +110,7 @@ def trained_run(folder: Path) -> tuple[Any, Path]:
             "progress": Progress(7, worker_seconds=7200.0, metrics={"eval/top1": 0.85}),
             "recipe": recipe.recorded(),
             "data_fingerprint": train.fingerprint,
+            "data_terms": [{"license": "CC0", "source_url": "https://me:pw@x.org/a"}, {}],
             "samples_seen": 1000,
             "tracking_run_id": "0123abc",
         },
@@ -196,6 +197,14 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Pat
         assert fact in card.text
     assert "secret" not in card.content
     assert "MLflow run" in card.text
+
+
+def test_the_card_gives_the_terms_that_the_maker_of_the_data_gave(tmp_path: Path) -> None:
+    _, run = trained_run(tmp_path)
+    card = ModelCard.load(export_to(tmp_path, run, layout="vit_ray") / "README.md")
+    assert "| licence of the data | CC0 |" in card.text
+    assert "x.org/a |" in card.text
+    assert "pw" not in card.content
 
 
 def test_what_is_not_recorded_is_said_to_be_unknown(tmp_path: Path) -> None:

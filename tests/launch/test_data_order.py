@@ -33,7 +33,8 @@ def write_data_set(
     write_manifest(
         locate(str(folder)), columns,
         files=[ShardFile("part", num_groups * 64, num_groups * group_bytes, 0)],
-        classes=list(classes or ("cat", "dog")), max_labels=1, origin={"groups": num_groups},
+        classes=list(classes or ("cat", "dog")), max_labels=1,
+        origin={"groups": num_groups, "license": "CC0"},
     )  # fmt: skip
     return str(folder)
 
@@ -179,6 +180,7 @@ def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_pa
     }  # fmt: skip
     contexts = [one["context"] for one in data_inputs(resolved)]
     assert contexts == ["training", "evaluation", "evaluation (v2)"]
+    assert {one["profile"]["license"] for one in data_inputs(resolved)} == {"CC0"}
     paths["birds"] = write_data_set(tmp_path / "birds", 1, "emu", "owl")
     with pytest.raises(ValueError, match=r"data\.eval: .*birds has 2 classes.*not the same"):
         resolve_run(recipe.with_changes(data={"eval": paths}))

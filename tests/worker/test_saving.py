@@ -9,7 +9,7 @@ import pytest
 
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
-from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
@@ -20,7 +20,8 @@ from vit_ray.worker.saving import check_folder_is_shared, make_position, open_ch
 
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
-    job, engine = make_job(tmp_path), FakeEngine(weight=3.0)
+    terms = {"license": "CC-BY-4.0"}
+    job, engine = replace(make_job(tmp_path), data_terms=(terms,)), FakeEngine(weight=3.0)
     progress = Progress(step=4, metrics={"train/loss": 1.0})
     position = make_position(job, engine, progress, "run-id")
     progress.step, progress.metrics["train/loss"] = 5, 9.0
@@ -28,6 +29,7 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     assert (position.applied_steps, position.samples_seen) == (3, 4 * BATCH)
     assert (position.tracking_run_id, position.data_fingerprint) == ("run-id", "print")
     assert position.recipe["name"] == "run"
+    assert Position.from_json(position.to_json()).data_terms == [terms]
     assert set(position.versions) == {"ray", "torch"}
 
 

@@ -102,6 +102,8 @@ class Position:
     data_fingerprint: str
     tracking_run_id: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    data_terms: list[dict[str, str]] = field(default_factory=list)
+    """`license` and `source_url` of each training set, where its maker gave them."""
 
     @property
     def step(self) -> int:

@@ -110,7 +110,13 @@ def _table(facts: dict[str, str]) -> str:
 def _training_facts(
     recipe: Recipe, config: ExportConfig, num_classes: int, position: Position | None
 ) -> dict[str, str]:
-    licence = config.data_license or "not given"
+    def terms_of(name: str) -> str:
+        found = [
+            terms[name] for terms in (position.data_terms if position else []) if name in terms
+        ]
+        return ", ".join(dict.fromkeys(found)) or "not given"
+
+    licence = config.data_license or terms_of("license")
     if position is None:
         return {"weights": redact(str(recipe.init_from)), "licence of the data": licence}
     train = recipe.data.train
@@ -121,6 +127,7 @@ def _training_facts(
         "data": ", ".join("/".join(PurePosixPath(redact(p)).parts[-2:]) for p in paths),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": licence,
+        "source of the data": redact(terms_of("source_url")),
         "start": redact(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",

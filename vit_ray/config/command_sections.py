@@ -338,7 +338,7 @@ class ExportConfig(Section):
     license: str | None = None
     """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; in the card."""
     data_license: str | None = None
-    """Licence of the training data, in words; in the card."""
+    """Licence of the training data, in words; in the card. Unset = as their conversion gave it."""
 
     def problems(self) -> dict[str, object]:
         """As `Section.problems`."""

@@ -206,6 +206,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         num_images=resolved.num_images,
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
+        data_terms=tuple(resolved.manifest.terms),
         run_folder=recipe.run_folder,
         new_head=prepared.new_head,
         few_shot_classes=resolved.few_shot_classes,

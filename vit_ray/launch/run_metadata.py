@@ -85,7 +85,7 @@ def run_facts(
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
-    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, use."""
+    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, terms, use."""
     found = []
     for name, spec in resolved.streams.items():
         path = redact(spec.manifest.path)
@@ -93,6 +93,7 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
             "num_images": spec.num_images,
             "num_images_of_the_whole": spec.manifest.num_images,
             "num_classes": spec.manifest.num_classes,
+            **spec.manifest.about,
         }
         found.append(
             {

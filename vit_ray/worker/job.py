@@ -58,6 +58,8 @@ class TrainJob:
     """Features to write in the place of an evaluation."""
     answers: Answers | None = None
     """Of an evaluation: what is right for its images."""
+    data_terms: tuple[dict[str, str], ...] = ()
+    """Licence and address of the source of each training set, where its maker gave them."""
     until_step: int | None = None
     """Where this part of the run ends, evaluated and saved; None for the end of the run."""
 

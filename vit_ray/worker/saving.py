@@ -160,6 +160,7 @@ def make_position(
         shapes=state.shapes,
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
+        data_terms=list(job.data_terms),
         tracking_run_id=tracking_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},
     )

@@ -20,6 +20,7 @@ from tests.data.pictures import encoded, jpeg, write_class_folders
 from tests.data.prepare.conftest import module_with
 from vit_ray.data import open_dataset
 from vit_ray.data.format import row_groups
+from vit_ray.data.format.joined_datasets import join
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import decode
 from vit_ray.data.prepare import commit, conversion, make_shards, plan, shard_images
@@ -612,4 +613,6 @@ def test_what_the_maker_says_of_a_set_stands_in_its_manifest(
     part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=9)
     assert part.about == open_dataset(part.path).about == about
     convert(image_folder, tmp_path / "plain")
-    assert open_dataset(str(tmp_path / "plain")).about == {}
+    plain = open_dataset(str(tmp_path / "plain"))
+    assert plain.about == {}
+    assert join([part, plain, part], [1, 1, 2]).terms == [about, about]

@@ -32,6 +32,11 @@ class JoinedManifest(Manifest):
         """Data sets that are read together."""
         return len(self.paths)
 
+    @property
+    def terms(self) -> list[dict[str, Any]]:
+        """As in `Manifest`, of each data set."""
+        return list(self.origin["terms"])
+
     @cached_property
     def parts(self) -> list[Manifest]:
         """Each data set by itself, with its own row group and sample numbers."""
@@ -94,4 +99,5 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
         paths=tuple(m.path for m in manifests),
         bounds=tuple(np.cumsum([0, *(m.num_row_groups for m in manifests)]).tolist()),
         weights=smallest,
+        origin={"terms": [terms for m in manifests for terms in m.terms]},
     )

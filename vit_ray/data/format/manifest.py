@@ -136,6 +136,11 @@ class Manifest(RowGroupColumns):
         return {name: self.origin[name] for name in ABOUT if name in self.origin}
 
     @property
+    def terms(self) -> list[dict[str, Any]]:
+        """`about` of each data set that is read together, of those that say anything."""
+        return [self.about] if self.about else []
+
+    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)

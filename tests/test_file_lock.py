@@ -88,6 +88,44 @@ def test_it_is_free_again_once_it_is_closed(flock: str, tmp_path: Path) -> None:
     )
 
 
+def no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
+@pytest.mark.parametrize("flock", ["with"], indirect=True)
+def test_a_process_without_flock_is_refused_while_another_has_it(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert lock_file(tmp_path / "log.lock", 1.0) is None
+
+
+@pytest.mark.parametrize("flock", ["without"], indirect=True)
+def test_a_process_with_flock_is_refused_while_another_has_the_folder(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "RELEASE_S", 0.5)
+    assert lock_file(tmp_path / "log.lock", 1.0) is None
+
+
+def test_locks_that_are_not_available_for_a_moment_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = fcntl.flock, iter(range(3))
+
+    def passing(*arguments: Any) -> None:
+        if next(calls, None) is not None:
+            no_locks()
+        plain(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", passing)
+    held = lock_file(tmp_path / "log.lock", 5.0)
+    assert held is not None
+    held.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["log.lock"]
+
+
 def test_another_error_of_flock_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "input/output error")

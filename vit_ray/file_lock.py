@@ -4,6 +4,10 @@ Lustre may be mounted without `flock`, and some FUSE file systems do not have it
 a folder next to the file: it names the holder's process, its start and the machine's boot, so that
 the lock of a process that was killed is taken over, and it is renewed, so that another machine sees
 whether its holder lives.
+
+`flock` may also fail for one process and work for another: on another machine, or while a server of
+NFS starts. So each kind of holder leaves a mark before it looks for the mark of the other kind:
+`flock` writes into the file, and the folder stays. Where both are there, the folder decides.
 """
 
 from __future__ import annotations
@@ -12,14 +16,18 @@ import contextlib
 import errno
 import fcntl
 import logging
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from vit_ray.lock import HeldError, hold_lock
 from vit_ray.storage import locate
 
 POLL_S: Final = 0.05
+PASSING_S: Final = 3.0
+"""How long "no locks available" may be a passing error of the file's server."""
 _WITHOUT_FLOCK: Final = {
     errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY,
 }  # fmt: skip
@@ -27,36 +35,58 @@ _WITHOUT_FLOCK: Final = {
 logger = logging.getLogger(__name__)
 
 
-def lock_file(path: Path, limit_s: float) -> contextlib.ExitStack | None:
+def lock_file(
+    path: Path, limit_s: float, on_lost: Callable[[str], None] = logger.error
+) -> contextlib.ExitStack | None:
     """Lock a file until what is returned is closed or the process ends.
 
+    Args:
+        on_lost: called once, from a thread, with the reason when a process of another machine has
+            taken the lock over; only where there is no `flock`.
+
     Returns:
-        None if another process has the lock for all of `limit_s`.
+        None if another process has the lock for all of `limit_s`, or may have it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    deadline_s = time.monotonic() + limit_s
-    held = contextlib.ExitStack()
-    file = held.enter_context(path.open("a"))
+    deadline_s, folder = time.monotonic() + limit_s, Path(f"{path}.holders")
+    with contextlib.ExitStack() as held:
+        file = held.enter_context(path.open("a"))
+        is_locked = _flock(file, deadline_s)
+        if is_locked is False:
+            return None
+        if is_locked and not path.stat().st_size:
+            file.write("flock\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if is_locked and not folder.exists():
+            return held.pop_all()
+        while True:
+            try:
+                held.enter_context(hold_lock(locate(str(folder)), on_lost))
+                break
+            except HeldError:  # which waits for seconds by itself
+                if time.monotonic() > deadline_s:
+                    return None
+        if is_locked or not path.stat().st_size:
+            return held.pop_all()
+        return None  # a holder by `flock` would not have seen the folder
+
+
+def _flock(file: TextIO, deadline_s: float) -> bool | None:
+    """Whether the file is locked now; None where there is no `flock`."""
+    passing_s = min(deadline_s, time.monotonic() + PASSING_S)
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return held
+            return True
         except BlockingIOError:
             if time.monotonic() > deadline_s:
-                held.close()
-                return None
-            time.sleep(POLL_S)
+                return False
         except OSError as error:
             if error.errno not in _WITHOUT_FLOCK:
                 raise
-            break
-    while True:
-        try:
-            held.enter_context(hold_lock(locate(f"{path}.holders"), logger.error))
-            return held
-        except HeldError:  # which waits for seconds by itself
-            if time.monotonic() > deadline_s:
-                held.close()
+            if error.errno != errno.ENOLCK or time.monotonic() > passing_s:
                 return None
+        time.sleep(POLL_S)

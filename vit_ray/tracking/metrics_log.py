@@ -417,7 +417,7 @@ def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
     path = log_path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = lock_file(path, RELEASE_S)
+        held = lock_file(path, RELEASE_S, _end_process)
     except OSError:  # nothing can be written there: the log itself will warn
         return contextlib.ExitStack()
     if held is not None:
@@ -427,6 +427,12 @@ def lock_log(log_path: Path, run_name: str) -> contextlib.ExitStack:
         f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), then "
         "start again"
     )
+
+
+def _end_process(reason: str) -> None:
+    """Two processes must not write one log; the driver starts another recorder if it needs one."""
+    logger.error("%s; this process ends", reason)
+    os._exit(1)
 
 
 def _parsed(line: bytes) -> Record:

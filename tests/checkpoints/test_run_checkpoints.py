@@ -297,11 +297,35 @@ def test_of_saves_that_were_never_whole_the_last_two_stay_and_what_was_whole(run
     assert names(run) == [*aside, folder_name(7)]
     assert told[-1] == (
         "deleted 3 folders that were set aside and never whole (step-00000004.damaged, "
-        "step-00000003.damaged, step-00000001.damaged); the last 2 stay, and what was whole once: "
-        "3 folders"
+        "step-00000003.damaged, step-00000001.damaged); the last 2 stay, and what may have been "
+        "whole: 3 folders"
     )
     prune(run, keep_last=2, warn=told.append)
     assert len(told) == 7
+
+
+def test_a_checkpoint_whose_marker_was_lost_is_not_taken_for_one_that_never_was_whole(
+    run: Location,
+) -> None:
+    for step in range(1, 6):
+        write_checkpoint(run, step)
+        (Path(run.path) / folder_name(step) / COMMIT).unlink()
+    write_checkpoint(run, 6)
+    prune(run, keep_last=1, warn=ignore)
+    assert names(run) == [*(f"{folder_name(step)}.damaged" for step in range(1, 6)), folder_name(6)]
+
+
+def test_the_note_of_a_deletion_goes_when_its_checkpoint_counts_again(
+    half_deleted: Location,
+) -> None:
+    """Else what is left of it after a damage would be deleted."""
+    first = half_deleted.child(folder_name(1))
+    shutil.rmtree(first.path)
+    write_checkpoint(half_deleted, 1)
+    prune(half_deleted, keep_last=3)
+    flip(first)
+    prune(half_deleted, keep_last=3, warn=ignore)
+    assert names(half_deleted) == ["step-00000001.damaged", "step-00000002", "step-00000003"]
 
 
 def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:

@@ -5,7 +5,8 @@ for the fragments that it owns, and then `rank-0000r-of-0000n.json`, its index: 
 checksum of the tensors' file, and their keys. Rank 0's index also holds the run's position. A rank
 reads its tensors back before it writes their index. When all indexes are there, rank 0 writes
 `commit.json`, which lists every file with its size and checksum, and has one of itself. The
-checkpoint is what that lists; other files do not count.
+checkpoint is what that lists; other files do not count. Rank 0's first file is `uncommitted`, which
+goes right before the commit: a folder that has it never was whole.
 
 A kind has a number for each element of a parameter, but for Adafactor's: `exp_avg_sq_by_row` and
 `exp_avg_sq_by_column` have one for each row and column of its matrices, all in rank 0's file.
@@ -30,6 +31,7 @@ from vit_ray.storage import Location, other_format
 
 FORMAT_VERSION = 2
 COMMIT: Final = "commit.json"
+_UNCOMMITTED: Final = "uncommitted"
 _INDEX: Final = re.compile(r"rank-(\d{5})-of-(\d{5})\.json")
 _SUMMED: Final = (
     "exp_avg_sq_by_row", "exp_avg_sq_by_column", "exp_avg_sq_rows", "exp_avg_sq_columns",
@@ -93,6 +95,8 @@ def write_part(
         DamagedCheckpointError: what was read back is not what was written.
         OSError: the folder cannot be read or written.
     """
+    if rank == 0:
+        folder.child(_UNCOMMITTED).write(b"")
     name, sha256 = index_name(rank, world_size), _sha256(content)
     facts = {"format_version": FORMAT_VERSION, "bytes": len(content), "sha256": sha256}
     folder.child(tensors_name(name)).write(content)
@@ -130,12 +134,18 @@ def commit(folder: Location, world_size: int, before_commit: Callable[[], object
     files = {name: (len(content), _sha256(content)) for name, content in contents.items()}
     files |= {shard.file: (shard.bytes, shard.sha256) for shard in shards}
     before_commit()
+    folder.child(_UNCOMMITTED).delete()
     folder.child(COMMIT).write(_marker(files))
 
 
 def is_committed(folder: Location) -> bool:
     """Whether the folder's marker is there."""
     return folder.child(COMMIT).exists()
+
+
+def never_was_whole(folder: Location) -> bool:
+    """Whether it is certain that the folder was never committed."""
+    return folder.child(_UNCOMMITTED).exists() and not is_committed(folder)
 
 
 def marker_sha256(folder: Location) -> str:

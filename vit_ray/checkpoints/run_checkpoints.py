@@ -2,7 +2,7 @@
 
 Two kinds of folder are deleted here, both after newer checkpoints that were read back: whole
 checkpoints, and saves that were never whole, but for the last two. A folder that is not usable is
-renamed to `step-00001000.damaged` and reported; what was whole once is the user's to delete.
+renamed to `step-00001000.damaged` and reported; what may have been whole is the user's to delete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit_ray.checkpoints.checkpoint import (
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     PartialCheckpointError,
-    is_committed,
+    never_was_whole,
     read_marker,
 )
 from vit_ray.measure.best_evaluation import STEP
@@ -234,7 +234,10 @@ def prune(
         if len(good) >= keep_last and step not in keep:
             _delete(folder)
             deleted.append(step)
-        elif len(good) < keep_last:
+            continue
+        if f"{folder_name(step)}{_DELETING}" in notes:  # it counts again, and may be damaged later
+            _deletion_note(folder).delete()
+        if len(good) < keep_last:
             good.append(step)
     if good:
         _delete_old_halves(run_folder, good[0], warn)
@@ -246,7 +249,7 @@ def _delete_old_halves(run_folder: Location, newest: int, warn: Warn) -> None:
     aside = sorted((n for n in run_folder.list_folders() if n.endswith(ASIDE)), reverse=True)
     if len(aside) <= KEPT_ASIDE:
         return
-    halves = [name for name in aside if not is_committed(run_folder.child(name))]
+    halves = [name for name in aside if never_was_whole(run_folder.child(name))]
     matches = [(_STEP.match(name), name) for name in halves[KEPT_ASIDE:]]
     old = [name for match, name in matches if match and int(match[1]) < newest]
     for name in old:
@@ -254,7 +257,8 @@ def _delete_old_halves(run_folder: Location, newest: int, warn: Warn) -> None:
     if old:
         warn(
             f"deleted {len(old)} folders that were set aside and never whole ({', '.join(old)}); "
-            f"the last {KEPT_ASIDE} stay, and what was whole once: {len(aside) - len(old)} folders"
+            f"the last {KEPT_ASIDE} stay, and what may have been whole: {len(aside) - len(old)} "
+            "folders"
         )
 
 

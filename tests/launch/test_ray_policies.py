@@ -1,5 +1,6 @@
 """Which failures end a run, how large an elastic group may be, and that it is saved before."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -404,7 +405,7 @@ def test_a_node_on_which_a_group_fails_twice_in_a_row_is_left_out(
     failures: Any, selector: str | None, workers: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(FAILING_NODES, "hosts", {})
+    monkeypatch.setattr(FAILING_NODES, "_left", {})
     monkeypatch.setattr(FAILING_NODES, "_last", ("", 0.0))
     monkeypatch.setattr(ray, "nodes", lambda: RAY_NODES)
     workers.at = places("1", "2")
@@ -435,18 +436,22 @@ def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it(
     nodes.note(place)
     nodes.note(place)
     assert nodes.hosts == {"1": "10.0.0.1"}
+    now_s[0] += failing_nodes.LEFT_OUT_S + 1
+    assert nodes.hosts == {}  # it may have been repaired
+    nodes.note(place)
+    assert nodes.hosts == {"1": "10.0.0.1"}
 
 
 def test_a_group_that_may_change_its_size_does_without_a_node_that_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FAILING_NODES, "hosts", {"b": "10.0.0.2"})
+    monkeypatch.setattr(FAILING_NODES, "_left", {"b": ("10.0.0.2", math.inf)})
     monkeypatch.setattr(ray_policies, "cpus_by_node", lambda: {"a": 4.0, "b": 4.0})
     scaling = ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": 1.0})
     policy = DivisorScalingPolicy(scaling, [1, 2, 4, 8], 0.5, lambda: None)
     held = {"a": {"CPU": 4.0}, "b": {"CPU": 4.0}}
     assert policy._count_possible_workers(held) == 2  # one of four CPUs is kept to read with
-    FAILING_NODES.hosts.clear()
+    FAILING_NODES._left.clear()
     assert policy._count_possible_workers(held) == 4
 
 

@@ -18,23 +18,32 @@ from vit_ray.worker.job import TrainJob
 
 IN_A_ROW_S: Final = 3600.0
 """Failures on one node that are further apart are not taken for a defect of it."""
+LEFT_OUT_S: Final = 6 * 3600.0
+"""After which a node, repaired perhaps, is tried again; then its next failure is enough."""
 
 
 class FailingNodes:
     """Nodes on which the group has failed twice in a row, in the process of its controller."""
 
     def __init__(self) -> None:
-        self.hosts: dict[str, str] = {}
-        """Host by Ray's id of the node."""
+        self._left: dict[str, tuple[str, float]] = {}
+        """Host, and until when it is left out, by Ray's id of the node."""
         self._last: tuple[str, float] = "", 0.0
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Those that are left out now, by Ray's id of the node."""
+        now_s = time.monotonic()
+        return {node: host for node, (host, until_s) in self._left.items() if now_s < until_s}
 
     def note(self, place: WorkerPlace | None) -> None:
         """The group has failed: on one node alone, or not (None)."""
         node, now_s = (place.node if place else ""), time.monotonic()
         before, at_s = self._last
         self._last = node, now_s
-        if place and node == before and now_s - at_s < IN_A_ROW_S:
-            self.hosts[node] = place.host
+        is_second = node == before and now_s - at_s < IN_A_ROW_S
+        if place and (is_second or node in self._left):
+            self._left[node] = place.host, now_s + LEFT_OUT_S
 
 
 FAILING_NODES: Final = FailingNodes()

@@ -100,6 +100,7 @@ class FakeEngine:
     dtype: torch.dtype = torch.float32
     weight: float = 0.0
     average: Any = None
+    is_averaged: bool = False
     is_closed: bool = False
     compiled_s: float = 0.0
     failure: str | None = None
@@ -158,7 +159,9 @@ class FakeEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
+        self.is_averaged = True
         yield
+        self.is_averaged = False
 
     def close(self) -> None:
         self.is_closed = True

@@ -136,6 +136,24 @@ def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> Non
     assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2
 
 
+@pytest.mark.parametrize("error", [EvaluationCutError(is_stopping=True), RuntimeError("a rank's")])
+def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks_error(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Putting them back is a collective operation, in which the others would not take part."""
+    worker = Worker(make_job(tmp_path), FakeEngine(average=object()))
+
+    def measure(prefix: str) -> dict[str, float]:
+        if prefix:
+            raise error
+        return {"eval/top1": 1.0}
+
+    monkeypatch.setattr(worker.hooks.evaluator, "_measure", measure)
+    with pytest.raises(type(error)):
+        worker.hooks.evaluator.evaluate(1)
+    assert worker.engine.is_averaged is not isinstance(error, EvaluationCutError)
+
+
 @pytest.mark.parametrize("stream", ["accuracy", "few-shot"])
 def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
     stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

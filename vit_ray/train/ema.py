@@ -59,11 +59,12 @@ class WeightAverage:
 
     @contextmanager
     def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
-        """The module computes with the averaged weights inside this block; all ranks enter it."""
+        """The module computes with the averaged weights inside this block; all ranks enter it.
+
+        After an error the masters are not put back: that takes all ranks, which may not have it.
+        """
         # Without ZeRO and in fp32 the module's weights are the masters: keep them aside.
         masters = [f.weight.detach().clone() for f in self.fragments]
         exchange_weights(engine, names, self.by_name())
-        try:
-            yield
-        finally:
-            exchange_weights(engine, names, weights_by_name(self.fragments, masters))
+        yield
+        exchange_weights(engine, names, weights_by_name(self.fragments, masters))

@@ -142,14 +142,12 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The module computes with the averaged weights inside this block; all ranks enter it."""
+        """As `WeightAverage.applied`."""
         assert self.average is not None
-        try:
-            with self.average.applied(self._engine, self._names):
-                self._biases.show(self.average.by_name())
-                yield
-        finally:
-            self._biases.show()
+        with self.average.applied(self._engine, self._names):
+            self._biases.show(self.average.by_name())
+            yield
+        self._biases.show()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint, whatever the module has; all ranks call it."""

@@ -85,8 +85,7 @@ class Evaluator:
             else:
                 metrics = self._measure("")
                 if self._engine.average is not None and metrics:
-                    with self._engine.averaged():
-                        metrics |= self._measure("averaged_")
+                    metrics |= self._measure_averaged()
         except ValueError as error:
             # All ranks have the same figures and so the same error; training is not at fault.
             if self._job.kind == "evaluate":
@@ -136,6 +135,17 @@ class Evaluator:
             found = measure_few_shot(engine, train, test, config, few_shot)
             metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
         return metrics
+
+    def _measure_averaged(self) -> dict[str, float]:
+        agreed: EvaluationCutError | ValueError
+        with self._engine.averaged():
+            try:
+                metrics = self._measure("averaged_")
+            except (EvaluationCutError, ValueError) as error:
+                agreed = error  # all ranks have it, and training continues with the masters
+            else:
+                return metrics
+        raise agreed
 
     def _extract(self, extraction: Extraction) -> float:
         """Write features from where an earlier attempt ended; returns the number of images."""

@@ -162,6 +162,7 @@ def set_up_attempt(
         engine, report = build_engine(
             job, micro, place.world_size, loads_weights=checkpoint is None
         )
+        unless_set_up.callback(engine.close)
         assert engine.device == device, (engine.device, device)
         if report is not None:
             link.note(EventKind.WEIGHTS, str(report), 0)

@@ -88,7 +88,7 @@ def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:
 
 def _resolved() -> Any:
     manifest = SimpleNamespace(
-        path="data/digits/train", fingerprint="5" * 64, num_images=1497, num_classes=10
+        path="data/digits/train", fingerprint="5" * 64, num_images=1497, num_classes=10, about={}
     )
     spec = SimpleNamespace(manifest=manifest, num_images=1467)
     return SimpleNamespace(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 def resolved_run() -> SimpleNamespace:
     """7 steps on 90 of 100 images of 10 classes."""
     manifest = SimpleNamespace(
-        path="/data/digits/train", fingerprint="f" * 64, num_images=100, num_classes=10
+        path="/data/digits/train", fingerprint="f" * 64, num_images=100, num_classes=10, about={}
     )
     spec = SimpleNamespace(manifest=manifest, num_images=90)
     return SimpleNamespace(

@@ -28,7 +28,11 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "argv", ["vit-ray", "pretrain", f"tracking.uri={ADDRESS}"])
     recipe = load_recipe("digits", [f"tracking.uri={ADDRESS}", f"init_from=http://{SECRET}@h/x"])
     manifest = SimpleNamespace(
-        path=f"http://u:{SECRET}@h/data", fingerprint="f" * 64, num_images=9, num_classes=2
+        path=f"http://u:{SECRET}@h/data",
+        fingerprint="f" * 64,
+        num_images=9,
+        num_classes=2,
+        about={"source_url": f"http://u:{SECRET}@h/data"},
     )
     streams = {"train": SimpleNamespace(manifest=manifest, num_images=9)}
     plan: Any = SimpleNamespace(manifest=manifest, num_images=9, total_steps=1, streams=streams)

@@ -14,6 +14,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.recorded_recipe import INIT_RUN
+from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
@@ -206,7 +207,7 @@ def _job(prepared: PreparedRun, cluster: ClusterShape, run: OpenRun) -> TrainJob
         num_images=resolved.num_images,
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
-        data_terms=tuple(resolved.manifest.terms),
+        data_terms=tuple(map(redacted, resolved.manifest.terms)),
         run_folder=recipe.run_folder,
         new_head=prepared.new_head,
         few_shot_classes=resolved.few_shot_classes,

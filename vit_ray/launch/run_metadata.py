@@ -21,7 +21,7 @@ import yaml
 from vit_ray.config import Recipe
 from vit_ray.config.model_family import model_family
 from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
-from vit_ray.config.secrets import redact
+from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.cluster import ClusterShape
 from vit_ray.launch.streams import ResolvedRun
 from vit_ray.tracking.metrics_log import RUN_FOLDER
@@ -93,7 +93,7 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
             "num_images": spec.num_images,
             "num_images_of_the_whole": spec.manifest.num_images,
             "num_classes": spec.manifest.num_classes,
-            **spec.manifest.about,
+            **redacted(spec.manifest.about),
         }
         found.append(
             {

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback as PlacementGroupCleanerCallback,
     )
+    from ray.train.v2._internal.callbacks.preemption_callback import (
+        PreemptionCallback as PreemptionCallback,
+    )
     from ray.train.v2._internal.exceptions import (
         WorkerGroupStartupFailedError as WorkerGroupStartupFailedError,
     )
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
         WorkerGroupStartupTimeoutError as WorkerGroupStartupTimeoutError,
     )
     from ray.train.v2._internal.execution.callback import ControllerCallback as ControllerCallback
+    from ray.train.v2._internal.execution.callback import (
+        ReplicaGroupCallback as ReplicaGroupCallback,
+    )
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback as WorkerGroupCallback
     from ray.train.v2._internal.execution.context import get_train_context as get_train_context
     from ray.train.v2._internal.execution.controller.state import (
         PreemptingState as PreemptingState,
@@ -123,7 +130,29 @@ INTERNALS: Final = (
         {
             "after_controller_state_update": ("self", "previous_state", "current_state"),
             "on_controller_start_worker_group": ("self", "scaling_config", "num_workers"),
+            "before_controller_execute_resize_decision": ("self", "resize_decision"),
         },
+    ),
+    Internal(
+        f"{_TRAIN}.execution.callback", "WorkerGroupCallback",
+        "Sees which workers have failed before they are replaced.", "",
+        {
+            "after_worker_group_start": ("self", "worker_group"),
+            "after_worker_group_poll_status": ("self", "worker_group_status"),
+        },
+    ),
+    Internal(
+        f"{_TRAIN}.execution.callback", "ReplicaGroupCallback", "Sees that a worker was replaced.",
+        "", {"after_replica_group_start": ("self", "replica_group")},
+    ),
+    Internal(
+        f"{_TRAIN}.callbacks.preemption_callback", "PreemptionCallback",
+        "Ray leaves it out where it replaces single workers, whose handles it would keep.", "",
+        {"after_worker_group_start": ("self", "worker_group")},
+    ),
+    Internal(
+        "ray.train.backend", "Backend", "Makes Ray Train replace single workers; not documented.",
+        "", attributes=("has_replica_groups", "share_cuda_visible_devices"),
     ),
     Internal(
         f"{_TRAIN}.execution.controller.state", "ResizingState",

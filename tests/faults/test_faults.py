@@ -41,13 +41,21 @@ def points_are_counted_once(recipe: Recipe) -> bool:
     return len(steps) == len(set(steps)) and steps[-1] == STEPS
 
 
+def are_replaced(ended: list[int], others: list[int], now: list[int]) -> bool:
+    """Whether there are as many workers as before, and the others kept their processes."""
+    is_whole = len(now) == len(ended) + len(others)
+    return is_whole and set(others) <= set(now) and not set(ended) & set(now)
+
+
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
     recipe = long_recipe("worker-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
+    *others, killed = worker_pids(ray_cluster)
     killed_s = time.time()
-    os.kill(worker_pids(ray_cluster)[-1], signal.SIGKILL)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: are_replaced([killed], others, worker_pids(ray_cluster)), driver)
     code, output = driver.wait()
     assert code == 0, output
     assert "worker failed" in output
@@ -217,9 +225,10 @@ def test_a_stopped_worker_is_taken_for_hung_and_replaced(
     recipe = long_recipe("hung", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     driver = start(recipe, ray_cluster, folder)
-    frozen = worker_pids(ray_cluster)[0]
+    frozen, *others = worker_pids(ray_cluster)
     os.kill(frozen, signal.SIGSTOP)
     try:
+        wait_until(lambda: are_replaced([frozen], others, worker_pids(ray_cluster)), driver)
         code, output = driver.wait(240)
     finally:
         _continue(frozen)

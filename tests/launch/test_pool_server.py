@@ -13,6 +13,7 @@ from vit_ray.data.stream import stream_server
 from vit_ray.launch import pool_server as pool_server
 from vit_ray.launch.pool_server import PoolServer
 from vit_ray.worker.job import TrainJob
+from vit_ray.worker.pool_link import GroupBrokenError, Member
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_workers_get_each_training_once_and_then_wait(server: PoolServer, tmp_pa
     assert server.current_job() is job
     for rank in range(2):
         assert not ended(server)
-        server.end_rank(0, "group", rank, 2)
+        server.end_rank(0, rank, 2)
     assert ended(server)
     assert server.next_assignment(-1) == (True, None)  # a group that starts now has missed nothing
     assign(server, tmp_path)
@@ -57,23 +58,106 @@ def test_workers_get_each_training_once_and_then_wait(server: PoolServer, tmp_pa
 def test_a_training_whose_group_died_is_given_to_the_next_group(
     server: PoolServer, tmp_path: Path
 ) -> None:
-    assign(server, tmp_path)
-    server.end_rank(0, "first", 0, 2)  # the other rank dies
-    assert server.next_assignment(-1)[1] is not None
-    server.end_rank(0, "second", 1, 3)  # of three now
-    server.end_rank(0, "second", 2, 3)
+    job = assign(server, tmp_path)
+    server.end_rank(0, 0, 2)  # the other rank dies
+    assert server.reassign(alone=False)
+    found = server.next_assignment(-1)[1]
+    assert found is not None
+    assert (found.number, found.job) == (1, job)
+    server.end_rank(1, 1, 3)  # of three now
+    server.end_rank(1, 2, 3)
     assert not ended(server)
-    server.end_rank(0, "second", 0, 3)
+    server.end_rank(1, 0, 3)
     assert ended(server)
+    server.reassign(alone=False)  # a worker dies that waits for the next training
+    assert ended(server)
+
+
+def member(pid: int) -> Member:
+    return Member("10.0.0.1", "node", pid, "")
+
+
+def test_ranks_meet_and_meet_again_with_the_one_that_was_replaced(
+    server: PoolServer, tmp_path: Path
+) -> None:
+    server.reassign(alone=False)
+    assign(server, tmp_path)
+    assert server.meet(0, 1, 2, member(11)) is None
+    first = server.meet(0, 0, 2, member(10))
+    assert first is not None
+    assert server.meet(0, 1, 2, member(11)) == first
+    assert first.members == (member(10), member(11))
+    assert not server.is_reassigned(0)
+    assert server.reassign(alone=True)  # rank 1 has died
+    assert server.is_reassigned(0)
+    server.end_rank(0, 0, 2)  # of the group before
+    with pytest.raises(GroupBrokenError):
+        server.meet(0, 0, 2, member(10))
+    assert server.meet(1, 0, 2, member(10)) is None
+    second = server.meet(1, 1, 2, member(12))
+    assert second is not None
+    assert second.members == (member(10), member(12))
+    # Servers of streams stay, and the streams are others.
+    assert second.group.partition(" ")[0] == first.group.partition(" ")[0]
+    assert second.group != first.group
+    server.reassign(alone=False)
+    server.meet(2, 0, 2, member(13))
+    third = server.meet(2, 1, 2, member(14))
+    assert third is not None
+    assert third.group.partition(" ")[0] != first.group.partition(" ")[0]
+
+
+def test_a_worker_that_was_done_comes_back_where_another_died_before_its_end(
+    server: PoolServer, tmp_path: Path
+) -> None:
+    assign(server, tmp_path)
+    server.end_rank(0, 0, 2)
+    assert server.next_assignment(0) == (True, None)
+    server.reassign(alone=True)
+    found = server.next_assignment(0)[1]
+    assert found is not None
+    assert found.number == 1
+
+
+def test_a_silent_process_is_ended_once_and_a_group_without_one_starts_again(
+    server: PoolServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_pids: list[int] = []
+    task = SimpleNamespace(remote=ended_pids.append)
+    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: task))
+    assign(server, tmp_path)
+    for rank in range(2):
+        server.meet(0, rank, 2, member(10 + rank))
+    assert server.end_silent(0, [1])
+    assert server.end_silent(0, [1])  # another rank that waited for it
+    assert ended_pids == [11]
+    assert server.reassign(alone=True)
+    assert server.end_silent(0, [0])  # too late: the group is another one
+    assert ended_pids == [11]
+    assert not server.end_silent(1, [])
+    assert not server.reassign(alone=True)
+    assert server.reassign(alone=False)
+    assert server.reassign(alone=True)
+
+
+def test_a_process_whose_end_does_not_help_is_not_waited_for(
+    server: PoolServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = SimpleNamespace(remote=lambda _: None)
+    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: task))
+    monkeypatch.setattr(pool_server, "ENDED_S", 0.0)
+    assign(server, tmp_path)
+    server.meet(0, 1, 2, member(11))
+    assert not server.end_silent(0, [1])
 
 
 def test_a_worker_that_ends_an_old_training_late_does_not_end_the_next(
     server: PoolServer, tmp_path: Path
 ) -> None:
     assign(server, tmp_path)
-    server.end_rank(0, "group", 0, 1)
+    server.end_rank(0, 0, 1)
     assign(server, tmp_path)
-    server.end_rank(0, "group", 0, 1)
+    server.end_rank(0, 0, 1)
     assert not ended(server)
 
 

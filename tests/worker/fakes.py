@@ -54,6 +54,9 @@ class FakeRun(RecordsRun, ControlsRun):
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         return self.waited_for
 
+    def silent_ranks(self, silent_s: float) -> list[int]:
+        return []
+
     def stop_reason(self) -> str | None:
         return self.stop
 

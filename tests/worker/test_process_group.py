@@ -15,6 +15,7 @@ from vit_ray.worker.process_group import (
     RankPlace,
     joined_process_group,
     leave_process_group,
+    open_store,
 )
 
 MICRO, STEPS = 2, 3
@@ -37,14 +38,12 @@ def train(rank: int, world_size: int, stages: tuple[int, ...]) -> Iterator[list[
 
 
 def _train(place: RankPlace, store: Any, number: int, stage: int) -> list[float]:
-    def broadcast(address: str) -> str:
-        if place.rank == 0:
-            store.set(f"address {number}", address)
-        return store.get(f"address {number}").decode()
-
-    with joined_process_group(
-        place, "127.0.0.1", torch.device("cpu"), broadcast, backend="gloo", timeout_s=300
-    ):
+    own = open_store("127.0.0.1", 300) if place.rank == 0 else None
+    if own is not None:
+        store.set(f"address {number}", f"127.0.0.1:{own.port}")
+    address = store.get(f"address {number}").decode()
+    cpu = torch.device("cpu")
+    with joined_process_group(place, cpu, address, own, backend="gloo", timeout_s=300):
         engine = build_engine(train_config(stage), place.world_size, MICRO)
         losses = run_steps(engine, 0, STEPS, MICRO)
         engine.close()
@@ -62,12 +61,21 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
     monkeypatch.setenv("LOCAL_RANK", "")
     # Of 16 GPUs, sorted as text: 0, 1, 10, 11, ...
     place, device = RankPlace(0, 1, 2, 16, 0), torch.device("cuda", 10)
-    with joined_process_group(place, "127.0.0.1", device, str, backend="gloo", timeout_s=60):
-        assert os.environ["LOCAL_RANK"] == "10"
-    with joined_process_group(
-        place, "127.0.0.1", torch.device("cpu"), str, backend="gloo", timeout_s=60
-    ):
-        assert os.environ["LOCAL_RANK"] == "2"
+    for where, local_rank in ((device, "10"), (torch.device("cpu"), "2")):
+        store = open_store("127.0.0.1", 60)
+        address = f"127.0.0.1:{store.port}"
+        with joined_process_group(place, where, address, store, backend="gloo", timeout_s=60):
+            assert os.environ["LOCAL_RANK"] == local_rank
+
+
+def test_places_of_ranks_follow_from_their_hosts() -> None:
+    """As torchrun numbers them: 2 hosts of 2 processes, then one of 1."""
+    hosts = ["a", "a", "b", "b", "c"]
+    places = [RankPlace.of(rank, hosts) for rank in range(5)]
+    assert [one.local_rank for one in places] == [0, 1, 0, 1, 0]
+    assert [one.local_world_size for one in places] == [2, 2, 2, 2, 1]
+    assert [one.node_rank for one in places] == [0, 0, 1, 1, 2]
+    assert [one.host_ranks for one in places][2:4] == [range(2, 4)] * 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -55,6 +56,8 @@ class CheckpointWriter:
         """
         self._run_folder, self._keep, self._notify = run_folder, keep, notify
         self._lock_number = lock_number
+        self.is_abandoned = threading.Event()
+        """Set where other ranks may have died: their parts are not waited for."""
         self._step, self._num_failed = 0, 0
         self._verified: set[int] = set()
         self._progress: dict[int, Progress] = {}
@@ -75,7 +78,7 @@ class CheckpointWriter:
             write_snapshot(snapshot, folder)
             if rank > 0:
                 return
-            _wait_for_parts(folder, snapshot.world_size)
+            _wait_for_parts(folder, snapshot.world_size, self.is_abandoned)
             commit(folder, snapshot.world_size, self._check_lock)
         except (OSError, DamagedCheckpointError) as error:
             self._notify(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", self._step)
@@ -178,7 +181,7 @@ class CheckpointWriter:
         return unknown | {step for _, step in best.values()}
 
 
-def _wait_for_parts(folder: Location, world_size: int) -> None:
+def _wait_for_parts(folder: Location, world_size: int, is_abandoned: threading.Event) -> None:
     """Return when all ranks have written their part.
 
     Raises:
@@ -189,10 +192,10 @@ def _wait_for_parts(folder: Location, world_size: int) -> None:
         missing, failed = missing_ranks(folder, world_size)
         if not missing:
             return
-        if failed or time.monotonic() > deadline_s:
+        if failed or is_abandoned.is_set() or time.monotonic() > deadline_s:
             ranks = ", ".join(map(str, (failed or missing)[:8]))
             raise OSError(
                 f"not whole: of {world_size} workers these have not written their part: {ranks}"
             )
-        time.sleep(pause_s)
+        is_abandoned.wait(pause_s)
         pause_s = min(2 * pause_s, MOST_LOOK_S)

@@ -549,6 +549,9 @@ class WorkersConfig(Section):
     max_failures: int = Field(default=5, ge=-1)
     """Failures in a row without a new checkpoint between them that the run survives; -1 = any
     number. Preempted nodes and micro-batches that do not fit into memory do not count."""
+    replace_failed: bool = True
+    """A worker whose process has died is replaced alone, and the others keep theirs; with GPUs all
+    workers start again in any case."""
     place_timeout_minutes: PositiveFloat = 60.0
     """Minutes that the run waits for free resources on the cluster before it ends."""
     collective_timeout_s: Positive = 600

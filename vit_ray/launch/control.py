@@ -165,6 +165,12 @@ class ControlState:
         more = [f"{len(named) - _MOST_NAMED} more of them"] if len(named) > _MOST_NAMED else []
         return "; ".join([*named[:_MOST_NAMED], *more, others])
 
+    def silent_ranks(self, silent_s: float) -> list[int]:
+        """Workers that have been heard of, and not for so long."""
+        most_s = max(silent_s, SILENT_S)
+        now_s = time.monotonic()
+        return [rank for rank, of in self._heard.items() if now_s - of.time_s > most_s]
+
     def places(self) -> dict[int, WorkerPlace]:
         """Of the workers that have introduced themselves since the last failure, by rank."""
         return {

@@ -64,14 +64,14 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
         rank: failure
         for rank, failure in getattr(error, "worker_failures", {}).items()
         if not (_is_ours(failure) or memory_kill(failure))
-        and (_has_died(failure) or not _is_collateral(failure, str(failure)))
+        and (has_died(failure) or not _is_collateral(failure, str(failure)))
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
     is_one = len(found) == len(blamed) and len({place.node for place in found}) == 1
     return found[0] if is_one else None
 
 
-def _has_died(failure: BaseException) -> bool:
+def has_died(failure: BaseException) -> bool:
     """Whether the worker's process is gone, which Ray calls a connection error, too."""
     hidden = getattr(failure, "health_check_failure", failure)
     return isinstance(hidden, ray.exceptions.RayActorError)

@@ -5,7 +5,13 @@ It runs the streams of the ranks of its own host, too, and starts servers for th
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
+import time
+import uuid
+from dataclasses import replace
 from typing import Any, Final
 
 import ray
@@ -13,10 +19,18 @@ import ray.util
 
 from vit_ray.data.stream.stream_server import Pass, PassName, StreamServer
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.pool_link import Assignment, OpensStreams
+from vit_ray.worker.pool_link import (
+    Assignment,
+    GroupBrokenError,
+    Meeting,
+    Member,
+    OpensStreams,
+)
 
 ANSWER_S: Final = 5.0
 """Longest time that a call waits before it answers that nothing has changed."""
+ENDED_S: Final = 60.0
+"""How long the ranks that waited for a process which was ended may need to notice."""
 
 
 class PoolServer:
@@ -32,7 +46,11 @@ class PoolServer:
         self._assignment: Assignment | None = None
         self._num_assigned = 0
         self._has_ended = True
-        self._ended: dict[str, set[int]] = {}
+        self._ended: set[int] = set()
+        self._start = ""
+        self._members: dict[int, Member] = {}
+        self._ended_s: dict[Member, float] = {}
+        self._is_hung = False
         self._is_open = True
         self._error: BaseException | None = None
         self._is_placed = False
@@ -73,10 +91,73 @@ class PoolServer:
     def assign(self, job: TrainJob, use_gpu: bool, streams: OpensStreams) -> None:
         """The next training; the one before it has ended."""
         with self._changed:
-            self._assignment = Assignment(self._num_assigned, job, use_gpu, streams)
-            self._num_assigned += 1
-            self._has_ended, self._ended = False, {}
-            self._changed.notify_all()
+            self._begin(Assignment(self._num_assigned, job, use_gpu, streams))
+
+    def reassign(self, *, alone: bool) -> bool:
+        """Assign the training under way again, to workers of which some or all are new.
+
+        Args:
+            alone: only those that died are new.
+
+        Returns:
+            False where those that are left hang, and all must start again.
+        """
+        with self._changed:
+            if alone and self._is_hung:
+                return False
+            if not alone:
+                self._start, self._is_hung = uuid.uuid4().hex, False
+            if self._assignment is not None and not self._has_ended:
+                self._begin(replace(self._assignment, number=self._num_assigned))
+            return True
+
+    def is_reassigned(self, number: int) -> bool:
+        """Whether there is another assignment than this one, now or within some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_current(number), ANSWER_S)
+            return not self._is_current(number)
+
+    def meet(self, number: int, rank: int, world_size: int, member: Member) -> Meeting | None:
+        """All ranks of the group once they are there; None after some seconds.
+
+        Raises:
+            GroupBrokenError: the training is assigned again, or the pool is closed.
+        """
+        with self._changed:
+            if self._is_current(number):
+                self._members[rank] = member
+                self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: not self._is_current(number) or len(self._members) == world_size, ANSWER_S
+            )
+            if not self._is_current(number):
+                raise GroupBrokenError("another worker has died; the training is assigned again")
+            if len(self._members) < world_size:
+                return None
+            members = tuple(self._members[one] for one in range(world_size))
+            return Meeting(f"{self._start} {number}", members)
+
+    def end_silent(self, number: int, ranks: list[int]) -> bool:
+        """End the processes of ranks that hang.
+
+        Returns:
+            False where there is none, or its end has not helped: the group hangs, and only a start
+            of all workers helps.
+        """
+        with self._changed:
+            if not self._is_current(number):
+                return True
+            now_s = time.monotonic()
+            found = [self._members[rank] for rank in ranks if rank in self._members]
+            for member in found:
+                if member not in self._ended_s:
+                    self._ended_s[member] = now_s
+                    end = ray.remote(_end_process).options(
+                        num_cpus=0, label_selector={"ray.io/node-id": member.node}
+                    )
+                    end.remote(member.pid)  # no limit: nobody waits for it
+            self._is_hung = not any(now_s - self._ended_s[m] < ENDED_S for m in found)
+            return not self._is_hung
 
     def current_job(self) -> TrainJob | None:
         """The training under way; None between two of them."""
@@ -104,14 +185,13 @@ class PoolServer:
             self._changed.wait_for(lambda: self._has_new(after) or not self._is_open, ANSWER_S)
             return self._is_open, self._assignment if self._has_new(after) else None
 
-    def end_rank(self, number: int, group: str, rank: int, world_size: int) -> None:
-        """A worker is done; the training has ended when all of one group are."""
+    def end_rank(self, number: int, rank: int, world_size: int) -> None:
+        """A worker is done; the training has ended when all of its group are."""
         with self._changed:
-            if self._assignment is None or number != self._assignment.number:
+            if not self._is_current(number):
                 return
-            done = self._ended.setdefault(group, set())
-            done.add(rank)
-            if len(done) == world_size:
+            self._ended.add(rank)
+            if len(self._ended) == world_size:
                 self._has_ended = True
                 self._close_streams()
                 self._changed.notify_all()
@@ -132,7 +212,23 @@ class PoolServer:
         for server in self._host_servers.values():
             server.close.remote()  # no limit: nobody waits for it
 
+    def _begin(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._num_assigned += 1
+        self._has_ended, self._ended, self._members = False, set(), {}
+        self._changed.notify_all()
+
+    def _is_current(self, number: int) -> bool:
+        is_assigned = self._assignment is not None and self._assignment.number == number
+        return is_assigned and self._is_open
+
     def _has_new(self, after: int) -> bool:
         return (
             self._assignment is not None and not self._has_ended and self._assignment.number > after
         )
+
+
+def _end_process(pid: int) -> None:
+    """On its node; a process that was stopped answers nothing else."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

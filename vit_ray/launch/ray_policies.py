@@ -24,6 +24,7 @@ from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.failing_nodes import FAILING_NODES
 from vit_ray.launch.failure_causes import cause, failing_node
 from vit_ray.launch.group_callbacks import newest_step
+from vit_ray.launch.replacement import REPLACEMENT
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.ray_internals import (
     DatasetsCallback,
@@ -56,13 +57,16 @@ class PolicedTrainer(DataParallelTrainer):
     there are none of.
     """
 
-    def __init__(self, policies: dict[str, Any], *, is_private: bool, **options: Any) -> None:
+    def __init__(
+        self, policies: dict[str, Any], *, is_private: bool, replaces: bool, **options: Any
+    ) -> None:
         """
         Args:
             policies: by the names of the controller's arguments.
             is_private: the cluster ends with this driver, and what is placed on it too.
+            replaces: a worker whose process has died is replaced alone.
         """
-        super().__init__(backend_config=WorkersBackendConfig(), **options)
+        super().__init__(backend_config=WorkersBackendConfig(replaces), **options)
         self._policies = policies
         cleaner = (PlacementGroupCleanerCallback,) if is_private else ()
         self._unused = (DatasetsCallback, *cleaner)
@@ -79,12 +83,21 @@ class _WorkersBackend(Backend):
     share_cuda_visible_devices = True
 
 
+class _ReplacingBackend(_WorkersBackend):
+    """Ray Train's groups of replicas: each worker is one, and those that failed are replaced."""
+
+    has_replica_groups = True
+
+
 class WorkersBackendConfig(BackendConfig):
     """Nothing is set up before the workers run: each training joins a process group of its own."""
 
+    def __init__(self, replaces: bool = False) -> None:
+        self._replaces = replaces
+
     @property
     def backend_cls(self) -> type[Backend]:
-        return _WorkersBackend
+        return _ReplacingBackend if self._replaces else _WorkersBackend
 
 
 class ConsecutiveFailurePolicy(DefaultFailurePolicy):
@@ -103,6 +116,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Every failure becomes part of the run's history."""
+        REPLACEMENT.is_allowed = False
         try:
             job = self._current_job()
         except PROCESS_DIED:
@@ -133,6 +147,7 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             )
             job.control.fail(Failure(reason))
             return FailureDecision.RAISE
+        REPLACEMENT.judge(training_failed_error, places)
         return FailureDecision.RETRY
 
 

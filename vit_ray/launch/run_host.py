@@ -292,6 +292,10 @@ class RunControl:
         """As `ControlState.hanging`; None where nothing is known."""
         return self._ask(wait_s, False, ControlState.hanging, rank, world_size, where)
 
+    def silent_ranks(self, silent_s: float) -> list[int]:
+        """As `ControlState.silent_ranks`; none where nothing is known."""
+        return self._ask(HEARTBEAT_S, False, ControlState.silent_ranks, silent_s) or []
+
     def places(self) -> dict[int, WorkerPlace]:
         """As `ControlState.places`; none where nothing is known."""
         return self._ask(HEARTBEAT_S, False, ControlState.places) or {}

@@ -41,6 +41,7 @@ from vit_ray.launch.ray_policies import (
     DivisorScalingPolicy,
     PolicedTrainer,
 )
+from vit_ray.launch.replacement import ReplaceWorkers, WatchPreemption
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.pool_entry import work_in_pool
 
@@ -75,6 +76,8 @@ class PoolShape:
     hides_gpus: bool
     """There are GPUs that its workers must not see."""
     collective_timeout_s: int
+    replaces_failed: bool
+    """A worker whose process has died is replaced alone."""
 
     @classmethod
     def of(
@@ -93,6 +96,8 @@ class PoolShape:
             use_gpu,
             cluster.most_gpus > 0 and not use_gpu,
             workers.collective_timeout_s,
+            # A blocked call of NCCL would have to be aborted, which has not been tried on GPUs.
+            workers.replace_failed and not use_gpu,
         )
 
     @property
@@ -285,7 +290,10 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         NameGroups(),
         NotePlacement(server),
         LeaveOutNodes(current_job),
+        ReplaceWorkers(server),
     ]
+    if shape.replaces_failed and os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "1":
+        callbacks.append(WatchPreemption())
     if shape.is_elastic:
         callbacks.append(SaveBeforeResize(current_job))
     policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
@@ -296,8 +304,9 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
     return PolicedTrainer(
         policies,
         is_private=is_private,
+        replaces=shape.replaces_failed,
         train_loop_per_worker=work_in_pool,
-        train_loop_config={"server": server},
+        train_loop_config={"server": server, "replaces": shape.replaces_failed},
         scaling_config=scaling,
         run_config=RunConfig(
             name=pool_name(server),

@@ -101,6 +101,7 @@ class Attempt:
     def close(self) -> None:
         """Stop the watchdog and leave the process group as Ray expects it."""
         self.watchdog.stop()
+        self.saver.abandon()
         self.engine.close()
 
     def _train(self) -> None:

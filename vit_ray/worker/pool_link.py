@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import ray
 
@@ -12,6 +13,8 @@ from vit_ray.worker.job import TrainJob
 
 ANSWER_LIMIT_S: Final = 120.0
 """The server answers within seconds, also when there is no new training."""
+REASSIGNED_S: Final = 10.0
+"""How long a worker whose group has failed waits for the death of another to be known."""
 
 
 class Streams(Protocol):
@@ -39,20 +42,44 @@ class Assignment:
     """A training for all workers of a pool."""
 
     number: int
-    """Counted from 0 in the pool."""
+    """Counted from 0 in the pool; a training that is assigned again after a failure has another."""
     job: TrainJob
     use_gpu: bool
     streams: OpensStreams
     """What the workers read."""
 
 
-class PoolLink:
-    """One worker's side; `server` is the handle of the pool's actor."""
+class Member(NamedTuple):
+    """A rank's process, as the others and the pool's server know it."""
 
-    def __init__(self, server: Any, group: str, rank: int, world_size: int) -> None:
-        """`group`: names this start of the worker group."""
-        self.server, self.group = server, group
-        self._rank, self._world_size = rank, world_size
+    host: str
+    """The address of its node."""
+    node: str
+    """Ray's id of its node."""
+    pid: int
+    store: str
+    """Of rank 0: address of the store by which the ranks find each other; else empty."""
+
+
+class Meeting(NamedTuple):
+    """All ranks of a group that is about to train."""
+
+    group: str
+    """The start of the workers, and after a space the number of the assignment."""
+    members: tuple[Member, ...]
+    """By rank."""
+
+
+class GroupBrokenError(RuntimeError):
+    """Another rank has died before all had met."""
+
+
+class PoolLink:
+    """One worker's side."""
+
+    def __init__(self, server: Any, rank: int, world_size: int) -> None:
+        """`server`: handle of the pool's actor."""
+        self._server, self._rank, self._world_size = server, rank, world_size
 
     def assignments(self) -> Iterator[Assignment]:
         """The training under way when this group was started, if there is one, and all later ones.
@@ -61,20 +88,47 @@ class PoolLink:
         """
         last = -1
         while True:
-            is_open, found = ray.get(
-                self.server.next_assignment.remote(last), timeout=ANSWER_LIMIT_S
-            )
+            is_open, found = self._ask("next_assignment", last)
             if not is_open:
                 return
             if found is not None:
                 yield found
                 last = found.number
 
+    def meet(self, assignment: Assignment, member: Member, limit_s: float) -> Meeting:
+        """Wait for the other ranks.
+
+        Raises:
+            GroupBrokenError: the training has been assigned again.
+            TimeoutError: some rank is not there in time.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            meeting: Meeting | None = self._ask(
+                "meet", assignment.number, self._rank, self._world_size, member
+            )
+            if meeting is not None:
+                return meeting
+        raise TimeoutError(f"not all {self._world_size} workers have started in {limit_s:g} s")
+
+    def is_reassigned(self, assignment: Assignment) -> bool:
+        """Whether the training is assigned again, now or within some seconds.
+
+        That is so where another worker's process has died, and is replaced.
+        """
+        deadline_s = time.monotonic() + REASSIGNED_S
+        while not (found := self._ask("is_reassigned", assignment.number)):
+            if time.monotonic() > deadline_s:
+                break
+        return bool(found)
+
+    def end_silent(self, assignment: Assignment, ranks: list[int]) -> bool:
+        """Have the processes of ranks ended that hang; False if that cannot help."""
+        return bool(self._ask("end_silent", assignment.number, ranks))
+
     def end(self, assignment: Assignment) -> None:
         """Report that this rank has finished the training."""
-        ray.get(
-            self.server.end_rank.remote(
-                assignment.number, self.group, self._rank, self._world_size
-            ),
-            timeout=ANSWER_LIMIT_S,
-        )
+        self._ask("end_rank", assignment.number, self._rank, self._world_size)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(self._server, method).remote(*arguments), timeout=ANSWER_LIMIT_S)

@@ -1,4 +1,4 @@
-"""The process group of one training: joined before it, left and forgotten after it."""
+"""The process group of one attempt: joined before it, left and forgotten after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -30,6 +30,13 @@ class RankPlace:
     local_world_size: int
     node_rank: int
 
+    @classmethod
+    def of(cls, rank: int, hosts: Sequence[str]) -> RankPlace:
+        """By the host of every rank."""
+        mine = hosts[rank]
+        nodes = list(dict.fromkeys(hosts))
+        return cls(rank, len(hosts), hosts[:rank].count(mine), hosts.count(mine), nodes.index(mine))
+
     @property
     def host_ranks(self) -> range:
         """The ranks on this rank's host, which Ray Train numbers one after the other."""
@@ -37,33 +44,40 @@ class RankPlace:
         return range(first, first + self.local_world_size)
 
 
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """Rank 0's store, by which the ranks find each other.
+
+    The system chooses a port and holds it: one that was only found free can be lost.
+
+    Args:
+        host: the address of this rank's node, as the other nodes reach it.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
 @contextlib.contextmanager
 def joined_process_group(
     place: RankPlace,
-    host: str,
     device: torch.device,
-    broadcast: Callable[[str], str],
+    address: str,
+    store: TCPStore | None,
     *,
     backend: str,
     timeout_s: float,
 ) -> Iterator[None]:
     """A process group of its own inside the block, and nothing of it in this process afterwards.
 
-    After an error in the block nothing is cleaned up, and the process must end.
+    After an error in the block nothing is cleaned up: the process ends, or leaves the group.
 
     Args:
-        host: the address of this rank's node, as the other nodes reach it.
         device: where this rank computes.
-        broadcast: gives every rank what rank 0 gives it.
+        address: host and port of rank 0's store.
+        store: the same on rank 0.
         backend: `nccl` or `gloo`.
         timeout_s: a collective operation that takes longer fails.
     """
     timeout = timedelta(seconds=timeout_s)
-    store = None
-    if place.rank == 0:
-        # The system chooses a port and holds it: one that was only found free can be lost.
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    address = broadcast(f"{host}:{store.port}" if store else "")
     host, _, port = address.rpartition(":")
     store = store or TCPStore(host, int(port), timeout=timeout)
     # DeepSpeed computes on the GPU of this number. Ray sorts the GPUs of its workers as text, by
@@ -87,18 +101,23 @@ def joined_process_group(
         timeout=timeout,
     )
     yield
-    # After an error the process ends, and its group too: leaving could wait for ranks that died.
     leave_process_group()
 
 
-def leave_process_group() -> None:
-    """Destroy the group, and what libraries keep of it and of the models that it trained."""
+def leave_process_group(*, keeps_compiled: bool = False) -> None:
+    """Destroy the group, and what libraries keep of it and of the models that it trained.
+
+    After a failure too: Gloo's connections close, which ends what other ranks wait for.
+
+    Args:
+        keeps_compiled: compiled code stays, for another model that is built alike.
+    """
     destroy_process_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     # ZeRO 3 puts its own in place (0.19.8), whose sums are taken in another order.
     torch.nn.functional.linear = _LINEAR
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and not keeps_compiled:
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

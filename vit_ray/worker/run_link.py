@@ -74,6 +74,9 @@ class ControlsRun(Protocol):
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
         """Which workers the others wait for; empty if that was reported before, None: not known."""
 
+    def silent_ranks(self, silent_s: float) -> list[int]:
+        """Workers that have been heard of, and not for so long."""
+
     def stop_reason(self) -> str | None:
         """Why the run was asked to stop, asked now."""
 
@@ -182,6 +185,12 @@ class RunLink:
             cause = f" {waited_for}." if waited_for else ""
             text = f"worker {self.rank}: {reason}.{cause} Threads of it:\n{threads}"
             self._record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
+
+    def silent_ranks(self, silent_s: float) -> list[int]:
+        """Others as `ControlsRun.silent_ranks`; none where there is no answer."""
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            return [rank for rank in self._control.silent_ranks(silent_s) if rank != self.rank]
+        return []
 
     def keep_file(self, name: str, content: bytes, folder: str = "profile") -> None:
         """Keep a file with the run, in a folder of its artifacts; returns once it has arrived."""

@@ -31,6 +31,9 @@ from vit_ray.worker.watchdog import Watchdog
 WRITE_TIMEOUT_S: Final = 1800.0
 """Longest wait for the checkpoint before, with all retries of a storage that is away."""
 REMIND_S: Final = 60.0
+ABANDONED_S: Final = 60.0
+"""Longest time for a rank's part of a checkpoint to end whose attempt has failed."""
+_WRITER: Final = "checkpoint-writer"
 
 RunBeside = Callable[[Callable[[], None]], object]
 """Runs a function that does not raise, while its caller continues."""
@@ -38,7 +41,16 @@ RunBeside = Callable[[Callable[[], None]], object]
 
 def start_thread(work: Callable[[], None]) -> None:
     """Run `work` in a thread that does not hold up the end of the process."""
-    threading.Thread(target=work, daemon=True, name="checkpoint-writer").start()
+    threading.Thread(target=work, daemon=True, name=_WRITER).start()
+
+
+def writers_have_ended(limit_s: float = ABANDONED_S) -> bool:
+    """Whether no attempt of this process writes a checkpoint, now or within the limit."""
+    deadline_s = time.monotonic() + limit_s
+    writers = [thread for thread in threading.enumerate() if thread.name == _WRITER]
+    for writer in writers:
+        writer.join(max(deadline_s - time.monotonic(), 0.0))
+    return not any(writer.is_alive() for writer in writers)
 
 
 class CheckpointSaver:
@@ -77,6 +89,10 @@ class CheckpointSaver:
         self._run_beside(lambda: self._write(snapshot))
         self._watchdog.resume()
         return time.perf_counter() - start_s
+
+    def abandon(self) -> None:
+        """The attempt has ended: what is being written no longer waits for other ranks."""
+        self._writer.is_abandoned.set()
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         """Until this rank's part of the last checkpoint is written, or has failed.

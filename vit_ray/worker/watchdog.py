@@ -68,7 +68,7 @@ class Watchdog(threading.Thread):
             beat: called about once a second with the steps completed.
             report_hang: called before the process is ended with the reason, the calls that the
                 training is in, where all threads are, and the step.
-            end: ends the process.
+            end: ends the process, or that of a rank which this one waits for.
         """
         super().__init__(daemon=True, name="watchdog")
         self._step, self._timeout_s = step, timeout_s
@@ -119,7 +119,7 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
     def check(self) -> None:
-        """End the process if the step in progress has taken too long."""
+        """End what hangs if the step in progress has taken too long."""
         limit_s = self._timeout_s
         if not self._is_set_up:
             limit_s = max(limit_s, SETUP_S)
@@ -131,3 +131,4 @@ class Watchdog(threading.Thread):
             where = describe_calls(sys._current_frames().get(self._watched), most_frames=6)
             self._report_hang(reason, where, describe_threads(), self._step)
             self._end()
+            self._moved_s = self._clock()  # what another rank hung in may end for this one

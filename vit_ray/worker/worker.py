@@ -1,7 +1,8 @@
 """One Ray Train worker, composed of its parts; nothing else in this room knows Ray Train.
 
 A worker belongs to a pool: its group is placed once and takes one training after another, each in a
-process group, an engine and streams of its own.
+process group, an engine and streams of its own. A training is taken again after the death of
+another worker, which is replaced: imports and compiled code stay.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import ray
 import ray.exceptions
 import ray.train
-import ray.train.collective
 import ray.util
 import torch
 import torch.distributed as dist
@@ -33,45 +32,62 @@ from vit_ray.storage import Location, locate
 from vit_ray.train.collectives import all_max, all_sum
 from vit_ray.train.deepspeed_setup import warm_up_process
 from vit_ray.train.loop import Batch, RankContext
+from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
-from vit_ray.worker.pool_link import Assignment, PoolLink, Streams
-from vit_ray.worker.process_group import RankPlace, joined_process_group
+from vit_ray.worker.pool_link import Assignment, GroupBrokenError, Member, PoolLink, Streams
+from vit_ray.worker.process_group import (
+    RankPlace,
+    joined_process_group,
+    leave_process_group,
+    open_store,
+)
 from vit_ray.worker.resume_point import ResumePoint, ResumePointChoice, choose_resume_point
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
-from vit_ray.worker.saving import CheckpointSaver, check_folder_is_shared, open_chosen_checkpoint
+from vit_ray.worker.saving import (
+    CheckpointSaver,
+    check_folder_is_shared,
+    open_chosen_checkpoint,
+    writers_have_ended,
+)
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
     open_batches,
 )
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.watchdog import Watchdog, end_process
 
 
 def serve_pool(config: dict[str, Any]) -> None:
     """What Ray Train runs on every worker: the pool's trainings, until there are no more.
 
     Args:
-        config: `server`, the handle of the pool's `PoolServer`.
+        config: `server`, the handle of the pool's `PoolServer`; `replaces`: a worker whose process
+            has died is replaced alone, and the others meet with the new one.
     """
     quiet_libraries()
     warm_up_process()  # while the driver plans, and the streams' process starts
     context = ray.train.get_context()
-    place = RankPlace(
-        context.get_world_rank(),
-        context.get_world_size(),
-        context.get_local_rank(),
-        context.get_local_world_size(),
-        context.get_node_rank(),
-    )
-    # no limit: Ray Train's own limit
-    group: str = ray.train.collective.broadcast_from_rank_zero(uuid.uuid4().hex)
-    pool = PoolLink(config["server"], group, place.rank, place.world_size)
+    pool = PoolLink(config["server"], context.get_world_rank(), context.get_world_size())
     for assignment in pool.assignments():
-        _train(assignment, pool, place)
+        try:
+            _train(assignment, pool, context.get_world_rank(), replaces=config["replaces"])
+        except RuntimeError as error:
+            if not config["replaces"] or not _may_be_of_others(error):
+                raise
+            leave_process_group(keeps_compiled=True)
+            if not writers_have_ended() or not pool.is_reassigned(assignment):
+                raise
+            continue
         pool.end(assignment)
+
+
+def _may_be_of_others(error: RuntimeError) -> bool:
+    """Whether another rank's end may have caused it: torch has no type for that."""
+    is_ours = type(error).__module__.startswith("vit_ray")
+    return isinstance(error, GroupBrokenError) or not (is_ours or is_out_of_memory(error))
 
 
 def quiet_libraries() -> None:
@@ -82,24 +98,34 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
 
 
-def _train(assignment: Assignment, pool: PoolLink, place: RankPlace) -> None:
+def _train(assignment: Assignment, pool: PoolLink, rank: int, *, replaces: bool) -> None:
     job = assignment.job
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     device = training_device(assignment.use_gpu)
     node = ray.get_runtime_context().get_node_id()
-    link = RunLink(job.record, job.control, place.rank, place.world_size, host, node, own_place())
-    group = f"{pool.group} {assignment.number}"
-    streams = assignment.streams.for_rank(group, place.rank, place.world_size, place.host_ranks)
+    timeout_s = job.recipe.workers.collective_timeout_s
+    store = open_store(host, timeout_s) if rank == 0 else None
+    member = Member(host, node, os.getpid(), f"{host}:{store.port}" if store else "")
+    group, members = pool.meet(assignment, member, timeout_s)
+    place = RankPlace.of(rank, [one.host for one in members])
+    link = RunLink(job.record, job.control, rank, place.world_size, host, node, own_place())
+    streams = assignment.streams.for_rank(group, rank, place.world_size, place.host_ranks)
+
+    def end_hang() -> None:
+        silent = link.silent_ranks(job.recipe.train.step_timeout_s / 2) if replaces else []
+        if not (replaces and pool.end_silent(assignment, silent)):
+            end_process()
+
     with joined_process_group(
         place,
-        host,
         device,
-        ray.train.collective.broadcast_from_rank_zero,
+        members[0].store,
+        store,
         backend="nccl" if assignment.use_gpu else "gloo",
-        timeout_s=job.recipe.workers.collective_timeout_s,
+        timeout_s=timeout_s,
     ):
-        run_attempt(link, partial(set_up_attempt, job, link, streams, place, device))
-    if place.rank == 0:
+        run_attempt(link, partial(set_up_attempt, job, link, streams, place, device, end_hang))
+    if rank == 0:
         link.send_work(DELIVERY_S)
 
 
@@ -124,11 +150,16 @@ def training_device(use_gpu: bool) -> torch.device:
 
 
 def set_up_attempt(
-    job: TrainJob, link: RunLink, streams: Streams, place: RankPlace, device: torch.device
+    job: TrainJob,
+    link: RunLink,
+    streams: Streams,
+    place: RankPlace,
+    device: torch.device,
+    end_hang: Callable[[], None],
 ) -> Attempt | None:
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
-    watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang)
+    watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang, end=end_hang)
     watchdog.start()
     unless_set_up: contextlib.ExitStack[None] = contextlib.ExitStack()
     with unless_set_up:

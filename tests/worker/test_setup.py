@@ -16,12 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.small import FAMILIES, small_model
+from tests.train.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
+from vit_ray.train.collectives import all_sum
 from vit_ray.worker import setup
-from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.setup import (
     build_engine,
     choose_micro_batch,
@@ -246,3 +248,42 @@ def test_a_refusal_of_the_device_decoder_ends_the_run(
 def test_errors_cross_processes_whole(is_agreed: bool) -> None:
     error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
     assert (str(error), error.is_agreed) == ("text", is_agreed)
+
+
+def checked(rank: int, wrong: bool) -> list[str] | str:
+    def sums(values: Any, device: torch.device) -> list[float]:
+        found = all_sum(values, device)
+        return [found[0], found[1] + 1] if wrong else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "all_sum", sums)
+        try:
+            return setup.check_device(torch.device("cpu"), rank, torch.distributed.get_world_size())
+        except DefectiveDeviceError as error:
+            return str(error)
+
+
+def test_ranks_add_up_what_is_known_before_they_train() -> None:
+    assert run_ranks(3, checked, False) == [[]] * 3
+    (told, *_) = run_ranks(3, checked, True)
+    assert "all 3 workers is [6.0, 15.0], and [6.0, 14.0] is right" in told
+
+
+def test_a_gpu_that_computes_what_is_wrong_is_not_trained_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(setup, "computes_exactly", lambda _: False)
+    with pytest.raises(DefectiveDeviceError, match="NVIDIA H100 multiplies two matrices"):
+        setup.check_device(torch.device("cuda", 0), 0, 1)
+
+
+def test_what_the_driver_reports_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="7")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(setup, "computes_exactly", lambda _: True)
+    monkeypatch.setattr(setup, "all_sum", lambda values, _: [float(one) for one in values])
+    monkeypatch.setattr(setup, "driver_faults", lambda gpu: [f"{gpu} has lost memory"])
+    found = setup.check_device(torch.device("cuda", 0), 0, 1)
+    assert found == ["NVIDIA H100: GPU-7 has lost memory"]

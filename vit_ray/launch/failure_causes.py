@@ -10,6 +10,7 @@ import ray
 
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.ray_internals import memory_kill
+from vit_ray.worker.job import DefectiveDeviceError
 
 _MOST_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
@@ -63,12 +64,20 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
     blamed = {
         rank: failure
         for rank, failure in getattr(error, "worker_failures", {}).items()
-        if not (_is_ours(failure) or memory_kill(failure))
-        and (has_died(failure) or not _is_collateral(failure, str(failure)))
+        if is_defect(failure)
+        or (
+            not (_is_ours(failure) or memory_kill(failure))
+            and (has_died(failure) or not _is_collateral(failure, str(failure)))
+        )
     }
     found = [places[rank] for rank in sorted(blamed) if rank in places]
     is_one = len(found) == len(blamed) and len({place.node for place in found}) == 1
     return found[0] if is_one else None
+
+
+def is_defect(failure: BaseException) -> bool:
+    """Whether a worker has found its device to compute what is wrong."""
+    return isinstance(failure, DefectiveDeviceError)
 
 
 def has_died(failure: BaseException) -> bool:

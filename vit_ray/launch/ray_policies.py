@@ -22,7 +22,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from vit_ray.launch.actor_calls import PROCESS_DIED
 from vit_ray.launch.failing_nodes import FAILING_NODES
-from vit_ray.launch.failure_causes import cause, failing_node
+from vit_ray.launch.failure_causes import cause, failing_node, is_defect
 from vit_ray.launch.group_callbacks import newest_step
 from vit_ray.launch.replacement import REPLACEMENT
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -133,12 +133,13 @@ class ConsecutiveFailurePolicy(DefaultFailurePolicy):
             return FailureDecision.RAISE  # a worker has said that a restart would not help
         if _is_preemption_failure(training_failed_error) or not _is_crash(training_failed_error):
             return super().make_decision(training_failed_error)
-        FAILING_NODES.note(failing_node(training_failed_error, places))
+        failures = getattr(training_failed_error, "worker_failures", {}).values()
+        blamed = failing_node(training_failed_error, places)
+        FAILING_NODES.note(blamed, is_certain=any(map(is_defect, failures)))
         run_folder, newest = job.run_folder, newest_step(job.run_folder)
         if run_folder != self._run_folder or newest not in (-1, self._failed_at):
             self._run_folder, self._count, self._failed_at = run_folder, 0, newest
         # A smaller micro-batch is the remedy, and only a few sizes are smaller.
-        failures = getattr(training_failed_error, "worker_failures", {}).values()
         self._count += not any(isinstance(one, SmallerMicroBatchError) for one in failures)
         if -1 < (most := job.recipe.workers.max_failures) < self._count:
             reason = (

@@ -1,4 +1,4 @@
-"""A worker's link to its pool: which training is next, and that it has ended."""
+"""A worker's link to its pool: which training is next, who takes part, and that it has ended."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ import torch
 
 from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.config.training_sections import accumulation_steps
+from vit_ray.measure.device_health import computes_exactly, driver_faults
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.parameter_groups import part_of
 from vit_ray.models.weights.state_dicts import LoadReport
 from vit_ray.storage import Location, locate
+from vit_ray.train.collectives import all_sum
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.largest_batch import largest_micro_batch, try_micro_batches
 from vit_ray.train.loop import Batch
@@ -29,7 +31,12 @@ from vit_ray.train.micro_batch import (
 )
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.worker.device_decode import DeviceDecoder
-from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.job import (
+    DefectiveDeviceError,
+    SmallerMicroBatchError,
+    TrainJob,
+    UnrecoverableError,
+)
 from vit_ray.worker.prefetch import device_batches
 
 BATCHES_AHEAD: Final = 2
@@ -69,6 +76,34 @@ def choose_micro_batch(
     if rank == 0 and needs_trial and torch.cuda.is_available() and known is None:
         note_images(run_folder, "trials", tried, images)
     return images
+
+
+def check_device(device: torch.device, rank: int, world_size: int) -> list[str]:
+    """Check what this rank computes, and what all ranks add up; milliseconds.
+
+    Returns:
+        What the driver reports of the GPU, which may work nevertheless.
+
+    Raises:
+        DefectiveDeviceError: a result is wrong.
+    """
+    has_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if has_gpu else "cpu"
+    if has_gpu and not computes_exactly(device):
+        raise DefectiveDeviceError(
+            f"{name} multiplies two matrices of whole numbers and the result is wrong; take the "
+            "GPU out of service"
+        )
+    ranks = range(1, world_size + 1)
+    expected = [float(sum(ranks)), float(sum(one * one for one in ranks))]
+    added = all_sum([rank + 1, (rank + 1) ** 2], device)
+    if added != expected:
+        raise DefectiveDeviceError(
+            f"the sum over all {world_size} workers is {added}, and {expected} is right; look at "
+            "the links between the hosts, and at each GPU"
+        )
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if has_gpu else None
+    return [f"{name}: {fault}" for fault in driver_faults(f"GPU-{uuid}")] if uuid else []
 
 
 def device_name() -> str:

@@ -54,6 +54,7 @@ from vit_ray.worker.saving import (
 )
 from vit_ray.worker.setup import (
     build_engine,
+    check_device,
     choose_micro_batch,
     open_batches,
 )
@@ -160,11 +161,14 @@ def set_up_attempt(
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
     watchdog = Watchdog(0, recipe.train.step_timeout_s, link.beat, link.note_hang, end=end_hang)
+    link.beat(0)  # an error of what follows names this worker's place
     watchdog.start()
     unless_set_up: contextlib.ExitStack[None] = contextlib.ExitStack()
     with unless_set_up:
         unless_set_up.callback(watchdog.stop)
         check_folder_is_shared(job, platform.node())
+        for fault in check_device(device, place.rank, place.world_size):
+            link.note_own(EventKind.DEVICE_SUSPECT, f"worker {place.rank}, {fault}", 0)
         point = ResumePoint(None, 0)
         if job.kind == "train":
             watchdog.pause()  # the choice has a limit of its own

@@ -165,7 +165,7 @@ def test_a_closed_pool_lets_its_workers_end(server: PoolServer, tmp_path: Path) 
     assign(server, tmp_path)
     assert server.closed() == (False, None)
     error = OSError("the group is gone")
-    server.close(error)
+    server.close((error,))
     server.close()  # by its owner, who knows of no error
     assert server.closed() == (True, error)
     assert server.next_assignment(0) == (False, None)

@@ -196,10 +196,10 @@ class PoolServer:
                 self._close_streams()
                 self._changed.notify_all()
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, why: tuple[BaseException | None] = (None,)) -> None:
         """Let the workers end, or note that they have, and why."""
         with self._changed:
-            self._is_open, self._error = False, error or self._error
+            self._is_open, self._error = False, why[0] or self._error
             self._changed.notify_all()
         self._close_streams()
 

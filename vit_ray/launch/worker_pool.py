@@ -240,7 +240,8 @@ class WorkerPool:
         except BaseException as raised:  # raised where the training is waited for
             error = raised
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self.server.close.remote(error), timeout=CLOSE_S)
+            # In a tuple: the error of an actor, given by itself, would fail the call that gets it.
+            ray.get(self.server.close.remote((error,)), timeout=CLOSE_S)
 
 
 def driver_environment(*, is_private: bool) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Recall and precision of near-duplicate detection on transformed real images.
 
     python benchmarks/data_deduplicate.py FOLDER_OF_IMAGES [--limit 2000] [--known 1000]
-        [--enlarge 1] [--pairs FOLDER] [--out FILE.md]
+        [--enlarge 1] [--against FOLDER] [--pairs FOLDER] [--out FILE.md]
 
 Some of the images (half, if not said) play the evaluation set. Each is transformed in the ways that
 duplicates differ and looked up; the others, which share no image with them, are looked up too and
@@ -9,7 +9,9 @@ must not be found, nor may flat pictures of other colours. Where a collection ha
 itself, as CIFAR-10 has, what is found among the others must be looked at: --pairs keeps it. Hashes
 propose and pixels confirm as in `deduplicate`, with its default threshold; how many hashes proposed
 is told beside what was found. The cost is measured for flat pictures too, at two sizes of the
-evaluation set. Precision and recall have their 95 % intervals (Wilson).
+evaluation set. Precision and recall have their 95 % intervals (Wilson). With --against, all images
+are looked up among those of that folder, and nothing else is done: --pairs keeps what is found, to
+be judged by eye. Mirrored copies are always looked for.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from PIL import Image
 
 from vit_ray.data.images.crops import decode
 from vit_ray.data.images.perceptual_hash import CROPS, perceptual_hash
-from vit_ray.data.prepare.deduplicate import MAX_DISTANCE, _thumbnail, describe, find, known_from
+from vit_ray.data.prepare.deduplicate import MAX_DISTANCE, _pictures, describe, find, known_from
 
 
 def stored(pixels: Any, quality: int = 90, format: str = "JPEG") -> bytes:
@@ -59,6 +61,39 @@ def with_text(pixels: Any) -> bytes:
     return stored(written)
 
 
+def with_bar(pixels: Any) -> bytes:
+    """A black bar over the lowest 15 %."""
+    barred = np.array(pixels)
+    barred[round(0.85 * len(barred)) :] = 0
+    return stored(barred)
+
+
+def with_border(pixels: Any, width: int = 20) -> bytes:
+    """A black border around the picture."""
+    sides = [width] * 4
+    return stored(cv2.copyMakeBorder(pixels, *sides, cv2.BORDER_CONSTANT))
+
+
+def anywhere(pixels: Any, share: float) -> Any:
+    """A crop at a random place, the same each time."""
+    at = np.random.default_rng(pixels.size).random(2)
+    return cropped(pixels, share, *at)
+
+
+def turned(pixels: Any, degrees: float) -> Any:
+    height, width = pixels.shape[:2]
+    turn = cv2.getRotationMatrix2D((width / 2, height / 2), degrees, 1.0)
+    return cv2.warpAffine(pixels, turn, (width, height), borderMode=cv2.BORDER_REFLECT)
+
+
+EDITS: dict[str, Callable[[Any], bytes]] = {
+    "black border of 20 px": with_border,
+    "black bar over the lowest 15 %": with_bar,
+    "80 %, anywhere": lambda p: stored(anywhere(p, 0.8)),
+    "brighter by 40 %": lambda p: stored(np.clip(p * 1.4, 0, 255).astype(np.uint8)),
+    "mirrored": lambda p: stored(p[:, ::-1]),
+    "turned by 3 degrees": lambda p: stored(turned(p, 3)),
+}
 TRANSFORMS: dict[str, Callable[[Any], bytes]] = {
     "JPEG quality 30": lambda p: stored(p, 30),
     "WebP quality 60": lambda p: stored(p, 60, "WEBP"),
@@ -130,10 +165,31 @@ def cost_of_flat(count: int) -> str:
 
 def num_proposed(known: Any, images: list[bytes]) -> float:
     """Share of the images whose original is among those that the index proposes."""
-    hashes = np.stack([perceptual_hash(_thumbnail(image)) for image in images])
+    pictures = [(i, picture) for i, image in enumerate(images) for picture in _pictures(image)]
+    pictures += [(i, np.ascontiguousarray(picture[:, ::-1])) for i, picture in pictures]
+    hashes = np.stack([perceptual_hash(picture) for _, picture in pictures])
     near = known.index.near(hashes, MAX_DISTANCE)
-    is_own = known.images[near.found // len(CROPS)] == near.query
-    return len(np.unique(near.query[is_own])) / len(images)
+    of_query = np.array([i for i, _ in pictures])[near.query]
+    is_own = np.array(known.images)[near.found // len(CROPS)] == of_query
+    return len(np.unique(of_query[is_own])) / len(images)
+
+
+def images_in(folder: Path) -> list[bytes]:
+    suffixes = (".jpg", ".jpeg", ".png")
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in suffixes)
+    return [path.read_bytes() for path in files]
+
+
+def look_up_all(images: list[bytes], among: list[bytes], pairs: Path | None) -> str:
+    """What is found of some images among others."""
+    known, found = known_of(among), []
+    for first in range(0, len(images), 512):
+        some = images[first : first + 512]
+        matches, _ = find(known, some, MAX_DISTANCE, flips=True)
+        found += [(some[i], among[m.image]) for i, m in enumerate(matches) if m is not None]
+    if pairs:
+        keep_pairs(pairs, found)
+    return f"{len(found)} of {len(images)} images are found among {len(among)} others."
 
 
 def main() -> None:
@@ -142,13 +198,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=2000)
     parser.add_argument("--known", type=int, help="images of the evaluation set")
     parser.add_argument("--enlarge", type=int, default=1, help="factor of sides, done first")
+    parser.add_argument("--against", type=Path, help="look all images up among these")
     parser.add_argument("--pairs", type=Path, help="where to keep what was found wrongly")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    suffixes = (".jpg", ".jpeg", ".png")
-    files = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in suffixes)
+    files = images_in(args.folder)
+    if args.against:
+        print(look_up_all(files, images_in(args.against), args.pairs))
+        return
     files = files[:: max(1, len(files) // args.limit)][: args.limit]
-    images = [enlarged(path.read_bytes(), args.enlarge) for path in files]
+    images = [enlarged(content, args.enlarge) for content in files]
     order = np.random.default_rng(0).permutation(len(images))
     num_known = args.known or len(images) // 2
     known, others = ([images[i] for i in part] for part in np.split(order, [num_known]))
@@ -158,16 +217,16 @@ def main() -> None:
         f"`python benchmarks/data_deduplicate.py {args.folder.name} --limit {args.limit} "
         f"--known {num_known} --enlarge {args.enlarge}`: {len(known)} evaluation images, "
         f"{len(others)} others, threshold {MAX_DISTANCE} of 128 bits. "
-        "Mirrored copies are out of scope.\n",
+        "Mirrored copies are looked for.\n",
         "| transform | proposed by hash | recall after pixels | found as another image |",
         "|---|---|---|---|",
     ]
     wrong = hits = 0
     pairs: list[tuple[bytes, bytes]] = []
-    for name, transform in TRANSFORMS.items():
+    for name, transform in (EDITS | TRANSFORMS).items():
         images = [transform(decode(image)) for image in known]
         proposed = num_proposed(known_index, images)
-        matches, _ = find(known_index, images, MAX_DISTANCE)
+        matches, _ = find(known_index, images, MAX_DISTANCE, flips=True)
         right = sum(match is not None and match.image == i for i, match in enumerate(matches))
         found = [(i, match.image) for i, match in enumerate(matches) if match is not None]
         pairs += [(images[i], known[j]) for i, j in found if i != j]
@@ -176,11 +235,11 @@ def main() -> None:
         lines.append(f"| {name} | {proposed:.4f} | {interval(right, len(known))} | {other} |")
         print(lines[-1], flush=True)
     (matches, _), lookup_us = microseconds(
-        lambda: find(known_index, others, MAX_DISTANCE), len(others)
+        lambda: find(known_index, others, MAX_DISTANCE, flips=True), max(1, len(others))
     )
     pairs += [(others[i], known[m.image]) for i, m in enumerate(matches) if m is not None]
     false = sum(match is not None for match in matches)
-    all_found, copies = hits + wrong + false, len(known) * len(TRANSFORMS)
+    all_found, copies = hits + wrong + false, len(known) * len(EDITS | TRANSFORMS)
     differing = (len(known) - 1) * copies + len(known) * len(others)
     if args.pairs:
         keep_pairs(args.pairs, pairs)

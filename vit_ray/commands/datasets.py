@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.prepare.deduplicate import deduplicate, refuse_taken
+from vit_ray.data.prepare.deduplicate import (
+    deduplicate,
+    deduplicate_by_features,
+    refuse_taken,
+)
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
+from vit_ray.evaluate.near_features import check_same_model, near_features
 from vit_ray.launch.cluster import connect
+from vit_ray.storage import locate
 
 _SHOWN = 20
 
@@ -73,15 +79,18 @@ def run_deduplicate(recipe: Recipe) -> int:
         "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination, such as "
         "deduplicate='{source: data/, evaluation_sets: [test/], destination: clean/}'",
     )
-    for path in (config.source, *config.evaluation_sets):
-        open_dataset(path)
+    sets, places = list(config.evaluation_sets), (config.source, *config.evaluation_sets)
+    fingerprints = [open_dataset(path).fingerprint for path in places]
     refuse_taken(config.destination)
-    connect(recipe)
-    report = deduplicate(
-        config.source,
-        list(config.evaluation_sets),
-        config.destination,
-    )
+    if (by := config.features) is not None:
+        source, *others = map(locate, (by.source, *by.evaluation_sets))
+        check_same_model([source, *others], fingerprints)
+        near = near_features(source, others, by.min_cosine)
+        target = config.destination
+        report = deduplicate_by_features(config.source, sets, target, near, by.min_cosine)
+    else:
+        connect(recipe)
+        report = deduplicate(config.source, sets, config.destination, flips=config.flips)
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
         f"of {report.num_images} images left out; duplicates.parquet lists them"

@@ -119,6 +119,18 @@ class SubsetConfig(Section):
     """Take the images of a list: a text file, local or `s3://`, with a key a line."""
 
 
+class DuplicateFeatures(Section):
+    """Features by which duplicates are found; bytes and pixels are not read."""
+
+    source: str
+    """Folder of the features of `deduplicate.source`."""
+    evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    """Folders of those of `deduplicate.evaluation_sets`, in their order, of the same model."""
+    min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    """Images with at least this cosine to an evaluation image are left out; it depends on the
+    model, so look at pairs of `duplicates.parquet`."""
+
+
 class DeduplicateConfig(Section):
     """Removing what a pre-training set shares with evaluation sets, by manifest alone."""
 
@@ -128,6 +140,21 @@ class DeduplicateConfig(Section):
     """Converted sets whose images, and near duplicates of them, are left out."""
     destination: str
     """Folder of the new manifest and of `duplicates.parquet`, the list of what was left out."""
+    flips: bool = False
+    """Leave out mirrored copies, too: takes about twice as long."""
+    features: DuplicateFeatures | None = None
+    """Compare features of a model (jobs/extract_features.py) in the place of pixels."""
+
+    def problems(self) -> dict[str, object]:
+        """Other features than sets."""
+        counts = (
+            len(self.features.evaluation_sets if self.features else ()),
+            len(self.evaluation_sets),
+        )
+        return {
+            f"features.evaluation_sets has {counts[0]} folders, and evaluation_sets {counts[1]}; "
+            "give one for each, in their order": self.features and counts[0] != counts[1],
+        }
 
 
 class SweepConfig(Section):

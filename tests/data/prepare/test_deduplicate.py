@@ -10,10 +10,18 @@ from sklearn.datasets import load_digits, load_sample_images
 from tests.data.converting import convert
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
+from tests.recipes import recipe_with
+from vit_ray.commands.datasets import run_deduplicate
 from vit_ray.data import open_dataset
+from vit_ray.data.format.labels import keys as keys_of_set
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.images.borders import without_borders
 from vit_ray.data.images.perceptual_hash import HASH_BITS, HashIndex, perceptual_hash
 from vit_ray.data.prepare.deduplicate import Match, deduplicate, describe, find, known_from
 from vit_ray.data.prepare.verify import verify
+from vit_ray.evaluate.feature_files import FeatureRows, part_name, write_facts, write_part
+from vit_ray.evaluate.near_features import check_same_model
+from vit_ray.storage import locate
 
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
 GOOD = encoded(EVALUATION[0])
@@ -151,11 +159,21 @@ TRANSFORMS = {
     "darker": lambda p: encoded((p * 0.7).astype(np.uint8)),
     "brighter": lambda p: encoded(np.clip(p * 1.15, 0, 255).astype(np.uint8)),
     "with text": with_text,
+    "a border around it": lambda p: encoded(cv2.copyMakeBorder(p, *[12] * 4, cv2.BORDER_CONSTANT)),
+    "a bar over its lowest 15 %": lambda p: encoded(with_bar(p)),
+    "80 % of it": lambda p: encoded(np.ascontiguousarray(p[8 : 8 + 170, 25 : 25 + 128])),
+    "brighter by 40 %": lambda p: encoded(np.clip(p * 1.4, 0, 255).astype(np.uint8)),
 }
 
 
-MISSED = {"brighter": [0, 1], "with text": [6]}
-"""Sky that becomes white, and letters that hold most of what a blurred leaf shows."""
+def with_bar(pixels: np.ndarray) -> np.ndarray:
+    barred = pixels.copy()
+    barred[round(0.85 * len(barred)) :] = 0
+    return barred
+
+
+MISSED = {"brighter": [1], "with text": [4, 6], "brighter by 40 %": [0, 7], "80 % of it": [1]}
+"""Sky, which shows little, or becomes white; letters that hold most of what a leaf shows."""
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMS))
@@ -168,6 +186,103 @@ def test_transformed_parts_of_photographs_are_found_as_themselves(name: str) -> 
     assert [image for image in found[1::2] if image is not None] == []
     missed = [i for i, image in enumerate(found[::2]) if image != i]
     assert missed == MISSED.get(name, [])
+
+
+def test_mirrored_copies_are_found_where_that_is_asked() -> None:
+    parts = parts_of_photographs()
+    known = known_from([(("set", str(i)), describe(encoded(p))) for i, p in enumerate(parts)])
+    mirrored = [encoded(np.ascontiguousarray(part[:, ::-1])) for part in parts]
+    assert find(known, mirrored, 30)[0] == [None] * len(parts)
+    found = find(known, mirrored, 30, flips=True)[0]
+    assert [match and match.image for match in found] == list(range(len(parts)))
+
+
+def test_a_picture_with_borders_in_the_evaluation_set_is_found_without_them() -> None:
+    part = parts_of_photographs()[0]
+    framed = cv2.copyMakeBorder(part, 30, 30, 0, 0, cv2.BORDER_CONSTANT, value=(250, 250, 250))
+    known = known_from([(("set", "framed"), describe(encoded(framed)))])
+    (match,) = find(known, [encoded(part)], 30)[0]
+    assert match is not None
+
+
+def test_borders_are_cut_off_and_pictures_that_are_uniform_to_the_middle_are_not() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+    framed = cv2.copyMakeBorder(noise, 7, 0, 0, 12, cv2.BORDER_CONSTANT, value=(20, 20, 20))
+    np.testing.assert_array_equal(without_borders(framed), noise[1:, :-1])
+    np.testing.assert_array_equal(without_borders(noise), noise)
+    half = noise.copy()
+    half[:30] = 200
+    np.testing.assert_array_equal(without_borders(half), half)
+
+
+def write_features(folder: Path, manifest: Manifest, features: np.ndarray, **facts: str) -> str:
+    """What an extraction writes of a data set: its features in two files."""
+    place, names = locate(str(folder)), []
+    labels = np.zeros(manifest.num_images, np.int32)
+    keys = [key for some in keys_of_set(manifest) for key in some]
+    for rank in (0, 1):
+        rows = np.arange(rank, manifest.num_images, 2)
+        part = FeatureRows([keys[i] for i in rows], labels[rows], rows, features[rows], None)
+        names.append(part_name(0, manifest.num_images, rank, 2))
+        write_part(place, names[-1], [part])
+    about = {"data_fingerprint": manifest.fingerprint, "model": "m", **facts}
+    write_facts(place, about | {"is_complete": True, "files": names})
+    return str(folder)
+
+
+def test_images_with_near_features_are_left_out(
+    sets: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, test = map(open_dataset, sets)
+    rng = np.random.default_rng(0)
+    known = rng.normal(size=(test.num_images, 32)).astype(np.float32)
+    mine = rng.normal(size=(train.num_images, 32)).astype(np.float32)
+    copies = {3: 7, 80: 0, 199: 19}  # train row: test row
+    for row, of in copies.items():
+        mine[row] = 3 * known[of] + 0.1 * rng.normal(size=32)
+    source = write_features(tmp_path / "mine", train, mine)
+    other = write_features(tmp_path / "known", test, known)
+    section = {
+        "source": train.path, "evaluation_sets": [test.path], "destination": f"{tmp_path}/clean",
+        "features": {"source": source, "evaluation_sets": [other], "min_cosine": 0.9},
+    }  # fmt: skip
+    recipe = recipe_with(deduplicate=section)
+    assert run_deduplicate(recipe) == 0
+    assert "0 exact and 3 near duplicates of 200 images" in capsys.readouterr().out
+    listed = pq.read_table(tmp_path / "clean" / "duplicates.parquet").to_pylist()
+    train_keys, test_keys = (
+        [k for some in keys_of_set(one) for k in some] for one in (train, test)
+    )
+    found = {row["key"]: row["evaluation_key"] for row in listed}
+    assert found == {train_keys[row]: test_keys[of] for row, of in copies.items()}
+    assert all(0.9 <= row["cosine"] <= 1 and row["distance"] is None for row in listed)
+    clean = [key for some in keys_of_set(open_dataset(f"{tmp_path}/clean")) for key in some]
+    assert clean == [key for i, key in enumerate(train_keys) if i not in copies]
+
+
+def test_features_of_other_sets_or_models_are_refused(
+    sets: tuple[str, str], tmp_path: Path
+) -> None:
+    train, test = map(open_dataset, sets)
+    some = np.ones((200, 4), np.float32)
+    mine = locate(write_features(tmp_path / "mine", train, some))
+    known = locate(write_features(tmp_path / "known", test, some))
+    other = locate(write_features(tmp_path / "other", test, some, model="another"))
+    prints = [train.fingerprint, test.fingerprint]
+    check_same_model([mine, known], prints)
+    with pytest.raises(ValueError, match=r"features of another data set \(.*, not"):
+        check_same_model([known, mine], prints)
+    with pytest.raises(ValueError, match=r"different models \(model\); extract both with one"):
+        check_same_model([mine, other], prints)
+    with pytest.raises(ValueError, match="no whole set of features"):
+        check_same_model([locate(str(tmp_path / "nothing")), known], prints)
+    with pytest.raises(ValueError, match="has 1 folders, and evaluation_sets 2; give one for each"):
+        recipe_with(
+            deduplicate={
+                "source": "a", "evaluation_sets": ["b", "c"], "destination": "d",
+                "features": {"source": "e", "evaluation_sets": ["f"]},
+            }
+        )  # fmt: skip
 
 
 def test_the_same_shape_in_another_colour_is_another_picture() -> None:

@@ -8,7 +8,7 @@ two images show the same; `same_picture` decides by their pixels.
 The index cuts a hash into 8 bands of 16 bits, in two ways, and looks for hashes that share a band,
 or all but one bit of it: with p = d/128 of the bits different, a band is found with probability
 q = (1-p)^16 + 16 p (1-p)^15, and the hash with 1 - (1-q)^16: 0.9996 at d = 16, 0.95 at d = 24,
-0.74 at d = 30 for one crop of an image, and each of its 28 crops is another chance.
+0.74 at d = 30 for one crop of an image, and each of its 49 crops is another chance.
 """
 
 from typing import Final, NamedTuple
@@ -33,16 +33,20 @@ _MOST_IN_A_BAND: Final = 1024
 """
 _QUERIES_AT_A_TIME: Final = 256
 
-CROPS: Final = (
-    (0.0, 0.0, 1.0),
+Crop = tuple[float, float, float, float]
+"""Top, left, height and width, as shares of the image."""
+CROPS: Final[tuple[Crop, ...]] = (
+    (0.0, 0.0, 1.0, 1.0),
     *(
-        ((1 - side) * down, (1 - side) * across, side)
-        for side in (0.95, 0.9, 0.85)
-        for down in (0.0, 0.5, 1.0)
-        for across in (0.0, 0.5, 1.0)
+        ((1 - side) * down / steps, (1 - side) * across / steps, side, side)
+        for side, steps in ((0.95, 2), (0.9, 2), (0.85, 3), (0.8, 4))
+        for down in range(steps + 1)
+        for across in range(steps + 1)
     ),
+    *((at, 0.0, side, 1.0) for side in (0.9, 0.85, 0.8) for at in (0.0, 1 - side)),
+    *((0.0, at, 1.0, side) for side in (0.9, 0.85, 0.8) for at in (0.0, 1 - side)),
 )
-"""Top, left and side of each crop, as shares of the image: any crop of 85 % or more is near one."""
+"""Any crop of 80 % or more is near one, and what a bar along one side leaves."""
 
 
 def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -54,12 +58,12 @@ def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def hashes_under_crops(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Hashes of the image under each of `CROPS`: uint8 (28, 16)."""
+    """Hashes of the image under each of `CROPS`: uint8 (49, 16)."""
     height, width = pixels.shape[:2]
     hashes = []
-    for top, left, side in CROPS:
-        rows = slice(round(top * height), max(1, round((top + side) * height)))
-        columns = slice(round(left * width), max(1, round((left + side) * width)))
+    for top, left, down, across in CROPS:
+        rows = slice(round(top * height), max(1, round((top + down) * height)))
+        columns = slice(round(left * width), max(1, round((left + across) * width)))
         crop = pixels[rows, columns]
         hashes.append(perceptual_hash(crop if crop.size else pixels))
     return np.stack(hashes)

@@ -1,10 +1,11 @@
 """Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64. A flat image has nothing to
-hash, and is a duplicate only of an image with equal pixels. Linear in the data: each image
-is hashed once, and looked up in an index of the evaluation hashes. Mirrored copies are not looked
-for. The result is a manifest alone and a list of what was left out.
+within `MAX_DISTANCE` bits of one and their pixels agree at 64 x 64; with and without uniform
+borders on both sides, and mirrored if asked. A flat image has nothing to hash, and is a duplicate
+only of an image with equal pixels. Or, by features of a model: if the cosine with an evaluation
+image's is high enough. Linear in the data: each image is described once, and looked up. The result
+is a manifest alone and a list of what was left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import cv2
 import numpy as np
@@ -25,6 +26,7 @@ from vit_ray.data.format.manifest import Manifest, open_dataset
 from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
 from vit_ray.data.format.schema import CHECKSUMS_FILE, MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.format.sidecars import write_checksums
+from vit_ray.data.images.borders import without_borders
 from vit_ray.data.images.crops import Augmentation, BadImageError, training_crop
 from vit_ray.data.images.perceptual_hash import (
     CROPS,
@@ -39,10 +41,12 @@ from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.subset import derive, refuse_existing
 from vit_ray.storage import locate
 
+Pixels = NDArray[np.uint8]
 DUPLICATES_FILE: Final = "duplicates.parquet"
-_THUMBNAIL: Final = Augmentation("resize", size=SIDE, flip=False)
+_DECODED: Final = Augmentation("resize", size=2 * SIDE, flip=False)
+"""Twice as large as what is compared, to find borders to half a pixel of that."""
 _MOST_COMPARED: Final = 8
-"""Evaluation images, the nearest first, that are compared with a row pixel by pixel."""
+"""Pictures, the nearest first, that are compared with one of a row pixel by pixel."""
 _ROWS_AT_A_TIME: Final = 512
 
 _LIST_SCHEMA: Final = pa.schema(
@@ -52,6 +56,7 @@ _LIST_SCHEMA: Final = pa.schema(
         ("evaluation_key", pa.string()),
         ("distance", pa.int32()),
         ("is_exact", pa.bool_()),
+        ("cosine", pa.float32()),
     ]
 )
 
@@ -64,14 +69,16 @@ benchmarks/data_deduplicate.py."""
 class Duplicate:
     """A row of the pre-training set that shows an evaluation image.
 
-    `distance` is how many of 128 bits of the hashes differ; 0 if the bytes or pixels are equal.
+    `distance` is how many of 128 bits of the hashes differ, 0 if the bytes or pixels are equal;
+    `cosine` is that of the features. One of them is None.
     """
 
     key: str
     evaluation_set: str
     evaluation_key: str
-    distance: int
+    distance: int | None
     is_exact: bool
+    cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,28 @@ class DeduplicateReport:
     num_undecodable_evaluation: int
     duplicates: list[Duplicate]
 
+    @classmethod
+    def of(
+        cls,
+        whole: Manifest,
+        found: list[Found],
+        undecodable: int = 0,
+        undecodable_evaluation: int = 0,
+    ) -> DeduplicateReport:
+        """The report on a data set and what was found in it."""
+        duplicates = [duplicate for *_, duplicate in found]
+        exact = sum(duplicate.is_exact for duplicate in duplicates)
+        near = len(duplicates) - exact
+        return cls(whole.num_images, exact, near, undecodable, undecodable_evaluation, duplicates)
+
 
 def refuse_taken(destination: str) -> None:
     """Raise a ValueError if the destination holds a data set or a list of duplicates already."""
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER, DUPLICATES_FILE, CHECKSUMS_FILE)
+
+
+Found = tuple[int, int, Duplicate]
+"""Row group, stored row, and what it shows."""
 
 
 def deduplicate(
@@ -100,9 +125,13 @@ def deduplicate(
     evaluation_sets: list[str],
     destination: str,
     *,
+    flips: bool = False,
     num_cpus: float = 1.0,
 ) -> DeduplicateReport:
     """Write the manifest of a data set without the images of evaluation sets.
+
+    Args:
+        flips: leave out mirrored copies, too.
 
     Raises:
         ValueError: if no evaluation set is given, nothing would be left, or the destination holds
@@ -113,34 +142,69 @@ def deduplicate(
     refuse_taken(destination)
     whole = open_dataset(source)
     known = _index(evaluation_sets, num_cpus)
-    found = run_tasks(_duplicates_in, _files_of(whole), num_cpus, whole, known)
-    rows = [row for rows, _ in found for row in rows]
-    if len(rows) == whole.num_images:
+    results = run_tasks(_duplicates_in, _files_of(whole), num_cpus, whole, known, flips)
+    found = [row for rows, _ in results for row in rows]
+    how = {"max_distance": MAX_DISTANCE, "flips": flips}
+    leave_out(whole, found, destination, {"evaluation_sets": evaluation_sets, **how})
+    return DeduplicateReport.of(
+        whole, found, sum(undecodable for _, undecodable in results), known.num_undecodable
+    )
+
+
+def deduplicate_by_features(
+    source: str,
+    evaluation_sets: list[str],
+    destination: str,
+    near: Iterable[tuple[int, str, int, str, float]],
+    min_cosine: float,
+) -> DeduplicateReport:
+    """As `deduplicate`, of rows that others have found.
+
+    Args:
+        near: sample number and key of a row, which of the evaluation sets it is near to, key there,
+            and cosine of the features.
+        min_cosine: by which they were found.
+
+    Raises:
+        ValueError: as `deduplicate`.
+    """
+    refuse_taken(destination)
+    whole = open_dataset(source)
+    found: list[Found] = []
+    for sample, key, of_set, evaluation_key, cosine in near:
+        group = int(np.searchsorted(whole.first_samples, sample, side="right")) - 1
+        stored = whole.stored_row(group, sample - int(whole.first_samples[group]))
+        shown = Duplicate(key, evaluation_sets[of_set], evaluation_key, None, False, cosine)
+        found.append((group, stored, shown))
+    how = {"evaluation_sets": evaluation_sets, "min_cosine": min_cosine}
+    leave_out(whole, found, destination, how)
+    return DeduplicateReport.of(whole, found)
+
+
+def leave_out(
+    whole: Manifest, found: list[Found], destination: str, origin: dict[str, object]
+) -> None:
+    """Write the list of what was found, and the manifest without it.
+
+    Raises:
+        ValueError: nothing would be left, or the destination is taken.
+    """
+    if len(found) == whole.num_images:
         raise ValueError(
-            f"deduplicate: all of {source!r} is in {evaluation_sets}, so nothing is left; "
-            f"check which set is which"
+            f"deduplicate: all of {whole.path!r} is in {origin['evaluation_sets']}, so nothing is "
+            "left; check which set is which"
         )
     left_out: dict[int, list[int]] = {}
-    for group, row, _ in rows:
+    for group, row, _ in found:
         left_out.setdefault(group, []).append(row)
-    duplicates = [duplicate for *_, duplicate in rows]
     refuse_taken(destination)  # again: hours may have passed
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
+    listed = [vars(duplicate) for *_, duplicate in found]
+    pq.write_table(pa.Table.from_pylist(listed, schema=_LIST_SCHEMA), sink)
     content = sink.getvalue().to_pybytes()
     write_checksums(locate(destination), {DUPLICATES_FILE: content})
     locate(destination).child(DUPLICATES_FILE).write(content)
-    origin = {"deduplicated": whole.fingerprint, "evaluation_sets": evaluation_sets}
-    derive(whole, left_out, destination, {**origin, "max_distance": MAX_DISTANCE})
-    num_exact = sum(duplicate.is_exact for duplicate in duplicates)
-    return DeduplicateReport(
-        num_images=whole.num_images,
-        num_exact=num_exact,
-        num_near=len(duplicates) - num_exact,
-        num_undecodable=sum(undecodable for _, undecodable in found),
-        num_undecodable_evaluation=known.num_undecodable,
-        duplicates=duplicates,
-    )
+    derive(whole, left_out, destination, {"deduplicated": whole.fingerprint, **origin})
 
 
 @dataclass(frozen=True)
@@ -148,25 +212,25 @@ class _Known:
     """Everything about the evaluation images.
 
     Attributes:
-        index: hashes of the images that are not flat, under each crop.
-        images: for each entry of `index`, by crops, which image it is.
+        index: hashes of the pictures, under each crop.
+        thumbnails: of each picture, encoded.
+        images: for each picture, which image it is of.
         digests: of encoded bytes, to an image.
         flat: digests of the thumbnails of flat images, to an image.
-        thumbnails: for each image that is not flat, encoded.
         names: evaluation set and key of each image.
     """
 
     index: HashIndex
-    images: NDArray[np.int64]
+    thumbnails: list[bytes]
+    images: list[int]
     digests: dict[bytes, int]
     flat: dict[bytes, int]
-    thumbnails: dict[int, bytes]
     names: list[tuple[str, str]]
     num_undecodable: int
 
-    def thumbnail(self, image: int) -> NDArray[np.uint8]:
-        """Pixels of an image that is not flat: uint8 (64, 64, 3), RGB."""
-        coded = np.frombuffer(self.thumbnails[image], np.uint8)
+    def thumbnail(self, picture: int) -> Pixels:
+        """Pixels of a picture: uint8 (64, 64, 3), RGB."""
+        coded = np.frombuffer(self.thumbnails[picture], np.uint8)
         return cv2.imdecode(coded, cv2.IMREAD_COLOR_RGB)  # type: ignore[return-value]
 
 
@@ -185,42 +249,34 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
     """What is to be known about evaluation images, each with its evaluation set and key."""
-    digests: dict[bytes, int] = {}
-    flat: dict[bytes, int] = {}
-    thumbnails: dict[int, bytes] = {}
-    for i, (_, image) in enumerate(images):
-        digests.setdefault(image.digest, i)
-        if image.kind == _FLAT:
-            flat.setdefault(image.content, i)
-        elif image.kind == _HASHED:
-            thumbnails[i] = image.content
-    hashes = np.frombuffer(b"".join(image.hashes for _, image in images), np.uint8)
+    described = [image for _, image in images]
+    hashes = b"".join(hashes for image in described for _, hashes in image.pictures)
+    # Of equal ones the first.
+    backwards = list(enumerate(described))[::-1]
     return _Known(
-        index=HashIndex(hashes.reshape(-1, HASH_BITS // 8)),
-        images=np.fromiter(thumbnails, np.int64),
-        digests=digests,
-        flat=flat,
-        thumbnails=thumbnails,
+        index=HashIndex(np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BITS // 8)),
+        thumbnails=[coded for image in described for coded, _ in image.pictures],
+        images=[i for i, image in enumerate(described) for _ in image.pictures],
+        digests={image.digest: i for i, image in backwards},
+        flat={image.flat: i for i, image in backwards if image.flat},
         names=[name for name, _ in images],
-        num_undecodable=sum(image.kind == _UNDECODABLE for _, image in images),
+        num_undecodable=sum(not image.flat and not image.pictures for image in described),
     )
 
 
-_HASHED: Final = 0
-_FLAT: Final = 1
-_UNDECODABLE: Final = 2
-
-
 class _Described(NamedTuple):
-    """An evaluation image: digest of its bytes; encoded thumbnail and hashes, if it is hashed.
+    """An evaluation image: one that cannot be decoded has neither pictures nor `flat`.
 
-    `content` of a flat image is the digest of its thumbnail.
+    Attributes:
+        digest: of its bytes.
+        pictures: encoded thumbnail, and hashes under each crop, of the whole image and, if it has
+            borders, of what they enclose.
+        flat: digest of the thumbnail of a flat image.
     """
 
     digest: bytes
-    kind: int
-    content: bytes = b""
-    hashes: bytes = b""
+    pictures: tuple[tuple[bytes, bytes], ...] = ()
+    flat: bytes = b""
 
 
 def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
@@ -231,25 +287,27 @@ def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[
 
 def describe(image: bytes) -> _Described:
     """What is kept of an encoded evaluation image."""
-    digest, small = _digest(image), _thumbnail(image)
-    if small is None:
-        return _Described(digest, _UNDECODABLE)
-    if is_flat(small):
-        return _Described(digest, _FLAT, _digest(small.tobytes()))
+    digest, pictures = _digest(image), _pictures(image)
+    if pictures and is_flat(pictures[0]):
+        return _Described(digest, flat=_digest(pictures[0].tobytes()))
+    return _Described(digest, tuple((_coded(p), hashes_under_crops(p).tobytes()) for p in pictures))
+
+
+def _coded(picture: Pixels) -> bytes:
     quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
-    coded = cv2.imencode(".jpg", cv2.cvtColor(small, cv2.COLOR_RGB2BGR), quality)[1]
-    return _Described(digest, _HASHED, coded.tobytes(), hashes_under_crops(small).tobytes())
+    bgr = cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)
+    return cv2.imencode(".jpg", bgr, quality)[1].tobytes()
 
 
 def _duplicates_in(
-    file_index: int, manifest: Manifest, known: _Known
-) -> tuple[list[tuple[int, int, Duplicate]], int]:
-    """Row group, stored row and what it shows, of each duplicate; how many cannot be decoded."""
-    rows: list[tuple[int, int, Duplicate]] = []
+    file_index: int, manifest: Manifest, known: _Known, flips: bool
+) -> tuple[list[Found], int]:
+    """The duplicates of a file, and how many of its images cannot be decoded."""
+    rows: list[Found] = []
     undecodable = 0
     images = _images(manifest, file_index)
     while batch := list(islice(images, _ROWS_AT_A_TIME)):
-        matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE)
+        matches, unread = find(known, [image for *_, image in batch], MAX_DISTANCE, flips=flips)
         undecodable += unread
         for (group, row, key, _), match in zip(batch, matches, strict=True):
             if match is not None:
@@ -265,31 +323,39 @@ class Match(NamedTuple):
     is_exact: bool
 
 
-def find(known: _Known, images: list[bytes], max_distance: int) -> tuple[list[Match | None], int]:
-    """What each encoded image shows of what is known, and how many cannot be decoded."""
+def find(
+    known: _Known, images: list[bytes], max_distance: int, *, flips: bool = False
+) -> tuple[list[Match | None], int]:
+    """What each encoded image shows of what is known, and how many cannot be decoded.
+
+    Args:
+        flips: look for each mirrored, too.
+    """
     matches: list[Match | None] = [None] * len(images)
-    hashed: list[tuple[int, NDArray[np.uint8]]] = []
+    queries: list[tuple[int, Pixels]] = []
     unread = 0
     for i, image in enumerate(images):
-        small = _thumbnail(image)
-        unread += small is None
+        pictures = _pictures(image)
+        unread += not pictures
         if (equal := known.digests.get(_digest(image))) is not None:
             matches[i] = Match(equal, 0, True)
-        elif small is not None and not is_flat(small):
-            hashed.append((i, small))
-        elif small is not None and (equal := known.flat.get(_digest(small.tobytes()))) is not None:
-            matches[i] = Match(equal, 0, False)
-    if hashed:
-        near = known.index.near(np.stack([perceptual_hash(t) for _, t in hashed]), max_distance)
-        for query, (i, small) in enumerate(hashed):
-            matches[i] = _confirmed(known, small, near.of(query))
+        elif pictures and is_flat(pictures[0]):
+            equal = known.flat.get(_digest(pictures[0].tobytes()))
+            matches[i] = None if equal is None else Match(equal, 0, False)
+        else:
+            queries += [(i, picture) for picture in pictures]
+            if flips:
+                mirrored = (np.ascontiguousarray(picture[:, ::-1]) for picture in pictures)
+                queries += [(i, picture) for picture in mirrored]
+    if queries:
+        near = known.index.near(np.stack([perceptual_hash(p) for _, p in queries]), max_distance)
+        for query, (i, picture) in enumerate(queries):
+            matches[i] = matches[i] or _confirmed(known, picture, near.of(query))
     return matches, unread
 
 
-def _confirmed(
-    known: _Known, thumbnail: NDArray[np.uint8], proposed: Iterable[tuple[int, int]]
-) -> Match | None:
-    """The first of the proposed images whose pixels agree.
+def _confirmed(known: _Known, picture: Pixels, proposed: Iterable[tuple[int, int]]) -> Match | None:
+    """The first of the proposed pictures whose pixels agree.
 
     Args:
         proposed: entries of the index with their distances, the nearest first.
@@ -297,18 +363,27 @@ def _confirmed(
     nearest: dict[int, tuple[int, int]] = {}
     for entry, distance in proposed:
         place, crop = divmod(entry, len(CROPS))
-        nearest.setdefault(int(known.images[place]), (crop, distance))
-    for image, (crop, distance) in islice(nearest.items(), _MOST_COMPARED):
-        if shows_the_same(thumbnail, known.thumbnail(image), CROPS[crop]):
-            return Match(image, distance, False)
+        nearest.setdefault(place, (crop, distance))
+    for place, (crop, distance) in islice(nearest.items(), _MOST_COMPARED):
+        if shows_the_same(picture, known.thumbnail(place), CROPS[crop]):
+            return Match(known.images[place], distance, False)
     return None
 
 
-def _thumbnail(image: bytes) -> NDArray[np.uint8] | None:
+def _pictures(image: bytes) -> list[Pixels]:
+    """The whole image, and what uniform borders enclose if it has any, at 64 x 64.
+
+    Nothing of an image that cannot be decoded.
+    """
     try:
-        return training_crop(image, _THUMBNAIL, (0, 0, 0))
+        whole = training_crop(image, _DECODED, (0, 0, 0))
     except BadImageError:
-        return None
+        return []
+    enclosed = without_borders(whole)
+    parts = [whole] if enclosed.shape == whole.shape else [whole, enclosed]
+    size = (SIDE, SIDE)
+    small: list[Any] = [cv2.resize(part, size, interpolation=cv2.INTER_AREA) for part in parts]
+    return [pixels for place, pixels in enumerate(small) if not place or not is_flat(pixels)]
 
 
 def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, int, str, bytes]]:

@@ -1,0 +1,80 @@
+"""Images of one data set whose features are near to some of others, by their cosine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit_ray.evaluate.feature_files import read_facts, read_features
+from vit_ray.storage import Location
+
+_OF_THE_SET: Final = ("data_fingerprint", "num_images", "with_logits", "is_complete", "files")
+"""What the features of one model may differ in."""
+_ROWS_AT_A_TIME: Final = 1024
+
+
+def near_features(
+    source: Location, others: Sequence[Location], min_cosine: float
+) -> Iterator[tuple[int, str, int, str, float]]:
+    """Images of `source` near to one of the others: linear in it, and in all others together.
+
+    The features of the others are held in memory, those of `source` a file at a time.
+
+    Returns:
+        Sample number and key of the image, which of the others its nearest image is in, the key
+        there, and their cosine.
+    """
+    parts = [
+        (place, part) for place, one in enumerate(others)
+        for part in read_features(one, ("key", "feature"))
+    ]  # fmt: skip
+    known = _directions(np.concatenate([part["feature"] for _, part in parts]))
+    names = [(place, str(key)) for place, part in parts for key in part["key"]]
+    for part in read_features(source, ("key", "sample", "feature")):
+        for first in range(0, len(part["key"]), _ROWS_AT_A_TIME):
+            some = slice(first, first + _ROWS_AT_A_TIME)
+            cosines = _directions(part["feature"][some]) @ known.T
+            nearest = cosines.argmax(axis=1)
+            best = cosines[np.arange(len(nearest)), nearest]
+            for row in np.flatnonzero(best >= min_cosine).tolist():
+                at = names[int(nearest[row])]
+                key, sample = str(part["key"][some][row]), int(part["sample"][some][row])
+                yield sample, key, *at, float(best[row])
+
+
+def check_same_model(folders: Sequence[Location], fingerprints: Sequence[str]) -> None:
+    """Check what some features are of, before they are compared.
+
+    Args:
+        fingerprints: of the data sets, in the order of the folders.
+
+    Raises:
+        ValueError: features are not whole, of another data set, or not all of one model.
+    """
+    first: dict[str, object] | None = None
+    for folder, fingerprint in zip(folders, fingerprints, strict=True):
+        facts = read_facts(folder)
+        if facts is None or not facts.get("is_complete"):
+            raise ValueError(
+                f"{folder.uri} holds no whole set of features; run jobs/extract_features.py"
+            )
+        if facts["data_fingerprint"] != fingerprint:
+            raise ValueError(
+                f"{folder.uri} has the features of another data set ({facts['data_fingerprint']}, "
+                f"not {fingerprint}); give the folders in the order of the data sets"
+            )
+        of_model = {key: value for key, value in facts.items() if key not in _OF_THE_SET}
+        first = first or of_model
+        if differing := sorted(k for k in of_model if of_model[k] != first.get(k)):
+            raise ValueError(
+                f"{folders[0].uri} and {folder.uri} have features of different models "
+                f"({', '.join(differing)}); extract both with one"
+            )
+
+
+def _directions(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    return np.asarray(features / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)

@@ -357,3 +357,20 @@ def _s3() -> fs.S3FileSystem:
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
         allow_delayed_open=True,
     )
+
+
+def file_version(location: Location) -> str:
+    """Size and time of the last change of a file, or the etag of an object.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    if not location.is_local:
+        what = f"looking at {location.path}"
+        return with_retries(lambda: s3.etag_of(location.path), what)
+    return stat_version(os.stat(location.path))
+
+
+def stat_version(status: os.stat_result) -> str:
+    """That of a file on a disk."""
+    return f"{status.st_size}-{status.st_mtime_ns}"

@@ -130,6 +130,7 @@ LISTS = {
     "convert.classes": ["cat", "dog", "cat"],
     "convert.columns": ["caption", "caption"],
     "deduplicate.evaluation_sets": ["data/a", "data/a"],
+    "deduplicate.evaluation_features": ["features/a", "features/a"],
     "data.train": [{"path": "data/a"}, {"path": "data/b"}, {"path": "data/a", "weight": 2.0}],
     "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
@@ -153,7 +154,13 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
     section, _, name = key.partition(".")
     tree: dict[str, Any] = {
         "convert": {"source": "a", "destination": "b"},
-        "deduplicate": {"source": "a", "destination": "b", "evaluation_sets": ["c"]},
+        "deduplicate": {
+            "source": "a",
+            "destination": "b",
+            "evaluation_sets": ["c", "d"],
+            "features": "e",
+            "evaluation_features": ["f", "g"],
+        },
         "study": {"models": [{"label": "a"}]},
         "benchmark_models": {"models": [{"label": "a", "model": {"name": "ViT-B/16"}}]},
         "name": "run",

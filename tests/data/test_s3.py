@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.prepare.archives import add
+from tests.data.prepare.conftest import run_in_this_process
 from tests.data.s3_server import (
     SECRET_KEY,
     FaultProxy,
@@ -202,6 +204,29 @@ def test_sources_are_read_from_s3_as_from_disk(
     )
     assert there == here
     assert s3.faults.injected
+
+
+def test_parquet_is_read_in_place_on_s3_and_a_new_object_of_equal_length_is_seen(
+    s3: FaultProxy, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_this_process(monkeypatch)
+    convert("s3://sources/hub", tmp_path / "set", in_place=True)
+    manifest = open_dataset(str(tmp_path / "set"))
+    s3.faults.set("503", remaining=3, path="train.parquet", every=2)
+    reader = RowGroupReader(manifest)
+    images = [reader.read(g).image(row) for g in (0, 1) for row in range(int(manifest.rows[g]))]
+    assert images == [jpeg(i) for i in range(4)]
+    assert s3.faults.injected
+    file = buckets / "sources" / "hub" / "train.parquet"
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content.replace(jpeg(1)[:-20], jpeg(1)[:-21] + b"x"))
+        with pytest.raises(
+            ValueError, match=r"train.parquet has changed since the data set was made"
+        ):
+            RowGroupReader(manifest).read(0)
+    finally:
+        file.write_bytes(content)
 
 
 def test_a_tar_shard_is_indexed_in_few_requests(s3: FaultProxy, tmp_path: Path) -> None:

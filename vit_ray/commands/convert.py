@@ -22,6 +22,8 @@ def run_convert(recipe: Recipe) -> int:
     report = convert(config, recipe.seed)
     for what, names in report.fields.items():
         print(f"{config.source}: the {what} is in the field {', '.join(names)}")
+    for note in report.notes:
+        print(f"{config.destination}: {note}")
     print(
         f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
         f"images of {report.num_classes} classes in {report.num_shards} shards, "

@@ -82,12 +82,12 @@ def run_deduplicate(recipe: Recipe) -> int:
     sets, places = list(config.evaluation_sets), (config.source, *config.evaluation_sets)
     fingerprints = [open_dataset(path).fingerprint for path in places]
     refuse_taken(config.destination)
-    if (by := config.features) is not None:
-        source, *others = map(locate, (by.source, *by.evaluation_sets))
+    if config.features is not None:
+        source, *others = map(locate, (config.features, *config.evaluation_features))
         check_same_model([source, *others], fingerprints)
-        near = near_features(source, others, by.min_cosine)
+        near = near_features(source, others, config.min_cosine)
         target = config.destination
-        report = deduplicate_by_features(config.source, sets, target, near, by.min_cosine)
+        report = deduplicate_by_features(config.source, sets, target, near, config.min_cosine)
     else:
         connect(recipe)
         report = deduplicate(config.source, sets, config.destination, flips=config.flips)

@@ -82,8 +82,22 @@ class ConvertConfig(Section):
     index_jpeg: bool = True
     """Add restart markers to JPEG files, losslessly, so that training reads and decodes only the
     crop of an image: about half of the bytes and CPU time; false = keep the original bytes."""
+    in_place: bool = False
+    """Copy no image: for parquet files in the layout of the Hugging Face hub, local or `s3://`,
+    write a manifest, labels and checksums over the files where they lie. They are never written,
+    and must stay as they are. The report says what that costs in reading."""
     cpus_per_task: PositiveFloat = 1.0
     """CPUs that one conversion task reserves."""
+
+    def problems(self) -> dict[str, object]:
+        """What images that are not copied cannot have."""
+        wrong = [key for key in ("shrink_to", "apply_orientation", "extend") if getattr(self, key)]
+        return {
+            f"in_place=true with {' and '.join(wrong)}: images that stay where they are cannot be "
+            f"changed, nor such a set be extended; leave out {' and '.join(wrong)}, or in_place": (
+                self.in_place and wrong
+            ),
+        }
 
 
 class VerifyConfig(Section):
@@ -119,18 +133,6 @@ class SubsetConfig(Section):
     """Take the images of a list: a text file, local or `s3://`, with a key a line."""
 
 
-class DuplicateFeatures(Section):
-    """Features by which duplicates are found; bytes and pixels are not read."""
-
-    source: str
-    """Folder of the features of `deduplicate.source`."""
-    evaluation_sets: tuple[str, ...] = Field(min_length=1)
-    """Folders of those of `deduplicate.evaluation_sets`, in their order, of the same model."""
-    min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
-    """Images with at least this cosine to an evaluation image are left out; it depends on the
-    model, so look at pairs of `duplicates.parquet`."""
-
-
 class DeduplicateConfig(Section):
     """Removing what a pre-training set shares with evaluation sets, by manifest alone."""
 
@@ -142,18 +144,21 @@ class DeduplicateConfig(Section):
     """Folder of the new manifest and of `duplicates.parquet`, the list of what was left out."""
     flips: bool = False
     """Leave out mirrored copies, too: takes about twice as long."""
-    features: DuplicateFeatures | None = None
-    """Compare features of a model (jobs/extract_features.py) in the place of pixels."""
+    features: str | None = None
+    """Folder of features of `source` (jobs/extract_features.py), to compare them, by their cosine,
+    in the place of bytes and pixels; unset = no features."""
+    evaluation_features: tuple[str, ...] = ()
+    """Folders of those of `evaluation_sets`, in their order, of the same model."""
+    min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    """With `features`: images with at least this cosine to an evaluation image are left out. It
+    depends on the model, so look at pairs of `duplicates.parquet`."""
 
     def problems(self) -> dict[str, object]:
         """Other features than sets."""
-        counts = (
-            len(self.features.evaluation_sets if self.features else ()),
-            len(self.evaluation_sets),
-        )
+        counts = len(self.evaluation_features), len(self.evaluation_sets) if self.features else 0
         return {
-            f"features.evaluation_sets has {counts[0]} folders, and evaluation_sets {counts[1]}; "
-            "give one for each, in their order": self.features and counts[0] != counts[1],
+            f"evaluation_features has {counts[0]} folders, and {counts[1]} are needed; with "
+            "features give one for each of evaluation_sets, in their order": counts[0] != counts[1],
         }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-WITH_TASKS = ("compare_source", "plan", "source_index", "make_shards", "subset")
+WITH_TASKS = ("compare_source", "in_place", "plan", "source_index", "make_shards", "subset")
 STEPS = ("conversion", "commit", "make_shards", "plan")
 
 

@@ -244,7 +244,7 @@ def test_images_with_near_features_are_left_out(
     other = write_features(tmp_path / "known", test, known)
     section = {
         "source": train.path, "evaluation_sets": [test.path], "destination": f"{tmp_path}/clean",
-        "features": {"source": source, "evaluation_sets": [other], "min_cosine": 0.9},
+        "features": source, "evaluation_features": [other], "min_cosine": 0.9,
     }  # fmt: skip
     recipe = recipe_with(deduplicate=section)
     assert run_deduplicate(recipe) == 0
@@ -276,11 +276,11 @@ def test_features_of_other_sets_or_models_are_refused(
         check_same_model([mine, other], prints)
     with pytest.raises(ValueError, match="no whole set of features"):
         check_same_model([locate(str(tmp_path / "nothing")), known], prints)
-    with pytest.raises(ValueError, match="has 1 folders, and evaluation_sets 2; give one for each"):
+    with pytest.raises(ValueError, match="has 1 folders, and 2 are needed; with features"):
         recipe_with(
             deduplicate={
                 "source": "a", "evaluation_sets": ["b", "c"], "destination": "d",
-                "features": {"source": "e", "evaluation_sets": ["f"]},
+                "features": "e", "evaluation_features": ["f"],
             }
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ de-duplicated set is a manifest alone, whose files lie in another folder.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -35,19 +35,40 @@ _CHECKSUM: Final = b'"manifest_sha256": "'
 _NO_DIGEST: Final = b"0" * 64
 _NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "manifest_sha256")
 """Of the header: what the fingerprint does not depend on."""
+_FILE_FIELDS: Final = 4
+"""Of a file in the header, without where its images are."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A parquet file of others that has the images of a shard, in the same row groups.
+
+    Attributes:
+        path: its address.
+        bytes: its size.
+        version: as `storage.file_version` gives it when the data set is made.
+        column: of the encoded images, as parquet names it.
+    """
+
+    path: str
+    bytes: int
+    version: str
+    column: str
 
 
 @dataclass(frozen=True)
 class ShardFile:
     """One parquet file of a data set; `path` is relative to the manifest's `root`.
 
-    `footer_crc32` is that of everything behind the last row group.
+    `footer_crc32` is that of everything behind the last row group. `images` has the images, where
+    they are not in the file itself, but in one of others that is read where it lies.
     """
 
     path: str
     rows: int
     bytes: int
     footer_crc32: int
+    images: ImageFile | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +100,13 @@ class RowGroupColumns:
         """Some of the row groups, with fewer rows that count."""
         files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
         return RowGroupColumns(files, numbers, rows, sizes, dropped, self.crc32[groups])
+
+    def without_empty(self) -> "RowGroupColumns":
+        """Those with rows that count."""
+        kept = np.flatnonzero(self.rows)
+        places = {old: new for new, old in enumerate(kept.tolist())}
+        dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
+        return self.chosen(kept, self.rows[kept], dropped)
 
     def after(self, before: "Manifest") -> "RowGroupColumns":
         """The row groups of a data set, and then these, of further files."""
@@ -226,7 +254,10 @@ def _parse(path: str, content: bytes) -> Manifest:
                 classes=header["classes"],
                 max_labels=header["max_labels"],
                 fingerprint=header["fingerprint"],
-                files=[ShardFile(*entry) for entry in header["files"]],
+                files=[
+                    ShardFile(*entry, *(ImageFile(*i) for i in images))
+                    for *entry, images in map(_with_images, header["files"])
+                ],
                 text_columns=tuple(header.get("text_columns", ())),
                 origin=header["origin"],
             )
@@ -236,6 +267,11 @@ def _parse(path: str, content: bytes) -> Manifest:
             "restore it from a copy, or convert the data set again"
         ) from error
     raise ValueError(other_format(f"data set {path!r}", version, FORMAT_VERSION))
+
+
+def _with_images(entry: list[Any]) -> list[Any]:
+    """Of a file in the header: its fields, and a list of where its images are, empty or of one."""
+    return [*entry[:_FILE_FIELDS], entry[_FILE_FIELDS:]]
 
 
 def _columns(table: pa.Table) -> RowGroupColumns:
@@ -296,7 +332,10 @@ def write_manifest(
         "root": root,
         "origin": origin,
         **({"text_columns": list(text_columns)} if text_columns else {}),
-        "files": [[f.path, f.rows, f.bytes, f.footer_crc32] for f in files],
+        "files": [
+            [f.path, f.rows, f.bytes, f.footer_crc32, *([astuple(f.images)] if f.images else [])]
+            for f in files
+        ],
     }
     header["fingerprint"] = _fingerprint(header, columns)
     folder.child(MANIFEST_FILE).write(_encoded(header, columns))
@@ -321,6 +360,7 @@ def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
     """Digest of all but where the data set lies, and what the file says of itself."""
     described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
+    described["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name in ("file_index", "row_group", "rows", "bytes", "crc32"):
         digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())

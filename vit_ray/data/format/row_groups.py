@@ -15,12 +15,13 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
-from vit_ray.data.format.manifest import Manifest, ShardFile
+from vit_ray.data.format.manifest import ImageFile, Manifest, ShardFile
 from vit_ray.data.format.schema import (
     INDEX_SCHEMA,
     SHARD_SCHEMA,
@@ -31,7 +32,7 @@ from vit_ray.data.format.schema import (
 from vit_ray.data.format.stored_image import StoredImage
 from vit_ray.data.jpeg_index.restart_index import IndexColumn
 from vit_ray.retry import TransientError, is_denied, is_transient, read_again, with_retries
-from vit_ray.storage import Location
+from vit_ray.storage import Location, file_version, locate
 
 Result = TypeVar("Result")
 
@@ -246,6 +247,34 @@ class ShardReader:
         )
 
 
+class _ImagesInPlace:
+    """The images of a shard in a file of others, which is only ever read.
+
+    Raises:
+        ValueError: it is another one than when the data set was made.
+    """
+
+    def __init__(self, file: ImageFile) -> None:
+        location, self._column = locate(file.path), file.column
+        source = location.filesystem.open_input_file(location.path)
+        found, expected = (source.size(), file_version(location)), (file.bytes, file.version)
+        if found != expected:
+            raise ValueError(
+                f"{file.path} has changed since the data set was made: its size and version are "
+                f"{found}, not {expected}; make the data set again (convert.in_place), in another "
+                "folder"
+            )
+        self._file = pq.ParquetFile(source)
+
+    def images(self, row_group: int) -> pa.Array:
+        """Encoded images of a row group: binary, empty where there is none."""
+        table = self._file.read_row_group(row_group, columns=[self._column], use_threads=False)
+        column = table.column(0).combine_chunks()
+        if pa.types.is_struct(column.type):
+            column = pc.struct_field(column, "bytes")
+        return column.cast(pa.binary()).fill_null(b"")
+
+
 def _columns_of(file: pq.ParquetFile, row_group: int, names: list[str]) -> dict[str, pa.Array]:
     table = file.read_row_group(row_group, columns=names, use_threads=False).combine_chunks()
     return {name: table[name].chunk(0) for name in names}
@@ -286,8 +315,11 @@ class RowGroupReader:
             return shard
 
         self._shard = lru_cache(_OPEN_FILES)(opened)
+        self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
         self._template: tuple[FooterTemplate, list[str]] | None = None
-        self._reads_alone = len(manifest.files) > _OPEN_FILES
+        # Where images are elsewhere, the manifest's bytes are theirs, and not those of the shards.
+        is_own = all(file.images is None for file in manifest.files)
+        self._reads_alone = len(manifest.files) > _OPEN_FILES and is_own
 
     def check_footer(self, group: int) -> None:
         """Open the shard of a row group.
@@ -396,12 +428,18 @@ class RowGroupReader:
                 columns |= shard.columns(number, ["image"], content)
         if is_whole and not is_kept and self._cache is not None:
             self._cache.write(name, content)
+        elsewhere = manifest.files[index].images
+        if elsewhere is not None:
+            if not is_whole:
+                raise pa.ArrowInvalid(f"row group {number} differs from its checksum")
+            # Each of these is compared with its own checksum.
+            columns["image"], is_whole = self._images(elsewhere).images(number), False
         self._check_count(group, len(columns["key"]))
         sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
         crc32 = columns["crc32"].to_numpy()
         images, labels, keys = columns["image"], columns["labels"], columns["key"]
         rows = EncodedRows(images, labels, keys, crc32, sizes, is_whole, columns.get(_INDEX))
-        if not is_whole:
+        if not is_whole and elsewhere is None:
             found = [checksum(image.as_buffer()) for image in images]
             if len(found) != len(crc32) or np.array_equal(found, crc32):
                 raise pa.ArrowInvalid(
@@ -460,6 +498,7 @@ class RowGroupReader:
                 return read()
             except OSError:
                 self._shard.cache_clear()
+                self._images.cache_clear()
                 raise
 
         try:

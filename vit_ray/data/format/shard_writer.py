@@ -27,6 +27,7 @@ class EncodedImage:
         original_crc32: checksum of the file as it came, if it is another.
         index: of the restart markers that it was given.
         damage: what is wrong with its file, which decodes all the same; not stored.
+        crc32: checksum of the image where it lies, if `image` is empty as it is elsewhere.
     """
 
     image: bytes
@@ -38,6 +39,7 @@ class EncodedImage:
     original_crc32: int | None = None
     index: RestartIndex | None = None
     damage: str = ""
+    crc32: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ class ShardWriter:
         if len(self._pending) == self._rows_per_row_group:
             self._flush()
 
+    def end_row_group(self) -> None:
+        """Write what was added since the row group before."""
+        self._flush()
+
     def facts(self) -> ShardFacts:
         """Facts of the finished file; ask once."""
         (metadata,) = self._metadata
@@ -152,7 +158,7 @@ class ShardWriter:
         rows, self._pending, self._pending_bytes = self._pending, [], 0
         if not rows:
             return
-        crc32 = [checksum(row.image) for row in rows]
+        crc32 = [checksum(row.image) if row.crc32 is None else row.crc32 for row in rows]
         columns: list[list[Any]] = [
             [row.image for row in rows],
             [list(row.labels) for row in rows],

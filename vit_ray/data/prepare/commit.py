@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from vit_ray.data.format.manifest import (
     ABOUT,
+    ImageFile,
     RowGroupColumns,
     ShardFile,
     open_dataset,
@@ -47,6 +48,10 @@ HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 _SIDECARS: Final = (MANIFEST_FILE, *LISTS, REPORT_FILE, CHECKSUMS_FILE, SOURCE_FILE)
 OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _SIDECARS))
 """Names that a conversion gives to files; others are somebody else's."""
+_MIB: Final = 1 << 20
+_SHARE_SORTED: Final = 0.5
+"""Of the further classes that a row group of rows in random order would have; with fewer they are
+sorted."""
 _UNLIKE_WRITERS: Final = (
     "JPEG files got their restart markers from: %s. Bytes and fingerprint depend on it, and "
     "without any they are read more slowly: install the same Pillow from PyPI on all machines"
@@ -63,7 +68,8 @@ class ConvertReport:
     and warnings); `jpeg_writers` names what rewrote their files on some machine, "none" where
     nothing could. `settings` are those of the conversion, with the whole address of its source.
     `fields` are those of the source that images and labels were read from, where its files name
-    them once. `was_done` says that the set was there, and that nothing had changed.
+    them once. `was_done` says that the set was there, and that nothing had changed. `notes` say
+    what reading images in place costs.
     """
 
     num_images: int
@@ -80,6 +86,7 @@ class ConvertReport:
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     was_done: bool = False
     fields: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def added_to(self, before: "ConvertReport") -> "ConvertReport":
         """The report of a data set with what was added to it."""
@@ -164,6 +171,7 @@ def commit(
         jpeg_writers=sorted({result.jpeg_writer for result in written} - {""}),
         settings=plan.settings,
         fields=plan.fields,
+        notes=_costs_in_place(written, len(plan.classes)) if plan.settings.get("in_place") else [],
     )
     if base is not None:
         report = report.added_to(report_of(base))
@@ -211,18 +219,24 @@ def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> N
 
 def _shard_file(plan: Plan, result: ShardResult) -> ShardFile:
     name = plan.name_of(result.shard)
-    return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32)
+    images = ImageFile(*result.images) if result.images else None
+    return ShardFile(name, sum(result.rows), result.bytes, result.footer_crc32, images)
 
 
 def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) -> str:
+    rows = np.concatenate([r.rows for r in written])
+    lists = (rows_of_group for r in written for rows_of_group in r.dropped or [[]] * len(r.rows))
+    dropped = {group: np.array(one, np.int32) for group, one in enumerate(lists) if one}
+    for group, one in dropped.items():
+        rows[group] -= len(one)
     columns = RowGroupColumns(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),
-        rows=np.concatenate([r.rows for r in written]),
+        rows=rows,
         bytes=np.concatenate([r.row_group_bytes for r in written]),
-        dropped={},
+        dropped=dropped,
         crc32=np.concatenate([r.row_group_crc32 for r in written]),
-    )
+    ).without_empty()
     files = [_shard_file(plan, result) for result in written]
     max_labels = max(r.max_labels for r in written)
     origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
@@ -250,3 +264,25 @@ def _delete_abandoned(folder: Location) -> None:
         for info in folder.list_files(recursive=False):
             if re.fullmatch(f"({OUTPUT}){HALF_WRITTEN}", info.base_name):
                 os.remove(info.path)
+
+
+def _costs_in_place(results: list[ShardResult], num_classes: int) -> list[str]:
+    """What reading in place costs, as a report says it."""
+    rows = [count for result in results for count in result.rows]
+    sizes = [size for result in results for size in result.row_group_bytes]
+    classes = [count for result in results for count in result.classes_of_groups]
+    found = sum(classes) / len(classes)
+    expected = sum(num_classes * (1 - (1 - 1 / num_classes) ** n) for n in rows) / len(rows)
+    notes = [
+        f"row groups have up to {max(rows):,} rows and {max(sizes) / _MIB:,.0f} MiB, and are read "
+        "whole: data.task_memory_mib should hold those of a shuffle window",
+        "images have no restart markers, so that crops decode whole images, and data.cache_dir "
+        "keeps none of them",
+    ]
+    if found - 1 < _SHARE_SORTED * (expected - 1):
+        notes.append(
+            f"rows are sorted by class ({found:.1f} of {num_classes} classes in a row group), so "
+            "classes meet only within data.shuffle_window, and data.fraction and "
+            "data.held_out_fraction take whole row groups of them"
+        )
+    return notes

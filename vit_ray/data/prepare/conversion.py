@@ -20,6 +20,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.manifest import open_dataset
 from vit_ray.data.format.schema import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
 from vit_ray.data.prepare.commit import HALF_WRITTEN, OUTPUT, ConvertReport, commit, report_of
+from vit_ray.data.prepare.in_place import check_in_place
 from vit_ray.data.prepare.label_map import check_unique
 from vit_ray.data.prepare.make_shards import make_shards
 from vit_ray.data.prepare.plan import PLAN, Plan, plan_conversion, settings_of
@@ -63,6 +64,8 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     check_unique(config.classes or (), "convert.classes")
     check_columns(config.columns)
     _check_free(folder)
+    if config.in_place:
+        check_in_place(config, folder)
     staging = folder.child(STAGING_FOLDER)
     if not staging.exists() and (report := _finished(config, seed, folder)) is not None:
         return report

@@ -1,20 +1,24 @@
 """The shards of a conversion: each a file, and its result in the staging folder."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Any
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.format.schema import STAGING_FOLDER
-from vit_ray.data.format.shard_writer import ShardWriter
+from vit_ray.data.format.manifest import ImageFile
+from vit_ray.data.format.schema import STAGING_FOLDER, checksum
+from vit_ray.data.format.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.jpeg_index.restart_markers import restart_writer
 from vit_ray.data.prepare.plan import RESULT, Plan
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import checked, read_ahead
 from vit_ray.data.prepare.shard_lists import list_of_shard
-from vit_ray.data.prepare.sources.entries import IndexEntry, printable
+from vit_ray.data.prepare.source_index import units_of
+from vit_ray.data.prepare.sources.entries import SourceChangedError, printable, storable
+from vit_ray.data.prepare.sources.hub import MOST_ROWS, facts_in_place, rows_of
 from vit_ray.data.prepare.staged_files import write_facts
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import file_version, locate
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,9 @@ class ShardResult:
     """Facts of one finished shard, as the staging folder keeps them.
 
     `rejected` has (key, reason) of each image that the shard lacks, `damaged` of each that it has
-    all the same; `jpeg_writer` is empty where none was asked for.
+    all the same; `jpeg_writer` is empty where none was asked for. Where images are read in place,
+    `images` are the fields of their `ImageFile`, `dropped` the rows of each row group that do not
+    count, and `classes_of_groups` how many classes each has.
     """
 
     shard: int
@@ -37,6 +43,9 @@ class ShardResult:
     damaged: list[tuple[str, str]]
     num_indexed: int
     jpeg_writer: str
+    dropped: list[list[int]] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    classes_of_groups: list[int] = field(default_factory=list)
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -49,20 +58,17 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
 
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
     """Write one shard, and its result when it is whole."""
-    folder = locate(config.destination)
-    staging = folder.child(STAGING_FOLDER)
-
-    def make() -> ShardResult:
-        entries = list_of_shard(plan.shards, staging, shard)
-        return _written_shard(shard, plan, config, folder.child(plan.name_of(shard)), entries)
-
-    result = with_retries(make, f"making shard {shard}")
+    written = written_facts if config.in_place else written_shard
+    result = with_retries(lambda: written(shard, plan, config), f"making shard {shard}")
+    staging = locate(config.destination).child(STAGING_FOLDER)
     write_facts(staging.child(RESULT.format(shard)), asdict(result))
 
 
-def _written_shard(
-    shard: int, plan: Plan, config: ConvertConfig, file: Location, entries: list[IndexEntry]
-) -> ShardResult:
+def written_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
+    """Write a shard of images that are copied."""
+    folder = locate(config.destination)
+    file = folder.child(plan.name_of(shard))
+    entries = list_of_shard(plan.shards, folder.child(STAGING_FOLDER), shard)
     rejected: list[tuple[str, str]] = []
     damaged: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
@@ -90,4 +96,64 @@ def _written_shard(
         shard, **vars(writer.facts()), max_labels=max_labels, label_counts=dict(counts),
         rejected=rejected, damaged=damaged, num_indexed=num_indexed,
         jpeg_writer=name if config.index_jpeg else "",
+    )  # fmt: skip
+
+
+def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
+    """Write a shard without images, of a file that has them and is read where it lies.
+
+    Raises:
+        ValueError: the file has changed meanwhile.
+    """
+    unit, label_of, libjpeg = units_of(config)[shard], plan.label_of(), restart_writer()
+    location = locate(unit.path)
+    before = location.info().size, file_version(location)
+    as_it_is = config.model_copy(update={"index_jpeg": False})
+    rejected: list[tuple[str, str]] = []
+    damaged: list[tuple[str, str]] = []
+    counts: Counter[str] = Counter()
+    dropped: list[list[int]] = []
+    labels_of_groups: list[set[int]] = []
+    max_labels = row = 0
+    target = locate(config.destination).child(plan.name_of(shard))
+    writer = ShardWriter(target, MOST_ROWS, config.columns)
+    with writer:
+        for group, found, image in rows_of(unit):
+            entry = storable(found)
+            if group == len(dropped):
+                writer.end_row_group()
+                dropped.append([])
+                labels_of_groups.append(set())
+                row = 0
+            try:
+                if entry.problem is not None:
+                    raise ValueError(entry.problem)
+                labels = tuple(label_of[text] for text in entry.labels)
+                made = checked(image, entry.key, labels, as_it_is, libjpeg)
+                made = replace(made, image=b"", crc32=checksum(image), extra=entry.extra)
+            except ValueError as error:
+                rejected.append((entry.key, printable(str(error))))
+                dropped[group].append(row)
+                nothing = (None,) * len(config.columns)
+                made = EncodedImage(b"", (), entry.key, 0, 0, extra=nothing, crc32=checksum(image))
+            writer.add(made)
+            row += 1
+            if made.damage:
+                damaged.append((entry.key, made.damage))
+            max_labels = max(max_labels, len(made.labels))
+            counts.update(map(str, made.labels))
+            labels_of_groups[group].update(made.labels[:1])
+    if (location.info().size, file_version(location)) != before:
+        raise SourceChangedError(unit.path)
+    facts = writer.facts()
+    own = facts_in_place(unit, with_labels=False)
+    sizes = [size + of_images for size, (_, of_images) in
+             zip(facts.row_group_bytes, own.groups, strict=True)]  # fmt: skip
+    size, version = before
+    images = ImageFile(unit.path, size or 0, version, own.column)
+    return ShardResult(
+        shard, **{**vars(facts), "row_group_bytes": sizes}, max_labels=max_labels,
+        label_counts=dict(counts), rejected=rejected, damaged=damaged, num_indexed=0,
+        jpeg_writer="", dropped=dropped, images=list(astuple(images)),
+        classes_of_groups=[len(labels) for labels in labels_of_groups],
     )  # fmt: skip

@@ -26,6 +26,7 @@ from vit_ray.data.format.schema import (
     VERSIONS_FOLDER,
     shard_name,
 )
+from vit_ray.data.prepare.in_place import index_in_place
 from vit_ray.data.prepare.run_tasks import run_tasks
 from vit_ray.data.prepare.shard_images import written_bytes
 from vit_ray.data.prepare.shard_lists import ShardRows, shuffled_rows, write_shard_lists
@@ -145,7 +146,9 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
                 folder.child(name).delete()
         staging.child(PLAN).delete()
     with tempfile.TemporaryDirectory() as scratch:
-        if before is None:
+        if config.in_place:
+            index = index_in_place(config)
+        elif before is None:
             index = build_index(config, staging, Path(scratch))
         elif (found := _index_growth(config, before, folder, Path(scratch))) is not None:
             index = found
@@ -157,15 +160,16 @@ def plan_conversion(config: ConvertConfig, seed: int, folder: Location) -> Plan 
             index.classes,
             index.are_indices,
             index.num_images,
-            _num_shards(config, seed, index),
+            len(index.rows) if config.in_place else _num_shards(config, seed, index),
             "" if before is None else before.fingerprint,
             0 if before is None else 1 + max(int(f.path.split("-")[1]) for f in before.files),
             fields=index.fields,
         )
-        with_retries(
-            lambda: write_shard_lists(index, plan.shards, seed, staging, Path(scratch)),
-            "writing the shard lists",
-        )
+        if not config.in_place:
+            with_retries(
+                lambda: write_shard_lists(index, plan.shards, seed, staging, Path(scratch)),
+                "writing the shard lists",
+            )
     SourceRecord("", settings, index.are_indices, index.units).write(staging)
     write_facts(staging.child(PLAN), asdict(plan))
     return plan

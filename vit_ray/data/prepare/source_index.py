@@ -23,7 +23,6 @@ from vit_ray.data.prepare.sources.entries import (
     DamagedUnitError,
     IndexEntry,
     SourceUnit,
-    file_version,
     rejected,
     storable,
 )
@@ -42,7 +41,7 @@ from vit_ray.data.prepare.staged_files import (
     write_facts,
 )
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, file_version, locate
 
 ENTRIES_AT_A_TIME: Final = 1 << 14
 """Rows of a row group of an index file, at most."""

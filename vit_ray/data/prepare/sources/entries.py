@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from vit_ray import s3
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, file_version, locate
 
 WHOLE_FILE: Final = -1
 """Offset of an image that is a file of its own, and the length where it is not known yet."""
@@ -164,23 +164,6 @@ class IndexEntry:
             if self.version is None:
                 raise ValueError(f"no such file: {self.path}") from error
         raise SourceChangedError(self.path)
-
-
-def file_version(location: Location) -> str:
-    """Size and time of the last change of a file, or the etag of an object.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    if not location.is_local:
-        what = f"looking at {location.path}"
-        return with_retries(lambda: s3.etag_of(location.path), what)
-    return stat_version(os.stat(location.path))
-
-
-def stat_version(status: os.stat_result) -> str:
-    """That of a file on a disk."""
-    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def rejected(path: str, key: str, problem: str) -> IndexEntry:

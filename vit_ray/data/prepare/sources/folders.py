@@ -14,10 +14,9 @@ from vit_ray.data.prepare.sources.entries import (
     is_hidden,
     rejected,
     relative,
-    stat_version,
 )
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, locate, stat_version
 
 _FileFound = tuple[str, int, str, str | None]
 """Path, size in bytes, version, and why it is no image that can be read."""

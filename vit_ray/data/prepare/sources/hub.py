@@ -41,27 +41,83 @@ def index_parquet(unit: SourceUnit, pack: Location) -> Iterator[IndexEntry]:
         DamagedUnitError: the file cannot be opened.
         ValueError: it has no columns of images and labels.
     """
-    location = locate(unit.path)
-    stem = unit.name.removesuffix(".parquet")
+    offset = 0
     with (
-        location.filesystem.open_input_file(location.path) as file,
         pack.atomic_output() as target,
         closed_after(target.filesystem.open_output_stream(target.path)) as output,
     ):
+        for _, entry, image in rows_of(unit):
+            if entry.path == unit.path:
+                yield entry
+                continue
+            yield replace(entry, path=pack.uri, offset=offset)
+            output.write(image)
+            offset += len(image)
+
+
+def rows_of(unit: SourceUnit) -> Iterator[tuple[int, IndexEntry, bytes]]:
+    """Row group, entry and image of each row of a file; errors as `index_parquet`.
+
+    The path of an entry is empty where there is an image, and else that of the file.
+    """
+    location = locate(unit.path)
+    stem = unit.name.removesuffix(".parquet")
+    with location.filesystem.open_input_file(location.path) as file:
         source = _opened(file, unit.path)
         columns = _columns_of(source.schema_arrow, unit)
-        first, offset = 0, 0
+        first = 0
         for group in range(source.metadata.num_row_groups):
             for row, image, read in _rows(source, group, columns, unit.columns):
                 key = f"{stem}/{first + row:08d}"
                 if isinstance(image, Exception):
-                    yield rejected(unit.path, key, f"row group {group} is damaged: {image}")
+                    what = f"row group {group} is damaged: {image}"
+                    yield group, rejected(unit.path, key, what), b""
                     continue
-                entry = IndexEntry(pack.uri, offset, len(image), key, ())
-                yield _labelled(entry, read, columns, unit.columns)
-                output.write(image)
-                offset += len(image)
+                entry = IndexEntry("", 0, len(image), key, ())
+                yield group, _labelled(entry, read, columns, unit.columns), image
             first += source.metadata.row_group(group).num_rows
+
+
+class InPlace(NamedTuple):
+    """What a file says of itself before its images are read.
+
+    Attributes:
+        column: of the encoded images, as parquet names it.
+        groups: rows of each row group, and bytes of its images as they are read.
+        labels: of all rows, and `kinds` of these, as `IndexEntry.label_kind`.
+    """
+
+    column: str
+    groups: list[tuple[int, int]]
+    labels: set[str]
+    kinds: set[str]
+
+
+def facts_in_place(unit: SourceUnit, *, with_labels: bool = True) -> InPlace:
+    """What is known of a file before its images are read, by its footer and its labels."""
+    location = locate(unit.path)
+    with location.filesystem.open_input_file(location.path) as file:
+        source = _opened(file, unit.path)
+        columns = _columns_of(source.schema_arrow, unit)
+        groups = [source.metadata.row_group(i) for i in range(source.metadata.num_row_groups)]
+        sizes = [
+            sum(
+                chunk.total_uncompressed_size
+                for chunk in map(group.column, range(group.num_columns))
+                if chunk.path_in_schema == columns.image_path
+            )
+            for group in groups
+        ]
+        labels: set[str] = set()
+        kinds: set[str] = set()
+        for batch in source.iter_batches(columns=[columns.label]) if with_labels else ():
+            for value in batch.column(0).unique():
+                read = functools.partial(lambda label, _: label, value.as_py())
+                entry = _labelled(IndexEntry("", 0, 1, "", ()), read, columns, ())
+                labels.update(entry.labels)
+                kinds |= {entry.label_kind} if entry.problem is None else set()
+    rows = [group.num_rows for group in groups]
+    return InPlace(columns.image_path, list(zip(rows, sizes, strict=True)), labels, kinds)
 
 
 def declared_classes(unit: SourceUnit) -> list[str] | None:

@@ -1,0 +1,229 @@
+"""Parquet files that are read where they lie: the same images as copied ones, and never written."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.converting import convert
+from tests.data.pictures import encoded, picture
+from tests.data.prepare.archives import rejections, write_hub_file
+from vit_ray.data import open_dataset
+from vit_ray.data.format.joined_datasets import join
+from vit_ray.data.format.labels import first_labels, keys
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.format.row_groups import ChangedImageError, RowGroupReader
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.order.partition import Partition
+from vit_ray.data.prepare.subset import subset
+from vit_ray.data.prepare.verify import check_file
+from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+
+NAMES = ["cat", "dog", "owl"]
+FEATURES = {"label": {"names": NAMES, "_type": "ClassLabel"}}
+IMAGES = [encoded(picture(i, 30 + i, 40), "JPEG" if i % 3 else "PNG") for i in range(24)]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two files of 14 and 10 images, sorted by class, in row groups of 5; the 7th is broken."""
+    images: list[bytes | None] = [*IMAGES]
+    images[6] = b"no image"
+    labels = [i // 8 for i in range(24)]
+    for number, part in enumerate((slice(0, 14), slice(14, 24))):
+        file = tmp_path / "hub" / "data" / f"train-{number:05d}-of-00002.parquet"
+        write_hub_file(file, images[part], labels[part], FEATURES)
+    return tmp_path / "hub"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mtime_ns}"
+        for path in files
+    }
+
+
+def in_place(source: Path, target: Path, **options: Any) -> Manifest:
+    convert(source, target, in_place=True, max_rejected_fraction=0.1, **options)
+    return open_dataset(str(target))
+
+
+def stored(manifest: Manifest) -> dict[str, tuple[bytes, str, tuple[int, int]]]:
+    """Key to bytes, class and size of each image that counts."""
+    reader, found = RowGroupReader(manifest), {}
+    for group in range(manifest.num_row_groups):
+        rows = reader.read(group)
+        for row in range(int(manifest.rows[group])):
+            at = manifest.stored_row(group, row)
+            (label,) = rows.labels_of(at)
+            found[rows.key(at)] = rows.image(at), manifest.classes[label], rows.size(at)
+    return found
+
+
+def batch_of(manifest: Manifest) -> dict[str, Any]:
+    spec = StreamSpec(manifest, Augmentation(size=16), seed=2)
+    job = StreamJob(spec, Partition(1, 46), 0, is_training=True, counts=manifest.rows)
+    return BatchReader(job).batch(0, 0, 46)[0]
+
+
+def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(
+    serial: None, source: Path, tmp_path: Path
+) -> None:
+    before = digests(source)
+    manifest = in_place(source, tmp_path / "set")
+    convert(source, tmp_path / "copy", max_rejected_fraction=0.1, index_jpeg=False)
+    assert stored(manifest) == stored(open_dataset(str(tmp_path / "copy")))
+    assert digests(source) == before
+    assert sum(path.stat().st_size for path in (tmp_path / "set").iterdir()) < 40_000
+    assert list(rejections(tmp_path / "set")) == ["data/train-00000-of-00002/00000006"]
+    assert manifest.num_images == 23
+    assert manifest.rows.tolist() == [5, 4, 4, 5, 5]
+    assert [len(some) for some in keys(manifest)] == [13, 10]
+
+
+def test_it_is_read_verified_cut_and_joined_as_any_data_set(
+    serial: None, source: Path, tmp_path: Path
+) -> None:
+    manifest = in_place(source, tmp_path / "set")
+    batch = batch_of(manifest)
+    assert sorted(np.bincount(batch["sample"])) == [2] * 23  # two epochs
+    labels = np.concatenate(list(first_labels(manifest)))
+    np.testing.assert_array_equal(batch["labels"][:, 0], labels[batch["sample"]])
+    part = subset(manifest.path, str(tmp_path / "part"), count=9)
+    assert stored(part).items() <= stored(manifest).items()
+    assert len(stored(part)) == 9
+    both = join([manifest, part], [1, 1])
+    assert stored(both.parts[1]) == stored(part)
+    for file in (0, 1):
+        report = check_file(file, manifest, 1.0)
+        assert (report.problems, report.images) == ([], (13, 10)[file])
+
+
+def test_the_report_says_what_it_costs(serial: None, source: Path, tmp_path: Path) -> None:
+    options = {"in_place": True, "max_rejected_fraction": 0.1}
+    report = convert(source, tmp_path / "set", **options)
+    text = "; ".join(report.notes)
+    assert "row groups have up to 5 rows" in text
+    assert "images have no restart markers" in text
+    assert "rows are sorted by class (1.4 of 3 classes in a row group)" in text
+    again = convert(source, tmp_path / "set", **options)
+    assert again.was_done
+    assert again.notes == report.notes
+    assert report.fields == {"image": ["image"], "label": ["label"]}
+    file = tmp_path / "sorted" / "train.parquet"
+    write_hub_file(
+        file, IMAGES[:20], [i // 10 for i in range(20)], {"label": {"names": ["a", "b"]}}
+    )
+    (*_, note) = convert(file, tmp_path / "two", in_place=True).notes
+    assert note.startswith("rows are sorted by class (1.0 of 2 classes in a row group)")
+
+
+@pytest.mark.parametrize("change", ["longer", "touched", "other bytes of equal length and time"])
+def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(
+    serial: None, source: Path, tmp_path: Path, change: str
+) -> None:
+    manifest = in_place(source, tmp_path / "set")
+    file = next((source / "data").glob("*00000-of*"))
+    status = file.stat()
+    if change == "longer":
+        file.write_bytes(file.read_bytes() + b"x")
+    elif change == "touched":
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    else:
+        content = file.read_bytes()
+        assert content.count(IMAGES[3]) == 1
+        other = IMAGES[3][:-20] + b"y" * 18 + IMAGES[3][-2:]
+        file.write_bytes(content.replace(IMAGES[3], other))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        rows = RowGroupReader(manifest).read(0)
+        assert rows.image(2) == IMAGES[2]
+        with pytest.raises(ChangedImageError):
+            rows.image(3)
+        assert [p.key for p in check_file(0, manifest, 0.0).problems] == [rows.key(3)]
+        return
+    with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since the data set"):
+        RowGroupReader(manifest).read(0)
+    RowGroupReader(manifest).read(4)  # of the other file
+    assert "has changed since" in check_file(0, manifest, 0.0).problems[0].what
+
+
+def test_the_same_files_elsewhere_make_the_same_data_set(
+    serial: None, source: Path, tmp_path: Path
+) -> None:
+    first = in_place(source, tmp_path / "set")
+    moved = source.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="is missing though the manifest lists it"):
+        RowGroupReader(first).read(0)
+    assert in_place(moved, tmp_path / "again").fingerprint == first.fingerprint
+
+
+def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    (folder / "1.jpg").write_bytes(IMAGES[1])
+    with pytest.raises(ValueError, match=r"is of the format 'folder'; only parquet files in the"):
+        in_place(folder.parent, tmp_path / "set")
+    with pytest.raises(
+        ValueError, match=r"lies in the folder of the files, .*choose one elsewhere"
+    ):
+        in_place(source, source / "set")
+    for key in ("shrink_to", "apply_orientation", "extend"):
+        with pytest.raises(ValueError, match=f"in_place=true with {key}: images that stay"):
+            in_place(source, tmp_path / "set", **{key: 64 if key == "shrink_to" else True})
+    assert not (source / "set").exists()
+
+
+def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
+    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit_ray.data.prepare.in_place.MOST_ROW_GROUP_BYTES", 100)
+    with pytest.raises(ValueError, match=r"row group \d has \d+ MiB of images, and what can be"):
+        in_place(source, tmp_path / "set")
+    monkeypatch.undo()
+    file = tmp_path / "empty" / "train.parquet"
+    file.parent.mkdir()
+    table = pa.table({"image": [{"bytes": IMAGES[0], "path": "0"}], "label": ["a"]})
+    with pq.ParquetWriter(file, table.schema) as writer:
+        writer.write_table(table)
+        writer.write_table(table.slice(0, 0))
+    if pq.ParquetFile(file).metadata.num_row_groups == 2:
+        with pytest.raises(ValueError, match="row group 1 has no rows"):
+            in_place(file, tmp_path / "set")
+
+
+def test_a_row_group_without_a_usable_image_is_left_out(serial: None, tmp_path: Path) -> None:
+    file = tmp_path / "hub" / "train.parquet"
+    write_hub_file(file, [*IMAGES[:5], *[b"junk"] * 5, None, *IMAGES[5:9]], ["a"] * 15)
+    convert(file, tmp_path / "set", in_place=True, max_rejected_fraction=0.5)
+    manifest = open_dataset(str(tmp_path / "set"))
+    assert manifest.rows.tolist() == [5, 4]
+    assert manifest.row_group.tolist() == [0, 2]
+    assert [image for image, *_ in stored(manifest).values()] == IMAGES[:9]
+
+
+def test_an_interrupted_one_makes_no_shard_twice(
+    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vit_ray.data.prepare import make_shards
+
+    made: list[int] = []
+    written = make_shards.written_facts
+
+    def dying(shard: int, *rest: Any) -> Any:
+        if shard == 1 and len(made) == 1:
+            made.append(-1)
+            raise KeyboardInterrupt
+        made.append(shard)
+        return written(shard, *rest)
+
+    monkeypatch.setattr(make_shards, "written_facts", dying)
+    with pytest.raises(KeyboardInterrupt):
+        in_place(source, tmp_path / "set")
+    assert in_place(source, tmp_path / "set").num_images == 23
+    assert made == [0, -1, 1]

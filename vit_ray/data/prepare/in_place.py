@@ -1,0 +1,93 @@
+"""A data set over parquet files of others, which are read where they lie and never written.
+
+Each of their files gets a shard of ours without images, row group by row group: labels, keys, sizes
+and checksums. The manifest says which file has the images, its size and its version (time, or ETag
+on S3). Images that would be rejected are left out as in a subset. Order, subsets and `verify` are
+those of any data set.
+"""
+
+import hashlib
+from typing import Final
+
+import numpy as np
+
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.format.shard_writer import MOST_ROW_GROUP_BYTES
+from vit_ray.data.prepare.label_map import class_names, declared_classes
+from vit_ray.data.prepare.run_tasks import run_tasks
+from vit_ray.data.prepare.source_index import SourceIndex, units_of, versions_of
+from vit_ray.data.prepare.sources.entries import SourceUnit
+from vit_ray.data.prepare.sources.formats import class_names_in_file, fields_in_file
+from vit_ray.data.prepare.sources.hub import InPlace, facts_in_place
+from vit_ray.retry import with_retries
+from vit_ray.storage import Location
+
+_MIB: Final = 1 << 20
+
+
+def check_in_place(config: ConvertConfig, folder: Location) -> None:
+    """Refuse files that cannot be read in place, before anything is written.
+
+    Raises:
+        ValueError: they are no parquet files of the Hugging Face layout, or the destination is
+            among them.
+    """
+    units = units_of(config)
+    if units[0].format != "huggingface":
+        raise ValueError(
+            f"convert.in_place=true: {config.source!r} is of the format {units[0].format!r}; only "
+            "parquet files in the layout of the Hugging Face hub can be read where they lie"
+        )
+    if (folder.uri.rstrip("/") + "/").startswith(units[0].folder.rstrip("/") + "/"):
+        raise ValueError(
+            f"convert.destination={folder.uri!r} lies in the folder of the files, "
+            f"{units[0].folder!r}, which convert.in_place leaves as it is; choose one elsewhere"
+        )
+
+
+def index_in_place(config: ConvertConfig) -> SourceIndex:
+    """What some files hold, by their footers and labels; a shard is to be made of each.
+
+    Raises:
+        ValueError: a row group cannot be read in place, or what labels are is not clear.
+    """
+    units = units_of(config)
+    facts = dict(run_tasks(_facts, units, config.cpus_per_task))
+    found: list[tuple[InPlace, list[str] | None, dict[str, str]]] = [facts[u.id] for u in units]
+    declared = [(u.path, names) for u, (_, names, _) in zip(units, found, strict=True) if names]
+    classes, are_indices = class_names(
+        {label for own, *_ in found for label in own.labels},
+        {kind for own, *_ in found for kind in own.kinds},
+        list(config.classes or ()) or declared_classes(declared),
+        config.labels_are,
+    )
+    rows = [sum(count for count, _ in own.groups) for own, *_ in found]
+    names = [f"{unit.name} {count}" for unit, count in zip(units, rows, strict=True)]
+    versions = versions_of(units, config.cpus_per_task)
+    return SourceIndex(
+        [],
+        rows,
+        classes,
+        are_indices,
+        hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
+        sum(size for own, *_ in found for _, size in own.groups),
+        0,
+        np.empty(0, np.int64),
+        {unit.id: (unit.path, versions[unit.id]) for unit in units},
+        {what: sorted({its[what] for *_, its in found}) for what in ("image", "label")},
+    )
+
+
+def _facts(unit: SourceUnit) -> tuple[str, tuple[InPlace, list[str] | None, dict[str, str]]]:
+    def read() -> tuple[InPlace, list[str] | None, dict[str, str]]:
+        return facts_in_place(unit), class_names_in_file(unit), fields_in_file(unit)
+
+    found = with_retries(read, f"reading {unit.path}")
+    for group, (rows, size) in enumerate(found[0].groups):
+        if size > MOST_ROW_GROUP_BYTES or not rows:
+            what = f"{size / _MIB:,.0f} MiB of images" if rows else "no rows"
+            raise ValueError(
+                f"{unit.path!r}: row group {group} has {what}, and what can be read in place has "
+                f"rows and at most {MOST_ROW_GROUP_BYTES // _MIB:,} MiB; set convert.in_place=false"
+            )
+    return unit.id, found

@@ -1,5 +1,6 @@
 """Which failures of workers leave the others their processes; Ray's own values, no cluster."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.exceptions import ControllerError
 
 from vit_ray.launch import replacement
+from vit_ray.launch.failing_nodes import FAILING_NODES
 from vit_ray.launch.replacement import REPLACEMENT, ReplaceWorkers, WatchPreemption
 from vit_ray.outcomes import WorkerPlace
 
@@ -80,6 +82,13 @@ def test_all_start_again_where_the_group_changes_its_size_or_all_have_died(serve
     many = {2 * rank: DIED for rank in range(9)}
     assert replaced(server, many, size=20, now=20) == set()
     assert server.alone == [True]
+
+
+def test_all_start_again_where_the_node_is_to_be_left_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FAILING_NODES, "_left", {"a": ("10.0.0.1", math.inf)})
+    assert replaced(server, {2: DIED}) == set()
 
 
 def test_all_start_again_where_the_others_hang(server: Server) -> None:

@@ -2,8 +2,8 @@
 
 Ray Train 2.60 does so for a backend with groups of replicas, in the places of those that failed.
 The others leave their process group, and meet the new ones at the pool's server. All workers start
-again where that is not enough: after an error that a worker has raised, when its node is gone, when
-the group changes its size.
+again where that is not enough: after an error that a worker has raised, when its node is gone
+or left out, when the group changes its size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 import ray
 
 from vit_ray.launch.actor_calls import answer
+from vit_ray.launch.failing_nodes import FAILING_NODES
 from vit_ray.launch.failure_causes import has_died
 from vit_ray.launch.group_callbacks import remove_groups
 from vit_ray.outcomes import WorkerPlace
@@ -47,6 +48,7 @@ class Replacement:
         self.is_allowed = False
         if 0 < len(failures) <= MOST_REPLACED and all(map(has_died, failures.values())):
             alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
+            alive -= FAILING_NODES.hosts.keys()
             self.is_allowed = all(r in places and places[r].node in alive for r in failures)
 
 

@@ -1,16 +1,17 @@
-"""One training on CPU that meets fault after fault, and ends with the weights of a quiet one.
+"""One training on three hosts, its checkpoints in S3, that meets fault after fault.
 
     python -m tests.faults.soak FOLDER --faults 200 --seed 0
 
-Given again with the same words, it goes on where it was. What each fault did is a line of
-`FOLDER/faults.jsonl`; the exit code is 0 if the weights are equal, bit for bit. Where a file system
-may be mounted, the runs are on a small one in memory, which one of the faults fills up.
+It ends with the weights of a run without faults, bit for bit; then the exit code is 0. Given again
+with the same words, it continues where it was. What each fault did is a line of
+`FOLDER/faults.jsonl`. The hosts are namespaces of this machine (`tests/hosts.py`): one has Ray's
+head and the driver, one serves S3 (rclone), and three have room for a worker each, of whom the run
+takes two.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import random
@@ -24,8 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from tests import hosts
 from tests.conftest import ROOT, Digits
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, rclone_binary, s3_environment
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
+from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
@@ -40,22 +44,65 @@ STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
 BUSY: Final = "the machine is too busy"
 """Said at the end of a driver that could not start its Ray."""
+S3_PORT: Final = 9000
+WORKERS: Final = ("first", "second", "third")
+_DRAIN: Final = """
+import sys, time
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+import ray
+ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
+alive = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+node = alive.get(sys.argv[1])  # it may be gone at this moment
+reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+client = GcsClient(address=ray.get_runtime_context().gcs_address)
+if node:
+    client.drain_node(node, reason, "taken back", int((time.time() + 20) * 1e3))
+"""
 
 
 class Soak:
-    """The disturbed run: its driver, if one lives, and what the faults need to know."""
+    """The disturbed run: its hosts, its driver if one lives, and what the faults need to know."""
 
-    def __init__(self, recipe: Recipe, folder: Path, rng: random.Random) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, rng: random.Random, net: Network) -> None:
+        """Start the hosts; `recipe` has its output in S3."""
         self.recipe, self.folder, self.rng = recipe, folder, rng
+        buckets = str(folder / "buckets")
+        self.on_disk = recipe.with_changes(output=f"{buckets}/runs")
+        """The same run as the server of S3 has it."""
         self.driver: subprocess.Popen[bytes] | None = None
+        self.hosts = {name: net.join(name) for name in ("head", "storage", *WORKERS)}
+        self.net, storage = net, self.hosts["storage"]
+        address = f"http://{storage.address}:{S3_PORT}"
+        self.environment = {
+            **s3_environment(S3_PORT),
+            "AWS_ENDPOINT_URL": address,
+            "VIT_RAY_S3_TIMEOUT_S": "5.0",
+            "HOME": str(folder / "home"),
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"{self.hosts['head'].address}:{hosts.PORT}",
+        }
+        (folder / "home").mkdir(exist_ok=True)
+        (folder / "buckets" / "runs").mkdir(parents=True, exist_ok=True)
+        command = [rclone_binary(), "serve", "s3", buckets, "--addr", f"0.0.0.0:{S3_PORT}"]
+        command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", "-q"]
+        storage.serve("s3.log", *command, environment={"RCLONE_CONFIG": os.devnull})
+        hosts.start_head(self.hosts["head"], **self.environment)
+        for name in WORKERS:
+            self.start_raylet(name)
+        hosts.wait_for_nodes(self.hosts["head"], 1 + len(WORKERS))
+
+    def start_raylet(self, name: str) -> None:
+        """On a host that has none."""
+        hosts.start_raylet(self.hosts[name], self.hosts["head"], 2, **self.environment)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A driver with a Ray of its own."""
+        """A driver on the head's host."""
         path = self.folder / f"{self.recipe.name}.json"
         path.write_text(self.recipe.model_dump_json())
         command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
-        with open(self.folder / f"{self.recipe.name}.log", "ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        log = str(self.folder / f"{self.recipe.name}.log")
+        return self.hosts["head"].serve(log, *command, environment=self.environment)
 
     def wait_for_checkpoint(self) -> bool:
         """Until there is a new one; drivers are started as needed. False if the run is complete."""
@@ -66,7 +113,9 @@ class Soak:
             if code == 0:
                 return False
             if code is not None:
-                ended = code in (STOPPED, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+                killed = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+                # nsenter gives the code that a shell would.
+                ended = code in (STOPPED, *killed, *(128 - one for one in killed))
                 if not ended and BUSY not in self.log_tail():
                     raise SystemExit(f"the driver ended with {code}: {self.log_tail()}")
                 self.driver = None
@@ -77,50 +126,94 @@ class Soak:
 
     def newest_step(self) -> int:
         """Of the whole checkpoints; -1 before the first."""
-        return max(checkpoint_steps(self.recipe), default=-1)
-
-    def failed_saves(self) -> int:
-        """Told in the run's history."""
-        history = self.run_folder() / "metrics.jsonl"
-        return history.read_text().count('"checkpoint failed"') if history.exists() else 0
-
-    def run_folder(self) -> Path:
-        return Path(self.recipe.run_folder)
+        return max(checkpoint_steps(self.on_disk), default=-1)
 
     def end_driver(self, *signals: signal.Signals) -> None:
         """Send it signals, one right after the other, and wait for its end."""
         assert self.driver is not None
         for number in signals:
-            self.driver.send_signal(number)
+            self.signal("head", number, "jobs/pretrain.py")
             time.sleep(self.rng.uniform(0.0, 0.5))
         self.driver.wait(PATIENCE_S)
         self.driver = None
 
-    def worker_pids(self) -> list[int]:
-        """Training processes below this run's driver."""
-        assert self.driver is not None
-        return [
-            pid for pid in _descendants(self.driver.pid) if b"RayTrainWorker" in _command_line(pid)
-        ]
+    def signal(self, host: str, number: signal.Signals, words: str) -> bool:
+        """Send a signal to the processes of a host whose command has these words, if any."""
+        command = ("pkill", f"-{number.name[3:]}", "-f", words)
+        return self.hosts[host].run(*command)[0] == 0
+
+    def signal_worker(self, number: signal.Signals) -> None:
+        """To one training process, on a host that has one."""
+        for name in self.rng.sample(WORKERS, len(WORKERS)):
+            if self.signal(name, number, "RayTrainWorker"):
+                return
 
     def log_tail(self) -> str:
-        return (self.folder / f"{self.recipe.name}.log").read_text()[-1000:]
+        return (self.folder / f"{self.recipe.name}.log").read_text()[-1500:]
 
 
 def kill_worker(soak: Soak) -> None:
     """A training process is gone."""
-    if pids := soak.worker_pids():
-        os.kill(soak.rng.choice(pids), signal.SIGKILL)
+    soak.signal_worker(signal.SIGKILL)
 
 
 def freeze_worker(soak: Soak) -> None:
     """A training process hangs."""
-    if pids := soak.worker_pids():
-        os.kill(soak.rng.choice(pids), signal.SIGSTOP)
+    soak.signal_worker(signal.SIGSTOP)
+
+
+def kill_recorder(soak: Soak) -> None:
+    """The process that records the run is gone."""
+    soak.signal("head", signal.SIGKILL, "ray::RunHost")
+
+
+def kill_controller(soak: Soak) -> None:
+    """The process of Ray Train's controller is gone."""
+    soak.signal("head", signal.SIGKILL, "ray::TrainController")
+
+
+def kill_pool_server(soak: Soak) -> None:
+    """The process that hands out trainings is gone."""
+    soak.signal("head", signal.SIGKILL, "ray::PoolServer")
+
+
+def kill_raylet(soak: Soak) -> None:
+    """A host's raylet ends with all its workers, and another starts."""
+    soak.signal(soak.rng.choice(WORKERS), signal.SIGKILL, "raylet/raylet")
+
+
+def drain_node(soak: Soak) -> None:
+    """A node is taken back with 20 s of notice, and its host returns."""
+    host = soak.hosts[soak.rng.choice(WORKERS)]
+    soak.hosts["head"].run(sys.executable, "-c", _DRAIN, host.address)
+
+
+def lose_host(soak: Soak) -> None:
+    """A host has no power for a while."""
+    name = soak.rng.choice(WORKERS)
+    soak.hosts[name].lose()
+    time.sleep(soak.rng.uniform(1.0, 20.0))
+    soak.hosts[name] = soak.net.join(name)
+    soak.start_raylet(name)
+
+
+def cut_host(soak: Soak) -> None:
+    """A host cannot be reached for a while."""
+    host = soak.hosts[soak.rng.choice(WORKERS)]
+    host.cut()
+    time.sleep(soak.rng.uniform(1.0, 60.0))
+    host.heal()
+
+
+def cut_storage(soak: Soak) -> None:
+    """S3 cannot be reached for a while."""
+    soak.hosts["storage"].cut()
+    time.sleep(soak.rng.uniform(1.0, 60.0))
+    soak.hosts["storage"].heal()
 
 
 def kill_driver(soak: Soak) -> None:
-    """Driver and Ray are gone, in the middle of a save or not."""
+    """The driver is gone, in the middle of a save or not."""
     time.sleep(soak.rng.uniform(0.0, 0.5))
     soak.end_driver(signal.SIGKILL)
 
@@ -158,28 +251,14 @@ def delete_rank_file(soak: Soak) -> None:
 def delete_marker(soak: Soak) -> None:
     """As a driver leaves it that dies between the last part and the commit."""
     soak.end_driver(signal.SIGKILL)
-    (soak.run_folder() / folder_name(soak.newest_step()) / "commit.json").unlink()
+    (_newest(soak) / "commit.json").unlink()
 
 
 def start_second_driver(soak: Soak) -> None:
-    """It is refused, and the first goes on."""
+    """It is refused, and the first continues."""
     code = soak.start().wait(PATIENCE_S)
     if code != 2 and soak.driver is not None and soak.driver.poll() is None:
         raise SystemExit(f"a second driver was not refused but ended with {code}")
-
-
-def fill_disk(soak: Soak) -> None:
-    """A checkpoint finds no room; the next one does."""
-    filler, deadline_s = soak.folder / "runs" / "filler", time.monotonic() + PATIENCE_S
-    failed = soak.failed_saves()
-    try:
-        while soak.failed_saves() == failed and soak.driver and soak.driver.poll() is None:
-            _fill(filler)  # also what an older checkpoint leaves that goes meanwhile
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"no save failed on a full disk in {PATIENCE_S:g} s")
-            time.sleep(0.1)
-    finally:
-        filler.unlink(missing_ok=True)
 
 
 def lock_tracking(soak: Soak) -> None:
@@ -191,10 +270,11 @@ def lock_tracking(soak: Soak) -> None:
 
 
 FAULTS: Final[tuple[Callable[[Soak], None], ...]] = (
-    kill_worker, freeze_worker, kill_driver, terminate, interrupt, terminate_twice, damage_newest,
-    delete_rank_file, delete_marker, start_second_driver, lock_tracking,
+    kill_worker, freeze_worker, kill_recorder, kill_controller, kill_pool_server, kill_raylet,
+    drain_node, lose_host, cut_host, cut_storage, kill_driver, terminate, interrupt,
+    terminate_twice, damage_newest, delete_rank_file, delete_marker, start_second_driver,
+    lock_tracking,
 )  # fmt: skip
-SMALL_DISK_MIB: Final = 64
 
 
 def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
@@ -215,33 +295,44 @@ def soak_recipe(name: str, folder: Path, num_faults: int) -> Recipe:
 
 def run_soak(folder: Path, num_faults: int, seed: int) -> bool:
     """Whether the weights after all faults are those without any."""
+    folder.mkdir(parents=True, exist_ok=True)
     _convert_digits(folder / "data")
-    faults = (*FAULTS, fill_disk) if _has_small_disk(folder / "runs") else FAULTS
-    quiet = Soak(soak_recipe("quiet", folder, num_faults), folder, random.Random(0))
-    if quiet.start().wait() != 0:
-        raise SystemExit(f"the run without faults failed: {quiet.log_tail()}")
+    quiet = soak_recipe("quiet", folder, num_faults)
+    _train_quietly(quiet, folder)
     log = folder / "faults.jsonl"
     done = log.read_text().splitlines() if log.exists() else []
-    disturbed = Soak(
-        soak_recipe("disturbed", folder, num_faults), folder, random.Random(f"{seed} {len(done)}")
+    recipe = soak_recipe("disturbed", folder, num_faults).with_changes(
+        output="s3://runs", workers={"cpus_per_worker": 1.5}
     )
-    for number in range(len(done), num_faults):
-        if not disturbed.wait_for_checkpoint():
-            raise SystemExit(f"the run was complete after {number} of {num_faults} faults")
-        # Of the first ones each kind once, in an order of the seed's.
-        order = random.Random(f"{seed} {number // len(faults)}").sample(faults, len(faults))
-        fault, step = order[number % len(faults)], disturbed.newest_step()
-        fault(disturbed)
-        entry = {"number": number, "fault": fault.__name__, "step": step, "time_s": time.time()}
-        with log.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(entry, flush=True)
-    while disturbed.wait_for_checkpoint():
-        pass
+    with hosts.network() as net:
+        soak = Soak(recipe, folder, random.Random(f"{seed} {len(done)}"), net)
+        for number in range(len(done), num_faults):
+            if not soak.wait_for_checkpoint():
+                raise SystemExit(f"the run was complete after {number} of {num_faults} faults")
+            # Of the first ones each kind once, in an order of the seed's.
+            order = random.Random(f"{seed} {number // len(FAULTS)}").sample(FAULTS, len(FAULTS))
+            fault, step = order[number % len(FAULTS)], soak.newest_step()
+            fault(soak)
+            entry = {"number": number, "fault": fault.__name__, "step": step, "time_s": time.time()}
+            with log.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            print(entry, flush=True)
+        while soak.wait_for_checkpoint():
+            pass
     kinds = Counter(json.loads(line)["fault"] for line in log.read_text().splitlines())
-    is_equal = same_weights(weights_of(disturbed.recipe), weights_of(quiet.recipe))
+    is_equal = same_weights(weights_of(soak.on_disk), weights_of(quiet))
     print(f"{sum(kinds.values())} faults, {dict(kinds)}: weights equal: {is_equal}")
     return is_equal
+
+
+def _train_quietly(recipe: Recipe, folder: Path) -> None:
+    """On a Ray of its own, without faults."""
+    path = folder / "quiet.json"
+    path.write_text(recipe.model_dump_json())
+    command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
+    with open(folder / "quiet.log", "ab") as log:
+        if subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode != 0:
+            raise SystemExit(f"the run without faults failed: {log.name}")
 
 
 def _convert_digits(folder: Path) -> None:
@@ -257,46 +348,12 @@ def _convert_digits(folder: Path) -> None:
     (folder / "done").touch()
 
 
-def _has_small_disk(folder: Path) -> bool:
-    """Whether a file system of `SMALL_DISK_MIB` is mounted there, before now or now."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.path.ismount(folder) and not any(folder.iterdir()):
-        size = f"size={SMALL_DISK_MIB}m"
-        command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
-        subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
-    return os.path.ismount(folder)
-
-
-def _fill(file: Path) -> None:
-    """Until there is no room."""
-    with open(file, "ab", buffering=0) as filler:
-        try:
-            while True:
-                filler.write(bytes(2**16))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+def _newest(soak: Soak) -> Path:
+    return Path(soak.on_disk.run_folder) / folder_name(soak.newest_step())
 
 
 def _a_tensor_file(soak: Soak) -> Path:
-    newest = soak.run_folder() / folder_name(soak.newest_step())
-    return soak.rng.choice(sorted(newest.glob("*.safetensors")))
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(n) for t in threads for n in (t / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return children + [below for child in children for below in _descendants(child)]
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    return soak.rng.choice(sorted(_newest(soak).glob("*.safetensors")))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The writer of MLflow runs, against real SQLite files and a real MLflow server."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -818,16 +819,16 @@ def test_a_relative_sqlite_file_belongs_to_the_folder_of_the_command(tmp_path):
 class Server:
     """A real `mlflow server` on a port that stays its own over restarts."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, store=None):
         (self.port,) = free_ports(1)
         self.uri = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
+        self.folder, self.store = folder, store or f"sqlite:///{folder}/server.db"
         self.process = None
 
     def start(self):
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        command += ["--backend-store-uri", self.store]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
         without_jobs = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with open(self.folder / "server.log", "a") as log:
@@ -851,7 +852,8 @@ class Server:
 
     def stop(self):
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
 

@@ -87,9 +87,9 @@ def test_ranks_meet_and_meet_again_with_the_one_that_was_replaced(
     assert first is not None
     assert server.meet(0, 1, 2, member(11)) == first
     assert first.members == (member(10), member(11))
-    assert not server.is_reassigned(0)
+    assert not server.is_reassigned(0, 0.01)
     assert server.reassign(alone=True)  # rank 1 has died
-    assert server.is_reassigned(0)
+    assert server.is_reassigned(0, 0.0)
     server.end_rank(0, 0, 2)  # of the group before
     with pytest.raises(GroupBrokenError):
         server.meet(0, 0, 2, member(10))

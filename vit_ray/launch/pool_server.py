@@ -111,11 +111,10 @@ class PoolServer:
                 self._begin(replace(self._assignment, number=self._num_assigned))
             return True
 
-    def is_reassigned(self, number: int) -> bool:
-        """Whether there is another assignment than this one, now or within some seconds."""
+    def is_reassigned(self, number: int, wait_s: float) -> bool:
+        """Whether there is another assignment than this one, now or within the time."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_current(number), ANSWER_S)
-            return not self._is_current(number)
+            return self._changed.wait_for(lambda: not self._is_current(number), wait_s)
 
     def meet(self, number: int, rank: int, world_size: int, member: Member) -> Meeting | None:
         """All ranks of the group once they are there; None after some seconds.

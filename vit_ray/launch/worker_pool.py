@@ -293,7 +293,7 @@ def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrain
         LeaveOutNodes(current_job),
         ReplaceWorkers(server),
     ]
-    if shape.replaces_failed and os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "1":
+    if shape.replaces_failed and os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] != "0":
         callbacks.append(WatchPreemption())
     if shape.is_elastic:
         callbacks.append(SaveBeforeResize(current_job))

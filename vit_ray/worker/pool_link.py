@@ -111,16 +111,12 @@ class PoolLink:
                 return meeting
         raise TimeoutError(f"not all {self._world_size} workers have started in {limit_s:g} s")
 
-    def is_reassigned(self, assignment: Assignment) -> bool:
-        """Whether the training is assigned again, now or within some seconds.
+    def is_reassigned(self, assignment: Assignment, wait_s: float = 0.0) -> bool:
+        """Whether the training is assigned again, now or within the time.
 
         That is so where another worker's process has died, and is replaced.
         """
-        deadline_s = time.monotonic() + REASSIGNED_S
-        while not (found := self._ask("is_reassigned", assignment.number)):
-            if time.monotonic() > deadline_s:
-                break
-        return bool(found)
+        return bool(self._ask("is_reassigned", assignment.number, wait_s))
 
     def end_silent(self, assignment: Assignment, ranks: list[int]) -> bool:
         """Have the processes of ranks ended that hang; False if that cannot help."""

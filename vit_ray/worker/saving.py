@@ -25,12 +25,14 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
 from vit_ray.train.state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
+from vit_ray.worker.pool_link import GroupBrokenError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog
 
 WRITE_TIMEOUT_S: Final = 1800.0
 """Longest wait for the checkpoint before, with all retries of a storage that is away."""
 REMIND_S: Final = 60.0
+LOOK_S: Final = 1.0
 ABANDONED_S: Final = 60.0
 """Longest time for a rank's part of a checkpoint to end whose attempt has failed."""
 _WRITER: Final = "checkpoint-writer"
@@ -64,9 +66,12 @@ class CheckpointSaver:
         link: RunLink,
         watchdog: Watchdog,
         run_beside: RunBeside = start_thread,
+        is_broken: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_broken`: whether another rank has died, asked while there is a wait."""
         self._job, self._state, self._link = job, state, link
         self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
+        self._is_broken = is_broken
         self._written = threading.Event()
         self._written.set()
         self._error: BaseException | None = None
@@ -99,11 +104,17 @@ class CheckpointSaver:
 
         Raises:
             UnrecoverableError: too many in a row could not be written.
+            GroupBrokenError: another rank has died, whose part is waited for perhaps.
             TimeoutError: the storage does not answer.
         """
-        start_s = time.monotonic()
-        while not self._written.wait(REMIND_S):
-            waited_s = time.monotonic() - start_s
+        start_s = reminded_s = time.monotonic()
+        while not self._written.wait(LOOK_S):
+            if self._is_broken():
+                raise GroupBrokenError("another worker has died; the training is assigned again")
+            now_s = time.monotonic()
+            if now_s - reminded_s < REMIND_S:
+                continue
+            reminded_s, waited_s = now_s, now_s - start_s
             text = (
                 f"{self._job.run_folder}: waiting for the checkpoint before since {waited_s:.0f} s"
             )

@@ -37,7 +37,14 @@ from vit_ray.worker.attempt import Attempt, run_attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch, roll_back
-from vit_ray.worker.pool_link import Assignment, GroupBrokenError, Member, PoolLink, Streams
+from vit_ray.worker.pool_link import (
+    REASSIGNED_S,
+    Assignment,
+    GroupBrokenError,
+    Member,
+    PoolLink,
+    Streams,
+)
 from vit_ray.worker.process_group import (
     RankPlace,
     joined_process_group,
@@ -50,6 +57,7 @@ from vit_ray.worker.saving import (
     CheckpointSaver,
     check_folder_is_shared,
     open_chosen_checkpoint,
+    start_thread,
     writers_have_ended,
 )
 from vit_ray.worker.setup import (
@@ -79,7 +87,7 @@ def serve_pool(config: dict[str, Any]) -> None:
             if not config["replaces"] or not _may_be_of_others(error):
                 raise
             leave_process_group(keeps_compiled=True)
-            if not writers_have_ended() or not pool.is_reassigned(assignment):
+            if not (writers_have_ended() and pool.is_reassigned(assignment, REASSIGNED_S)):
                 raise
             continue
         pool.end(assignment)
@@ -117,6 +125,9 @@ def _train(assignment: Assignment, pool: PoolLink, rank: int, *, replaces: bool)
         if not (replaces and pool.end_silent(assignment, silent)):
             end_process()
 
+    def is_broken() -> bool:
+        return replaces and pool.is_reassigned(assignment)
+
     with joined_process_group(
         place,
         device,
@@ -125,7 +136,8 @@ def _train(assignment: Assignment, pool: PoolLink, rank: int, *, replaces: bool)
         backend="nccl" if assignment.use_gpu else "gloo",
         timeout_s=timeout_s,
     ):
-        run_attempt(link, partial(set_up_attempt, job, link, streams, place, device, end_hang))
+        set_up = partial(set_up_attempt, job, link, streams, place, device, end_hang, is_broken)
+        run_attempt(link, set_up)
     if rank == 0:
         link.send_work(DELIVERY_S)
 
@@ -157,6 +169,7 @@ def set_up_attempt(
     place: RankPlace,
     device: torch.device,
     end_hang: Callable[[], None],
+    is_broken: Callable[[], bool],
 ) -> Attempt | None:
     """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
     recipe, run_folder = job.recipe, locate(job.run_folder)
@@ -215,7 +228,7 @@ def set_up_attempt(
             text = f"from step {position.step} ({position.samples_seen} samples seen)"
             link.note(EventKind.RESUMED, text, position.step)
         writer = CheckpointWriter(run_folder, recipe.checkpoint, link.note_own, job.lock_number)
-        saver = CheckpointSaver(job, engine.state, writer, link, watchdog)
+        saver = CheckpointSaver(job, engine.state, writer, link, watchdog, start_thread, is_broken)
         nonfinite = NonfinitePolicy(
             recipe.train,
             link,

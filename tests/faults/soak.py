@@ -35,8 +35,8 @@ from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
 from vit_ray.data.prepare.digits import write_digits
 
-STEPS_PER_FAULT: Final = 120
-EVERY: Final = 20
+STEPS_PER_FAULT: Final = 60
+EVERY: Final = 10
 """Steps between two checkpoints; a fault strikes when there is a new one."""
 PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""

@@ -3,7 +3,7 @@
     python benchmarks/device_decode.py [FOLDER_OF_JPEGS] [--images 512] [--size 224] [--rounds 5]
         [--out FILE.md]
 
-Rows: what a training worker does where `data.decode=device` (`vit_ray.worker.device_decode`), with
+Rows: what a training worker does where `data.decode=device` (`vit_ray.worker.decode`), with
 one CPU thread and with one for each core; its two parts, the decode of the regions and their
 resize; nvImageCodec and torchvision decoding whole images and resizing none; and the crops as a
 reading task makes them where `data.decode=host`, on one core. All in turn, round after round; a
@@ -98,7 +98,7 @@ def whole_way(work: Work, threads: int) -> Pass:
     import numpy as np
     import pyarrow as pa
 
-    from vit_ray.worker.device_decode import DeviceDecoder
+    from vit_ray.worker.decode.device_decode import DeviceDecoder
 
     def list_column(values: Any) -> Any:
         flat = np.asarray(values, np.int32)
@@ -130,7 +130,7 @@ def refuse(bad: dict[int, str]) -> None:
 
 def regions(work: Work) -> Pass:
     """The decode of it."""
-    from vit_ray.worker.device_decode import region_decoder
+    from vit_ray.worker.decode.device_decode import region_decoder
 
     decode = region_decoder(DEVICE)
     return lambda: decode(work.arrays, work.boxes)
@@ -138,7 +138,7 @@ def regions(work: Work) -> Pass:
 
 def resizes(work: Work) -> Pass:
     """The resize of it, of regions that lie on the device: of sizes as of inception crops."""
-    from vit_ray.worker.batched_resize import resize_regions
+    from vit_ray.worker.decode.batched_resize import resize_regions
 
     generator = torch.Generator().manual_seed(0)
     sides = torch.rand(work.count, 2, generator=generator) * 0.75 + 0.25

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vit_ray.worker import batched_resize
-from vit_ray.worker.batched_resize import resize_regions
+from vit_ray.worker.decode import batched_resize
+from vit_ray.worker.decode.batched_resize import resize_regions
 
 SHAPES = [(7, 9), (24, 32), (100, 33), (25, 31), (1, 1), (63, 200), (24, 33)]
 

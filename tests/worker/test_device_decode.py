@@ -19,8 +19,8 @@ from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.data.images.crops import decode as decode_image
 from vit_ray.data.jpeg_index.restart_index import index_segments
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed, packed_table
-from vit_ray.worker import device_decode
-from vit_ray.worker.device_decode import (
+from vit_ray.worker.decode import device_decode
+from vit_ray.worker.decode.device_decode import (
     DeviceDecoder,
     NvImageCodec,
     RegionDecoder,

@@ -30,7 +30,7 @@ from vit_ray.train.micro_batch import (
     trial_key,
 )
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.worker.device_decode import DeviceDecoder
+from vit_ray.worker.decode.device_decode import DeviceDecoder
 from vit_ray.worker.job import (
     DefectiveDeviceError,
     SmallerMicroBatchError,

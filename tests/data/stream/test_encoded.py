@@ -13,7 +13,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams
-from vit_ray.worker.device_decode import DeviceDecoder
+from vit_ray.worker.decode.device_decode import DeviceDecoder
 
 BATCH = 24
 

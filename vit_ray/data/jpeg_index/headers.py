@@ -22,6 +22,10 @@ _OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """Lossless, hierarchical, arithmetic."""
 _RESTART_INTERVAL: Final = 0xDD
 SCAN: Final = 0xDA
+_CODES: Final = 0xC4
+_AC: Final = 0x10
+"""In the number of a table of codes: those of AC coefficients."""
+_ZEROS: Final = bytes(64)
 _JFIF: Final = (0xE0, b"JFIF\0")
 _ADOBE: Final = (0xEE, b"Adobe")
 _COMMENT: Final = 0xFE
@@ -159,6 +163,29 @@ def num_scans(image: bytes) -> int:
         # Bytes of a segment are skipped by its length, so that what is in it is no marker.
         at = found.end() + int.from_bytes(image[found.end() : found.end() + 2])
     return count
+
+
+def has_zeroed_data(image: bytes) -> bool:
+    """Whether zeros were written over a part of a baseline file's coded data, as by a lost sector.
+
+    A decoder need not notice. Where the code of zeros begins a coefficient of the first component,
+    64 bytes of them would be some blocks in which all coefficients are -1, which no picture has;
+    where it ends a block, they may be an area of one colour, and are not counted.
+    """
+    frame = read_frame(image)
+    if frame is None or not frame.is_baseline or image.find(_ZEROS, frame.scan_at) < 0:
+        return False
+    first_symbols = dict[int, int]()
+    try:
+        for marker, at, length in header_segments(image):
+            table = at + 2
+            while marker == _CODES and table < at + length:
+                first_symbols[image[table]] = image[table + 17]
+                table += 17 + sum(image[table + 1 : table + 17])
+        # The last segment is that of the scan: number of components, component, its tables.
+        return first_symbols.get(_AC | image[at + 4] & 15, 0) & 15 != 0
+    except IndexError:
+        return False
 
 
 def _is_metadata(marker: int) -> bool:

@@ -14,7 +14,7 @@ from vit_ray.data.format.schema import checksum
 from vit_ray.data.format.shard_writer import EncodedImage
 from vit_ray.data.images.crops import decode, open_image
 from vit_ray.data.images.jpeg import size_of_jpeg
-from vit_ray.data.jpeg_index.headers import START, num_scans
+from vit_ray.data.jpeg_index.headers import START, has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
 from vit_ray.data.jpeg_index.restart_markers import (
     Libjpeg,
@@ -106,11 +106,14 @@ def checked(
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
     turned = orientation_of(image) if config.apply_orientation else 1
     is_large = _is_too_large(size_of_jpeg(image), config.shrink_to)
-    if not is_over and not is_large and turned == 1:
+    is_zeroed = has_zeroed_data(image)
+    if not is_over and not is_large and turned == 1 and not is_zeroed:
         found = _rewritten(image, writer)
     damage = ""
     if found is None:
         damage = _damage_of(image, libjpeg)  # first: a header without data may say any size
+        if is_zeroed and libjpeg is not None:
+            damage = "; ".join(filter(None, (damage, "zeros stand in the place of coded data")))
         ends_early = "premature end" in damage.lower()
         if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
             raise ValueError(f"it is damaged: {damage}")

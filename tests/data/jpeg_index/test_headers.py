@@ -1,0 +1,63 @@
+"""What the headers of JPEG files say of their coded data."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from tests.data.pictures import encoded
+from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.jpeg_index.headers import has_zeroed_data, read_frame
+from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
+from vit_ray.data.jpeg_index.restart_markers import restart_writer
+from vit_ray.data.prepare.shard_images import checked
+
+CONFIG = ConvertConfig(source="a", destination="b")
+
+
+def with_lost_sector(image: bytes) -> bytes:
+    """512 zeros in its coded data, at the first place where libjpeg sees nothing of them."""
+    libjpeg, frame = restart_writer(), read_frame(image)
+    assert libjpeg is not None
+    assert frame is not None
+    for at in range(frame.scan_at + 1000, len(image) - 1000, 97):
+        damaged = image[:at] + bytes(512) + image[at + 512 :]
+        if libjpeg.ask(WARNINGS, damaged) == b"":
+            return damaged
+    raise AssertionError("libjpeg sees them everywhere")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_lost_sector_that_libjpeg_does_not_see_is_counted(number: int) -> None:
+    whole = encoded(load_sample_images().images[number], quality=90)
+    assert not has_zeroed_data(whole)
+    damaged = with_lost_sector(whole)
+    assert has_zeroed_data(damaged)
+    row = checked(damaged, "key", (0,), CONFIG, restart_writer())
+    assert (row.image, row.damage) == (damaged, "zeros stand in the place of coded data")
+    strict = CONFIG.model_copy(update={"damaged": "reject"})
+    with pytest.raises(ValueError, match="it is damaged: zeros stand in the place of coded data"):
+        checked(damaged, "key", (0,), strict, restart_writer())
+
+
+@pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (10, 200, 30)])
+def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros(
+    colour: tuple[int, int, int],
+) -> None:
+    sink = io.BytesIO()
+    Image.new("RGB", (4000, 3000), colour).save(sink, "JPEG", optimize=True)
+    image = sink.getvalue()
+    assert bytes(64) in image
+    assert not has_zeroed_data(image)
+    assert checked(image, "key", (0,), CONFIG, restart_writer()).index is not None
+
+
+def test_any_bytes_may_be_asked_about() -> None:
+    image = encoded(np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8))
+    zeroed = image[:-200] + bytes(198) + image[-2:]
+    assert has_zeroed_data(zeroed)
+    for cut in range(0, len(zeroed), 7):
+        has_zeroed_data(zeroed[:cut])
+        has_zeroed_data(zeroed[:cut] + zeroed[cut + 1 :])

@@ -21,6 +21,7 @@ from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.row_groups import RowGroupReader
 from vit_ray.data.format.schema import checksum
+from vit_ray.data.prepare.subset import subset
 
 ONE, OTHER = "0" * 16, "1" * 16
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
@@ -59,6 +60,19 @@ def test_what_was_read_once_needs_the_store_no_more(small: Manifest, cache: Loca
         RowGroupReader(small).read(0)
 
 
+def test_a_part_of_a_data_set_is_read_from_what_the_whole_has_kept(
+    small: Manifest, cache: LocalCache, tmp_path: Path
+) -> None:
+    before = keys(small, cache)
+    part = subset(small.path, str(tmp_path / "part"), count=3)
+    (Path(small.root) / SHARD).unlink()
+    reader = RowGroupReader(part, cache)
+    found = [key for group in range(part.num_row_groups) for key in reader.read(group).keys]
+    assert {str(key) for key in found} <= set(before)
+    other = write_rows(tmp_path / "other", LABELS[::-1])
+    assert other.shards_digest != small.shards_digest == part.shards_digest
+
+
 def test_a_flipped_byte_of_any_entry_is_read_again(
     small: Manifest, cache: LocalCache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +96,7 @@ def test_a_damaged_entry_is_never_used_where_the_store_is_away(
 ) -> None:
     keys(small, cache)
     (Path(small.root) / SHARD).unlink()
-    entry = Path(cache.folder) / f"{small.fingerprint}-0-1"
+    entry = Path(cache.folder) / f"{small.shards_digest}-0-1"
     entry.write_bytes(entry.read_bytes()[:-1] + b"x")
     reader = RowGroupReader(small, cache)
     reader.read(0)

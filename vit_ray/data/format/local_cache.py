@@ -45,7 +45,7 @@ _LOCK_POLL_S: Final = 0.01
 
 @dataclass(frozen=True)
 class LocalCache:
-    """A cache of one data set; equal ones share their folder.
+    """A cache of data sets; equal ones share their folder, and parts of a data set its entries.
 
     Attributes:
         folder: of this node, for the cache alone.

@@ -188,6 +188,13 @@ class Manifest(RowGroupColumns):
         """Sample number of the first row of each row group, and the total at the end."""
         return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
+    @cached_property
+    def shards_digest(self) -> str:
+        """16 hex digits of the shards where they lie, equal for a data set and all its parts."""
+        root = locate(self.root).uri if self.root else ""
+        files = [(file.path, file.bytes, file.footer_crc32) for file in self.files]
+        return hashlib.sha256(repr((root, files)).encode()).hexdigest()[:16]
+
     def shard_location(self, group: int) -> Location:
         """Where the file that holds a row group lies."""
         return self.file_location(int(self.file_index[group]))

@@ -307,7 +307,7 @@ class RowGroupReader:
             location, entry = manifest.file_location(index), manifest.files[index]
             if cache is None:
                 return ShardReader(location, entry)
-            name = f"{manifest.fingerprint}-{index}-footer"
+            name = f"{manifest.shards_digest}-{index}-footer"
             kept = cache.read(name, entry.footer_crc32, entry.bytes)
             shard = ShardReader(location, entry, None if kept is None else bytes(kept))
             if kept is None:
@@ -405,7 +405,7 @@ class RowGroupReader:
         manifest = self._manifest
         number, expected = int(manifest.row_group[group]), int(manifest.crc32[group])
         index = int(manifest.file_index[group])
-        name = f"{manifest.fingerprint}-{index}-{number}"
+        name = f"{manifest.shards_digest}-{index}-{number}"
         content = None
         if self._cache is not None:
             content = self._cache.read(name, expected, manifest.files[index].bytes)

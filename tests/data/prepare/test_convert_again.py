@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import io
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,6 +332,28 @@ def test_a_set_may_be_extended_again_and_lists_what_was_rejected(
     assert {row["key"] for row in pq.read_table(target / "rejected.parquet").to_pylist()} == bad
     assert len(list((target / "versions").iterdir())) == 2
     assert convert(str(source), str(target), **options).was_done
+
+
+def test_a_list_that_grows_by_a_row_that_it_has_is_extended_without_that_row(
+    serial: None, tmp_path: Path
+) -> None:
+    """Rejected rows, too: a file that was missing, and a line that is no JSON."""
+    rows = [{"path": f"{key}", "label": label}
+            for key, label in write_files(tmp_path, range(12)).items()]  # fmt: skip
+    lines = [*map(json.dumps, rows), json.dumps({"path": "missing.jpg", "label": "cat"}), "no JSON"]
+    source, options = tmp_path / "list.jsonl", {**SMALL, "max_rejected_fraction": 0.9}
+    source.write_text("\n".join(lines))
+    convert(source, tmp_path / "set", **options)
+    assert convert(source, tmp_path / "set", **options).was_done
+    write_files(tmp_path, range(14))
+    new = {"path": "dog/013.jpg", "label": "dog"}
+    source.write_text("\n".join([*lines, lines[12], lines[3], json.dumps(new)]))
+    report = convert(source, tmp_path / "set", **options, extend=True)
+    assert (report.num_images, report.num_rejected) == (13, 4)
+    again = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()[2:]
+    assert [row["key"] for row in again] == ["missing.jpg", "dog/003.jpg"]
+    assert all("its key stands in an earlier row" in row["reason"] for row in again)
+    assert convert(source, tmp_path / "set", **options).was_done
 
 
 @pytest.mark.parametrize(

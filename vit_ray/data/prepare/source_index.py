@@ -51,7 +51,7 @@ BY_CONTENT: Final = ("folder", "loose", "csv", "jsonl")
 """Formats whose images are files of their own, so that the index says all that there is."""
 _FOLDERS: Final = ("folder", "loose")
 _HASHES_AT_A_TIME: Final = 1 << 24
-_REPEATED: Final = (
+REPEATED: Final = (
     "its key stands in an earlier row of the source; give all labels of an image in one row"
 )
 
@@ -113,7 +113,7 @@ class SourceIndex:
         is_repeated = np.zeros(table.num_rows, bool)
         is_repeated[self.repeated[begin:end] - first] = True
         known = table["problem"]
-        problem = pc.if_else(pa.array(is_repeated), pc.coalesce(known, _REPEATED), known)
+        problem = pc.if_else(pa.array(is_repeated), pc.coalesce(known, REPEATED), known)
         return table.set_column(
             table.schema.get_field_index("problem"), "problem", problem.cast(known.type)
         )

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.format.labels import keys as all_keys
 from vit_ray.data.format.manifest import Manifest
 from vit_ray.data.format.schema import REJECTED_FILE, SOURCE_FILE
 from vit_ray.data.prepare.source_index import (
     BY_CONTENT,
+    REPEATED,
     SourceIndex,
     content_of,
     content_text,
@@ -27,14 +30,13 @@ from vit_ray.data.prepare.source_index import (
     versions_by_id,
     versions_of,
 )
-from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, SourceUnit
+from vit_ray.data.prepare.sources.entries import INDEX_SCHEMA, SourceUnit, with_problem
 from vit_ray.data.prepare.staged_files import (
     parquet_output,
     read_facts,
     read_row_groups,
     write_facts,
 )
-from vit_ray.retry import with_retries
 from vit_ray.storage import Location, locate
 
 _GROWTH: Final = "index-0000000000000000.parquet"
@@ -120,26 +122,30 @@ def index_of_growth(
     units = [unit for unit in every_unit if unit.id in changes.get("new", {}) | changed]
     other |= {u.id: u.path for u in units if u.id in changed and u.format not in BY_CONTENT}
     facts = index_units(units, staging, config)
-    root = locate(manifest.root)
-    files = [*(root.child(file.path) for file in manifest.files), root.child(REJECTED_FILE)]
-    known = np.concatenate([hashes_of(_keys_of(file)) for file in files])
+    known = _known_keys(manifest, scratch)
     labels: set[str] = set()
     rows = num_bytes = unknown = 0
     with parquet_output(staging.child(_GROWTH), INDEX_SCHEMA) as writer:
         for unit in units:
-            old = 0
+            old, then = 0, record.units.get(unit.id, ("", content_text(0)))[1]
             for table in read_row_groups(staging.child(f"{unit.staged}.parquet")):
-                is_old = np.isin(hashes_of(table["key"].to_pylist()), known)
-                entries = list(zip(table_entries(table), is_old, strict=True))
-                old += sum(content_of(entry) for entry, is_known in entries if is_known)
-                new = [entry for entry, is_known in entries if not is_known]
+                keys = hashes_of(table["key"].to_pylist())
+                is_old = known[np.searchsorted(known, keys).clip(max=len(known) - 1)] == keys
+                new = []
+                for entry, is_known in zip(table_entries(table), is_old, strict=True):
+                    if not is_known:
+                        new.append(entry)
+                    elif content_text(old) != then:
+                        old += content_of(entry)
+                    else:  # behind all that there was
+                        new.append(with_problem(entry, REPEATED))
                 writer.write_table(entries_table(new))
                 usable = [entry for entry in new if entry.problem is None]
                 labels.update(label for entry in usable for label in entry.labels)
                 rows += len(new)
                 num_bytes += sum(max(e.length, 0) + e.extra_bytes for e in usable)
                 unknown += sum(e.length < 0 for e in usable)
-            if content_text(old) != record.units.get(unit.id, ("", content_text(0)))[1]:
+            if content_text(old) != then:
                 other[unit.id] = unit.path
     if other:
         raise ValueError(
@@ -172,12 +178,13 @@ def index_of_growth(
     )
 
 
-def _keys_of(file: Location) -> list[str]:
-    """Of the images of a shard, or of those that were rejected."""
-
-    def read() -> list[str]:
-        with file.filesystem.open_input_file(file.path) as source:
-            keys: list[str] = pq.read_table(source, columns=["key"])["key"].to_pylist()
-            return keys
-
-    return with_retries(read, f"reading {file.path}")
+def _known_keys(manifest: Manifest, scratch: Path) -> NDArray[np.int64]:
+    """Hashes of the keys of a data set, and of those that it rejected, sorted, on disk."""
+    file = scratch / "known"
+    rejected = read_row_groups(locate(manifest.root).child(REJECTED_FILE), columns=["key"])
+    with file.open("wb") as output:
+        for some in chain(all_keys(manifest), (table["key"].to_pylist() for table in rejected)):
+            output.write(hashes_of(some).tobytes())
+    known = np.memmap(file, np.int64, "r+")
+    known.sort()
+    return known

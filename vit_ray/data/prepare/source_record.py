@@ -127,7 +127,7 @@ def index_of_growth(
     rows = num_bytes = unknown = 0
     with parquet_output(staging.child(_GROWTH), INDEX_SCHEMA) as writer:
         for unit in units:
-            old, then = 0, record.units.get(unit.id, ("", content_text(0)))[1]
+            old, expected = 0, record.units.get(unit.id, ("", content_text(0)))[1]
             for table in read_row_groups(staging.child(f"{unit.staged}.parquet")):
                 keys = hashes_of(table["key"].to_pylist())
                 is_old = known[np.searchsorted(known, keys).clip(max=len(known) - 1)] == keys
@@ -135,7 +135,7 @@ def index_of_growth(
                 for entry, is_known in zip(table_entries(table), is_old, strict=True):
                     if not is_known:
                         new.append(entry)
-                    elif content_text(old) != then:
+                    elif content_text(old) != expected:
                         old += content_of(entry)
                     else:  # behind all that there was
                         new.append(with_problem(entry, REPEATED))
@@ -145,7 +145,7 @@ def index_of_growth(
                 rows += len(new)
                 num_bytes += sum(max(e.length, 0) + e.extra_bytes for e in usable)
                 unknown += sum(e.length < 0 for e in usable)
-            if content_text(old) != then:
+            if content_text(old) != expected:
                 other[unit.id] = unit.path
     if other:
         raise ValueError(

@@ -86,6 +86,7 @@ class Soak:
         (folder / "buckets" / "runs").mkdir(parents=True, exist_ok=True)
         command = [rclone_binary(), "serve", "s3", buckets, "--addr", f"0.0.0.0:{S3_PORT}"]
         command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", "-q"]
+        command += ["--dir-cache-time", "0s"]  # faults change files behind it
         storage.serve("s3.log", *command, environment={"RCLONE_CONFIG": os.devnull})
         hosts.start_head(self.hosts["head"], **self.environment)
         for name in WORKERS:

@@ -1,6 +1,7 @@
 """Which failures of workers leave the others their processes; Ray's own values, no cluster."""
 
 import math
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,21 +109,23 @@ def test_a_failure_of_the_controller_lets_no_worker_stay(server: Server) -> None
     assert not REPLACEMENT.is_allowed
 
 
+@pytest.mark.parametrize("nodes", ["c", "ac"])  # the node of the worker has died, or is slow
 def test_places_that_are_not_to_be_had_are_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    nodes: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray waits for a replaced worker without a limit: its node may have died meanwhile."""
-    removed: list[str] = []
-    monkeypatch.setattr(replacement, "PLACED_S", 0.01)
-    monkeypatch.setattr(replacement, "remove_groups", removed.append)
+    """Ray waits for a replaced worker without a limit."""
+    removed: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(replacement, "LOOK_S", 0.01)
+    monkeypatch.setattr(replacement, "PLACED_S", 600.0 if nodes == "c" else 0.05)
+    monkeypatch.setattr(replacement, "remove_groups", removed.put)
     callback, status = ReplaceWorkers(server), status_of({2: DIED})
     callback.after_controller_start(SimpleNamespace(run_config=SimpleNamespace(name="pool-1")))
     callback.after_worker_group_poll_status(status)
     REPLACEMENT.judge(status.get_worker_group_error(), PLACES)
     callback.before_controller_execute_resize_decision(ResizeDecision(4, {}))
-    assert callback._placing is not None
-    callback._placing.join(10)
-    assert removed == ["pool-1"]
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": n, "Alive": True} for n in nodes])
+    assert removed.get(timeout=30) == "pool-1"
+    callback.after_controller_state_update(RunningState(), RunningState())
 
 
 def test_the_watch_for_preempted_nodes_learns_of_a_replaced_worker(

@@ -8,7 +8,9 @@ or left out, when the group changes its size.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,8 +30,9 @@ from vit_ray.ray_internals import (
 
 MOST_REPLACED: Final = 8
 """Workers at a time: Ray starts one after the other, and a whole group at once."""
-PLACED_S: Final = 120.0
-"""Longest time for a new worker to start in the place of the old one, whose node may be dying."""
+PLACED_S: Final = 60.0
+"""Longest time for new workers to start in the places of the old ones, whose node may be dying."""
+LOOK_S: Final = 1.0
 
 
 class Replacement:
@@ -37,6 +40,8 @@ class Replacement:
 
     def __init__(self) -> None:
         self.is_allowed = False
+        self.nodes: set[str] = set()
+        """Of those that have failed."""
 
     def judge(self, error: Any, places: Mapping[int, WorkerPlace]) -> None:
         """After a failure that the run survives.
@@ -47,9 +52,13 @@ class Replacement:
         failures = getattr(error, "worker_failures", {})
         self.is_allowed = False
         if 0 < len(failures) <= MOST_REPLACED and all(map(has_died, failures.values())):
-            alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
-            alive -= FAILING_NODES.hosts.keys()
-            self.is_allowed = all(r in places and places[r].node in alive for r in failures)
+            self.nodes = {places[rank].node for rank in failures if rank in places}
+            is_known = failures.keys() <= places.keys()
+            self.is_allowed = is_known and self.nodes <= _alive() - FAILING_NODES.hosts.keys()
+
+
+def _alive() -> set[str]:
+    return {n["NodeID"] for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
 
 
 REPLACEMENT: Final = Replacement()
@@ -61,7 +70,7 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
     def __init__(self, server: Any) -> None:
         """`server`: handle of the pool's `PoolServer`."""
         self._server, self._pool, self._statuses = server, "", dict[int, Any]()
-        self._placing: threading.Timer | None = None
+        self._are_placed: threading.Event | None = None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """The name of its placement groups begins with that of the pool."""
@@ -78,10 +87,9 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
             REPLACEMENT.is_allowed and failed < len(self._statuses) == resize_decision.num_workers
         )
         if is_alone and self._reassign(alone=True):
-            # Ray waits for them without a limit. Without their places it starts all again.
-            self._placing = threading.Timer(PLACED_S, remove_groups, [self._pool])
-            self._placing.daemon = True
-            self._placing.start()
+            self._are_placed = threading.Event()
+            arguments = (self._pool, REPLACEMENT.nodes, self._are_placed)
+            threading.Thread(target=_limit_wait, args=arguments, daemon=True).start()
         else:
             self._statuses.clear()
         REPLACEMENT.is_allowed = False
@@ -92,12 +100,26 @@ class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """The workers have started, or could not."""
-        if self._placing is not None:
-            self._placing.cancel()
-            self._placing = None
+        if self._are_placed is not None:
+            self._are_placed.set()
+            self._are_placed = None
 
     def _reassign(self, *, alone: bool) -> bool:
         return bool(answer(self._server.reassign.remote(alone=alone), "the pool's server"))
+
+
+def _limit_wait(pool: str, nodes: set[str], are_placed: threading.Event) -> None:
+    """Take the places from new workers that do not start there: then Ray starts all again.
+
+    It would wait for them without a limit, as where their node has died since.
+    """
+    deadline_s = time.monotonic() + PLACED_S
+    while not are_placed.wait(LOOK_S):
+        is_late = time.monotonic() > deadline_s
+        with contextlib.suppress(ray.exceptions.RayError):
+            if is_late or not nodes <= _alive():
+                remove_groups(pool)
+                return
 
 
 class WatchPreemption(PreemptionCallback, ReplicaGroupCallback):

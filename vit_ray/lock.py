@@ -142,9 +142,14 @@ def check_lock(folder: Location, number: int) -> None:
 
     Raises:
         LockLostError: there is a newer one.
-        OSError: the folder cannot be read.
+        OSError: the folder cannot be read, or is another one, as of a disk that is not mounted.
     """
     newest = max(_numbers(folder), default=0)
+    if newest < number:
+        raise OSError(
+            f"{_file(folder, number).path}, the file of this run's lock, is gone; mount the disk "
+            "again that was there, or restore the file"
+        )
     if newest > number:
         raise LockLostError(
             f"{folder.uri} has been taken over by {_read(folder, newest)}; nothing more is "

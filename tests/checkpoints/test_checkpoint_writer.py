@@ -1,10 +1,12 @@
 """Checkpoints that storage refuses: told, counted whole or not, and in the end an error."""
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from random import Random
 from threading import Thread
 from typing import Any, ClassVar
@@ -441,3 +443,32 @@ def test_old_ones_go_with_the_commit_of_a_newer_one(
     assert steps(run) == [2, 1]
     disk.writers[0].write(snapshot(2, 0, 2))
     assert steps(run) == [2]
+
+
+def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path: Path) -> None:
+    """What would be written below it is not there once it is mounted again."""
+    disk, output = tmp_path / "disk", tmp_path / "output"
+    disk.mkdir()
+    output.mkdir()
+    mount, unmount = ["mount", "--bind", str(disk), str(output)], ["umount", str(output)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount")
+    events: list[tuple[str, str]] = []
+    try:
+        run = locate(str(output)).child("run")
+        with hold_lock(run, pytest.fail) as number:
+            writer = CheckpointWriter(
+                run, CheckpointConfig(), lambda kind, text, _: events.append((kind, text)), number
+            )
+            writer.write(snapshot(1))
+            subprocess.run(unmount, check=True)
+            writer.write(snapshot(2))
+            assert not any(output.iterdir())
+            ((kind, text),) = events
+            assert kind == "checkpoint failed"
+            assert "lock-00000001.json, the file of this run's lock, is gone" in text
+            subprocess.run(mount, check=True)
+            writer.write(snapshot(3))
+            assert steps(run) == [3, 1]
+    finally:
+        subprocess.run(unmount, capture_output=True)

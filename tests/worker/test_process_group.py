@@ -1,5 +1,6 @@
 """One training after another in the same processes, each as if they were new."""
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.train.engine_runs import GLOBAL_BATCH, build_engine, run_steps
 from tests.train.ranks import run_ranks
@@ -99,3 +101,42 @@ def test_memory_does_not_grow_over_fifty_trainings() -> None:
     (used,) = run_ranks(1, memory_after_trainings, 50)
     grown: Any = used[-1] - used[9]
     assert grown < 8, used
+
+
+def trained_again_after_a_failure(rank: int, keeps_compiled: bool) -> tuple[list[Any], list[int]]:
+    """Losses of an attempt and of the one after it, and graphs that were captured until then."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_compile_backend("aot_eager")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    leave_process_group()
+    counters.clear()
+    losses, graphs = [], []
+    for number in range(2):
+        own = open_store("127.0.0.1", 300) if rank == 0 else None
+        if own is not None:
+            store.set(f"address {number}", f"127.0.0.1:{own.port}")
+        address = store.get(f"address {number}").decode()
+        place, cpu = RankPlace(rank, 2, rank, 2, 0), torch.device("cpu")
+        with (
+            contextlib.suppress(ConnectionError),
+            joined_process_group(place, cpu, address, own, backend="gloo", timeout_s=300),
+        ):
+            config = train_config(1).model_copy(update={"compile": True})
+            engine = build_engine(config, 2, MICRO)
+            losses.append(run_steps(engine, 0, STEPS, MICRO))
+            engine.close()
+            raise ConnectionError  # another rank has died
+        leave_process_group(keeps_compiled=keeps_compiled)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses, graphs
+
+
+@pytest.mark.parametrize("keeps_compiled", [True, False])
+def test_an_attempt_after_a_failure_computes_the_same_with_the_code_that_is_there(
+    keeps_compiled: bool,
+) -> None:
+    for losses, graphs in run_ranks(2, trained_again_after_a_failure, keeps_compiled):
+        assert losses[0] == losses[1]
+        assert graphs[0] > 0
+        assert (graphs[1] == graphs[0]) is keeps_compiled

@@ -29,6 +29,8 @@ def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_num
         "worker 300 on host-37 is silent for 61 s, at step 12; 511 of 512 workers are at step 12"
     )
     assert set(told[1:]) == {""}
+    assert state.silent_ranks(30.0) == [300]
+    assert state.silent_ranks(90.0) == []  # of long steps more patience
 
 
 def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(

@@ -37,6 +37,14 @@ def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported() -> No
     assert step == 6
 
 
+def test_a_hang_that_the_end_of_another_process_may_solve_has_its_time_again() -> None:
+    watched = Watched()
+    watched.dog.note_step(6)
+    assert watched.ends_within(61)
+    assert not watched.ends_within(59)
+    assert watched.ends_within(2)
+
+
 def test_each_step_starts_the_time_anew() -> None:
     watched = Watched()
     for step in range(6, 10):

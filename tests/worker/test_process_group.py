@@ -103,8 +103,8 @@ def test_memory_does_not_grow_over_fifty_trainings() -> None:
     assert grown < 8, used
 
 
-def trained_again_after_a_failure(rank: int, keeps_compiled: bool) -> tuple[list[Any], list[int]]:
-    """Losses of an attempt and of the one after it, and graphs that were captured until then."""
+def trained_again_after_failures(rank: int) -> tuple[list[Any], list[int]]:
+    """Losses of three attempts, and graphs captured so far; compiled code goes after the second."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().set_compile_backend("aot_eager")
@@ -112,7 +112,7 @@ def trained_again_after_a_failure(rank: int, keeps_compiled: bool) -> tuple[list
     leave_process_group()
     counters.clear()
     losses, graphs = [], []
-    for number in range(2):
+    for number, keeps_compiled in enumerate((True, False, False)):
         own = open_store("127.0.0.1", 300) if rank == 0 else None
         if own is not None:
             store.set(f"address {number}", f"127.0.0.1:{own.port}")
@@ -132,11 +132,7 @@ def trained_again_after_a_failure(rank: int, keeps_compiled: bool) -> tuple[list
     return losses, graphs
 
 
-@pytest.mark.parametrize("keeps_compiled", [True, False])
-def test_an_attempt_after_a_failure_computes_the_same_with_the_code_that_is_there(
-    keeps_compiled: bool,
-) -> None:
-    for losses, graphs in run_ranks(2, trained_again_after_a_failure, keeps_compiled):
-        assert losses[0] == losses[1]
-        assert graphs[0] > 0
-        assert (graphs[1] == graphs[0]) is keeps_compiled
+def test_an_attempt_after_a_failure_computes_the_same_with_the_code_that_is_there() -> None:
+    for losses, graphs in run_ranks(2, trained_again_after_failures):
+        assert losses[0] == losses[1] == losses[2]
+        assert 0 < graphs[0] == graphs[1] < graphs[2]

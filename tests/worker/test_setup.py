@@ -250,23 +250,24 @@ def test_errors_cross_processes_whole(is_agreed: bool) -> None:
     assert (str(error), error.is_agreed) == ("text", is_agreed)
 
 
-def checked(rank: int, wrong: bool) -> list[str] | str:
-    def sums(values: Any, device: torch.device) -> list[float]:
-        found = all_sum(values, device)
-        return [found[0], found[1] + 1] if wrong else found
+def checked(rank: int) -> str:
+    """Without an error, and with one in the second sum."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "all_sum", sums)
-        try:
-            return setup.check_device(torch.device("cpu"), rank, torch.distributed.get_world_size())
-        except DefectiveDeviceError as error:
-            return str(error)
+    def off_by_one(values: Any, device: torch.device) -> list[float]:
+        found = all_sum(values, device)
+        return [found[0], found[1] + 1]
+
+    cpu, world_size = torch.device("cpu"), torch.distributed.get_world_size()
+    assert setup.check_device(cpu, rank, world_size) == []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DefectiveDeviceError) as raised:
+        patch.setattr(setup, "all_sum", off_by_one)
+        setup.check_device(cpu, rank, world_size)
+    return str(raised.value)
 
 
 def test_ranks_add_up_what_is_known_before_they_train() -> None:
-    assert run_ranks(3, checked, False) == [[]] * 3
-    (told, *_) = run_ranks(3, checked, True)
-    assert "all 3 workers is [6.0, 15.0], and [6.0, 14.0] is right" in told
+    for told in run_ranks(3, checked):
+        assert "all 3 workers is [6.0, 15.0], and [6.0, 14.0] is right" in told
 
 
 def test_a_gpu_that_computes_what_is_wrong_is_not_trained_with(

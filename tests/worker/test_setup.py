@@ -259,9 +259,10 @@ def checked(rank: int) -> str:
 
     cpu, world_size = torch.device("cpu"), torch.distributed.get_world_size()
     assert setup.check_device(cpu, rank, world_size) == []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DefectiveDeviceError) as raised:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "all_sum", off_by_one)
-        setup.check_device(cpu, rank, world_size)
+        with pytest.raises(DefectiveDeviceError) as raised:
+            setup.check_device(cpu, rank, world_size)
     return str(raised.value)
 
 

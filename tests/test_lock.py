@@ -16,7 +16,7 @@ from tests.two_holders import holders, in_folder, lock_bucket
 from vit_ray import lock
 from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock
 from vit_ray.retry import with_retries
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Creation, Location, locate
 
 HOLD = """
 import sys
@@ -268,3 +268,19 @@ def test_a_lock_file_that_is_listed_and_never_there_is_an_error(
     monkeypatch.setattr(lock, "_numbers", lambda *_: [7])
     with pytest.raises(OSError, match="listed and cannot be read"):
         lock._newest(folder)
+
+
+def test_a_store_that_is_too_slow_to_do_without_exclusive_creates_is_given_up(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(place: Location, content: bytes) -> Creation:
+        place.write(content)
+        return Creation.NOT_EXCLUSIVE
+
+    monkeypatch.setattr(Location, "create", written)
+    monkeypatch.setattr(lock, "SETTLE_S", 0.0)
+    with (
+        pytest.raises(OSError, match="ignores If-None-Match and needs more than 0 s"),
+        hold_lock(folder, ignore),
+    ):
+        raise AssertionError("it was held")

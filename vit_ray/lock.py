@@ -190,7 +190,7 @@ def is_lock_file(name: str) -> bool:
 
 def _acquire(folder: Location) -> tuple[int, Owner]:
     mine, silent = Owner.this_process(), None
-    while True:
+    for _ in range(_MOST_LOOKS):
         looked_s = time.monotonic()
         before = _newest(folder)
         if before is not None and before != silent and not before.owner.is_gone():
@@ -209,6 +209,11 @@ def _acquire(folder: Location) -> tuple[int, Owner]:
             # It was free again: others have held it and a later one since it was looked at.
             _file(folder, number).delete()
         time.sleep(POLL_S)
+    raise OSError(
+        f"the lock of {folder.uri} could not be taken in {_MOST_LOOKS} attempts: others take it in "
+        f"turn, or the storage ignores If-None-Match and needs more than {SETTLE_S / 2:g} s for a "
+        "request; look at the storage, then try again"
+    )
 
 
 def _wait_until_gone(folder: Location, first: _Held) -> _Held | None:

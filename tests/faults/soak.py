@@ -42,8 +42,8 @@ PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""
 STOPPED: Final = 3
 """Exit code of a driver that was stopped on request."""
-BUSY: Final = "the machine is too busy"
-"""Said at the end of a driver that could not start its Ray."""
+SLOW: Final = "endpoint URL"
+"""Said at the end of a driver that could not start because S3 did not answer in time."""
 S3_PORT: Final = 9000
 WORKERS: Final = ("first", "second", "third")
 _DRAIN: Final = """
@@ -77,7 +77,7 @@ class Soak:
         self.environment = {
             **s3_environment(S3_PORT),
             "AWS_ENDPOINT_URL": address,
-            "VIT_RAY_S3_TIMEOUT_S": "5.0",
+            "VIT_RAY_S3_TIMEOUT_S": "20.0",
             "HOME": str(folder / "home"),
             "PYTHONPATH": str(ROOT),
             "RAY_ADDRESS": f"{self.hosts['head'].address}:{hosts.PORT}",
@@ -117,7 +117,7 @@ class Soak:
                 killed = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
                 # nsenter gives the code that a shell would.
                 ended = code in (STOPPED, *killed, *(128 - one for one in killed))
-                if not ended and BUSY not in self.log_tail():
+                if not ended and SLOW not in self.log_tail():
                     raise SystemExit(f"the driver ended with {code}: {self.log_tail()}")
                 self.driver = None
             if time.monotonic() > deadline_s:

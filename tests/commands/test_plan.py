@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.commands.command_line import run_cli
 from vit_ray.commands.plan import data_facts, describe_plan, plan_stage, planned_cluster, told_facts
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+from vit_ray.storage import locate
 
+NO_COUNTS = ("plan.num_images=null", "plan.num_classes=null", "optim.warmup_steps=1")
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "jobs" / "recipes" / "paper"
 
@@ -161,6 +166,24 @@ def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
     assert facts.source.startswith("counted in ")
     elsewhere = recipe_of(convert, f"data.train={tmp_path}/other", *small)
     assert data_facts(elsewhere).num_images == 303_000_000
+
+
+def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Path) -> None:
+    text = describe_plan(recipe_of("data.task_memory_mib=512"))
+    assert (
+        "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728" in text
+    )
+    counts = {"files": [], "classes": ["a"], "max_labels": 1, "origin": {}}
+    columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 5000, 10**6)), {}, np.array([0]))
+    for name, pixels in (("set", 5_000_000), ("other", 0)):
+        write_manifest(locate(str(tmp_path / name)), columns, **counts, largest_pixels=pixels)
+    assert open_dataset(str(tmp_path / "set")).fingerprint == (
+        open_dataset(str(tmp_path / "other")).fingerprint
+    )
+    text = describe_plan(recipe_of(f"data.train={tmp_path}/set", *NO_COUNTS))
+    assert (
+        "up to 313 MiB in a task: task_memory_mib, and 57 for the largest image, of 5,000" in text
+    )
 
 
 def test_a_wrong_model_is_told_before_a_missing_data_set() -> None:

@@ -6,9 +6,10 @@ no data and no Ray are needed where the recipe tells `plan.num_images` and `plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vit_ray.config import Recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.prepare.source_count import count_source, is_source
 from vit_ray.launch.model_checks import averaging_warning, check_model
@@ -29,6 +30,7 @@ from vit_ray.train.memory_estimate import (
 STAGES = (0, 1, 2, 3)
 NETWORK_GB_PER_S = 50.0  # 400 Gbit/s for each GPU, as in HGX and DGX H100 reference designs
 GPUS_PER_SERVER = 8
+BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bits, or CMYK
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TrainingFacts:
 
     Attributes:
         source: where the two counts are from.
+        largest_pixels: of the image that has the most; 0 where that is not known.
     """
 
     num_images: int
@@ -45,6 +48,7 @@ class TrainingFacts:
     total_steps: int
     forward_macs: int
     exaflops: float
+    largest_pixels: int = 0
 
 
 def told_facts(recipe: Recipe) -> TrainingFacts:
@@ -67,7 +71,8 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or PLACEHOLDER]
     if all(not is_placeholder(path) and locate(path).exists() for path in paths):
         plan = resolve_run(recipe)
-        return _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
+        facts = _facts(recipe, plan.num_images, plan.manifest.num_classes, ", ".join(paths))
+        return replace(facts, largest_pixels=plan.manifest.largest_pixels)
     if convert is None or convert.destination != train or not is_source(convert.source):
         return _told_facts(recipe)
     count = count_source(convert.source, convert.format, convert.split)
@@ -208,8 +213,25 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"{recipe.plan.device}-hours at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each, {pace.link_gb_per_s:g} GB/s sent by each",
+        f"reading                 {_reading_text(recipe, facts)}",
         *([f"warning                 {warning}"] if warning else []),
     ]
+
+
+def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
+    """What a reading task may hold: its row groups, and the largest image decoded whole."""
+    limit = (
+        recipe.convert.max_pixels
+        if recipe.convert
+        else ConvertConfig.model_fields["max_pixels"].default
+    )
+    pixels = facts.largest_pixels or limit
+    of_image = pixels * BYTES_PER_PIXEL / 2**20
+    what = f"largest image, of {pixels:,}" if facts.largest_pixels else f"image of {pixels:,}"
+    return (
+        f"up to {recipe.data.task_memory_mib + of_image:,.0f} MiB in a task: task_memory_mib, and "
+        f"{of_image:,.0f} for the {what} pixels"
+    )
 
 
 def _stage_table(

@@ -331,6 +331,7 @@ def test_a_set_may_be_extended_again_and_lists_what_was_rejected(
     assert set(report.rejected) == bad
     assert {row["key"] for row in pq.read_table(target / "rejected.parquet").to_pylist()} == bad
     assert len(list((target / "versions").iterdir())) == 2
+    assert open_dataset(str(target)).largest_pixels == 40 * 50
     assert convert(str(source), str(target), **options).was_done
 
 

@@ -98,6 +98,7 @@ def test_it_is_read_verified_cut_and_joined_as_any_data_set(
     part = subset(manifest.path, str(tmp_path / "part"), count=9)
     assert stored(part).items() <= stored(manifest).items()
     assert len(stored(part)) == 9
+    assert part.largest_pixels == manifest.largest_pixels == 53 * 40
     both = join([manifest, part], [1, 1])
     assert stored(both.parts[1]) == stored(part)
     for file in (0, 1):

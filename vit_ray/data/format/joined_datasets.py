@@ -99,5 +99,6 @@ def join(manifests: Sequence[Manifest], weights: Sequence[float]) -> JoinedManif
         paths=tuple(m.path for m in manifests),
         bounds=tuple(np.cumsum([0, *(m.num_row_groups for m in manifests)]).tolist()),
         weights=smallest,
+        largest_pixels=max(m.largest_pixels for m in manifests),
         origin={"terms": [terms for m in manifests for terms in m.terms]},
     )

@@ -33,7 +33,9 @@ _METADATA_KEY: Final = b"vit_ray"
 _CHECKSUM: Final = b'"manifest_sha256": "'
 """Stands before the hex digest of the file's content, taken with zeros in the digest's place."""
 _NO_DIGEST: Final = b"0" * 64
-_NOT_CONTENT: Final = ("root", "format_version", "fingerprint", "manifest_sha256")
+_NOT_CONTENT: Final = (
+    "root", "format_version", "fingerprint", "manifest_sha256", "largest_pixels",
+)  # fmt: skip
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
 """Of a file in the header, without where its images are."""
@@ -146,6 +148,7 @@ class Manifest(RowGroupColumns):
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
         text_columns: those of the shards that came from the source, such as captions.
         origin: how it was made, and what its maker says about it.
+        largest_pixels: of the image that has the most; 0 where that was not counted.
     """
 
     path: str
@@ -157,6 +160,7 @@ class Manifest(RowGroupColumns):
     files: list[ShardFile]
     text_columns: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
+    largest_pixels: int = 0
 
     @property
     def about(self) -> dict[str, Any]:
@@ -267,6 +271,7 @@ def _parse(path: str, content: bytes) -> Manifest:
                 ],
                 text_columns=tuple(header.get("text_columns", ())),
                 origin=header["origin"],
+                largest_pixels=header.get("largest_pixels", 0),
             )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
@@ -324,6 +329,7 @@ def write_manifest(
     root: str = "",
     text_columns: Sequence[str] = (),
     origin: dict[str, Any],
+    largest_pixels: int = 0,
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
 
@@ -338,6 +344,7 @@ def write_manifest(
         "max_labels": max_labels,
         "root": root,
         "origin": origin,
+        "largest_pixels": largest_pixels,
         **({"text_columns": list(text_columns)} if text_columns else {}),
         "files": [
             [f.path, f.rows, f.bytes, f.footer_crc32, *([astuple(f.images)] if f.images else [])]

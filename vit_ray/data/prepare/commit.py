@@ -239,6 +239,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
     ).without_empty()
     files = [_shard_file(plan, result) for result in written]
     max_labels = max(r.max_labels for r in written)
+    pixels = max(r.largest_pixels for r in written)
     origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
     origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
     if plan.extends:
@@ -246,6 +247,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
         columns = columns.after(before)
         files = [*before.files, *files]
         max_labels = max(before.max_labels, max_labels)
+        pixels = max(before.largest_pixels, pixels)
         origin["extends"] = plan.extends
     return write_manifest(
         folder,
@@ -255,6 +257,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
         max_labels=max_labels,
         text_columns=plan.settings["columns"],
         origin=origin,
+        largest_pixels=pixels,
     )
 
 

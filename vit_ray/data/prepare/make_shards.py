@@ -46,6 +46,7 @@ class ShardResult:
     dropped: list[list[int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     classes_of_groups: list[int] = field(default_factory=list)
+    largest_pixels: int = 0
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -72,7 +73,7 @@ def written_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     rejected: list[tuple[str, str]] = []
     damaged: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
-    max_labels = num_indexed = 0
+    max_labels = num_indexed = pixels = 0
     label_of, libjpeg = plan.label_of(), restart_writer()
     writer = ShardWriter(
         file, config.rows_per_row_group, config.columns, is_indexed=config.index_jpeg
@@ -89,13 +90,14 @@ def written_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
             if row.damage:
                 damaged.append((entry.key, row.damage))
             num_indexed += row.index is not None
+            pixels = max(pixels, row.height * row.width)
             max_labels = max(max_labels, len(labels))
             counts.update(map(str, labels))
     name = libjpeg.name if libjpeg else "none"
     return ShardResult(
         shard, **vars(writer.facts()), max_labels=max_labels, label_counts=dict(counts),
         rejected=rejected, damaged=damaged, num_indexed=num_indexed,
-        jpeg_writer=name if config.index_jpeg else "",
+        jpeg_writer=name if config.index_jpeg else "", largest_pixels=pixels,
     )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     counts: Counter[str] = Counter()
     dropped: list[list[int]] = []
     labels_of_groups: list[set[int]] = []
-    max_labels = row = 0
+    max_labels = row = pixels = 0
     target = locate(config.destination).child(plan.name_of(shard))
     writer = ShardWriter(target, MOST_ROWS, config.columns)
     with writer:
@@ -141,6 +143,7 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
             if made.damage:
                 damaged.append((entry.key, made.damage))
             max_labels = max(max_labels, len(made.labels))
+            pixels = max(pixels, made.height * made.width)
             counts.update(map(str, made.labels))
             labels_of_groups[group].update(made.labels[:1])
     if (location.info().size, file_version(location)) != before:
@@ -155,5 +158,5 @@ def written_facts(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
         shard, **{**vars(facts), "row_group_bytes": sizes}, max_labels=max_labels,
         label_counts=dict(counts), rejected=rejected, damaged=damaged, num_indexed=0,
         jpeg_writer="", dropped=dropped, images=list(astuple(images)),
-        classes_of_groups=[len(labels) for labels in labels_of_groups],
+        classes_of_groups=[len(labels) for labels in labels_of_groups], largest_pixels=pixels,
     )  # fmt: skip

@@ -205,6 +205,7 @@ def derive(
         text_columns=whole.text_columns,
         root=locate(whole.root).uri,
         origin=whole.about | origin,
+        largest_pixels=whole.largest_pixels,
     )
     return open_dataset(destination)
 

@@ -202,6 +202,15 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
         recipe_from_dict(tree, "here")
 
 
+def test_a_recipe_with_several_evaluation_sets_is_a_key() -> None:
+    """Estimates of memory are kept by recipe."""
+    one, same, other = (
+        recipe_from_dict({"name": "run", "data": {"eval": {"a": path}}}, "here")
+        for path in ("data/a", "data/a", "data/b")
+    )
+    assert len({one, same, other}) == 2
+
+
 def test_every_list_of_the_schema_is_told_above() -> None:
     found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
     axes = {f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images")}

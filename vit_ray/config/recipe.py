@@ -91,6 +91,9 @@ class Recipe(Section):
     extract: ExtractConfig | None = None
     paper: PaperConfig = PaperConfig()
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.seed, self.model))  # a mapping of evaluation sets has none
+
     @property
     def group_sizes(self) -> list[int]:
         """Worker counts that training may have: those that divide its batch; all if none does.

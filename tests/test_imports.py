@@ -11,7 +11,7 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {"config", "storage", "retry", "s3", "lock", "file_lock", "outcomes", "optional_imports"}
-EVERYONE |= {"model_aliases", "internals", "ray_internals", "mlflow_internals"}
+EVERYONE |= {"own_parts", "model_aliases", "internals", "ray_internals", "mlflow_internals"}
 BELOW = {
     "worker",
     "train",
@@ -48,6 +48,7 @@ ALLOWED = {
     "s3": set(),
     "optional_imports": set(),
     "model_aliases": set(),
+    "own_parts": set(),
     "outcomes": set(),
     "lock": set(),
     "file_lock": set(),

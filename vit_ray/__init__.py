@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vit_ray.models import build_model, model_names
     from vit_ray.models.flops import forward_macs, training_exaflops
     from vit_ray.models.weights import load_weights, save_weights
+    from vit_ray.own_parts import trust_modules
 
 __all__ = [
     "Recipe",
@@ -25,6 +26,7 @@ __all__ = [
     "save_weights",
     "training_batches",
     "training_exaflops",
+    "trust_modules",
 ]
 
 # Before mlflow is imported anywhere: only one's own server hears of a training.
@@ -48,6 +50,7 @@ _ROOMS = {
     "save_weights": "models.weights",
     "training_batches": "launch.training_batches",
     "training_exaflops": "models.flops",
+    "trust_modules": "own_parts",
 }
 
 

@@ -13,6 +13,7 @@ from vit_ray.launch.training_batches import training_batches
 from vit_ray.models import build_model, model_names
 from vit_ray.models.flops import forward_macs, training_exaflops
 from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.own_parts import trust_modules
 
 __all__ = [
     "Recipe",
@@ -32,4 +33,5 @@ __all__ = [
     "train",
     "training_batches",
     "training_exaflops",
+    "trust_modules",
 ]

@@ -14,6 +14,7 @@ class EventKind(StrEnum):
     """What an event of a run's history is about."""
 
     BRANCH = "branch"
+    CALLBACK_FAILED = "callback failed"
     CELL_FAILED = "failed cell"
     CELL_RETRIED = "cell retried"
     CHECKPOINT_DAMAGED = "damaged checkpoint"

@@ -29,6 +29,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.weight_files import published_classes
 from vit_ray.commands.export import export
 from vit_ray.commands.model_card import image_processor, wilson_interval
+from vit_ray.config import load_recipe
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.models.weights import load_weights, save_weights
@@ -333,3 +334,38 @@ def test_the_interval_is_wilsons(right: int, count: int) -> None:
 def test_a_border_is_not_left_out_in_silence() -> None:
     with pytest.raises(ValueError, match=r"eval_augment\.border=2 cannot be expressed"):
         image_processor(Augmentation("center_crop", 32, flip=False, resize=36, border=2))
+
+
+def test_code_that_only_a_checkpoint_names_is_not_run_by_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of our ViT says that it is of a model in a module, whose import would show."""
+    (tmp_path / "mischief.py").write_text("raise SystemExit('its code was run')\n")
+    monkeypatch.chdir(tmp_path)
+    model = small_model("ViT").eval()
+    recorded = tiny_recipe(
+        tmp_path,
+        model={"name": "mischief.Model", "image_size": 32},
+        train={"loss": "mischief.loss", "callbacks": ["mischief.callback"]},
+        optim={"name": "mischief.optimizer"},
+        data={"augment": {"own": "mischief.augment"}},
+        evaluate={"metrics": ["mischief.metric"]},
+    ).recorded()
+    run = Path(write_run(tmp_path / "run", model, facts={"recipe": recorded}))
+    path = export_to(tmp_path, run, layout="vit_ray")
+    again = small_model("ViT")
+    load_weights(again, path)
+    assert torch.equal(again(some_images()), model(some_images()))
+    assert "| compute | unknown |" in (path / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"add --module mischief to the command"):
+        export(
+            tiny_recipe(
+                tmp_path,
+                model={"name": "mischief.Model", "image_size": 32},
+                init_from=str(run),
+                export={"path": str(tmp_path / "x")},
+            )
+        )
+    words = ["model.name=mischief.Model", f"init_from={run}", "export.path=x", "output=runs"]
+    with pytest.raises(SystemExit, match="its code was run"):
+        export(load_recipe("digits", words))

@@ -136,6 +136,8 @@ LISTS = {
     "optim.decay_at": [0.3, 0.3],
     "checkpoint.keep_steps": [5, 6, 5],
     "evaluate.shots": [1, 1],
+    "evaluate.metrics": ["parts.top3", "parts.top3"],
+    "train.callbacks": ["parts.note", "parts.note"],
     "sweep.learning_rates": [0.1, 0.3, 0.1],
     "study.data_fractions": [0.5, 0.5],
     "study.epochs": [7, 7.0],

@@ -41,9 +41,10 @@ LINES = list(command_lines())
 def test_every_command_line_is_understood(
     page: str, name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for block in blocks(ROOT / "docs" / "tutorial.md"):
-        for file in block.told("file"):
-            (tmp_path / file).write_text(block.text)
+    for source in PAGES:
+        for block in blocks(source):
+            for file in block.told("file"):
+                (tmp_path / file).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     words = [word for word in words if word not in (*OPTIONS, "optim", "vtab")]  # sections of help
     if words[0] == "compare":

@@ -63,7 +63,7 @@ def half_moment(parameters: list[nn.Parameter]) -> HalfMomentAdamW:
 def with_state(optimizer: torch.optim.Optimizer) -> None:
     owners = [p for group in optimizer.param_groups for p in group["params"]]
     types = state_types(OptimConfig(first_moment="bf16"))
-    create_state(optimizer.state, owners, types)
+    create_state(optimizer.state, owners, types, counts=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

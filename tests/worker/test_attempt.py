@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import parts
 from tests.worker.fakes import MICRO, TOTAL, FakeEngine, Worker, make_job
+from vit_ray import trust_modules
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
@@ -264,3 +266,27 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
     run(worker)
     assert told_before_landing == [0]
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
+
+
+def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: Path) -> None:
+    """One that fails is told of once, and not called again."""
+    trust_modules("tests.parts")
+    names = ("fail", "meddle", "note")
+    train = {"callbacks": [f"tests.parts.{name}" for name in names]}
+    plain, watched = Worker(make_job(tmp_path / "a")), Worker(make_job(tmp_path / "b", train=train))
+    parts.LOGGED.clear()
+    run(plain)
+    assert parts.LOGGED == []
+    run(watched)
+    of_steps = [logged for logged in watched.actor.logged if "train/loss" in logged[1]]
+    assert [step for step, _ in parts.LOGGED] == [step for step, _ in of_steps] == [1, TOTAL]
+    assert parts.LOGGED[0][1]["train/loss"] == of_steps[0][1]["train/loss"] != -1.0
+    assert [values.get("train/loss") for _, values in plain.actor.logged] == [
+        values.get("train/loss") for _, values in watched.actor.logged
+    ]
+    (event,) = [event for event in watched.actor.events if event[0] == "callback failed"]
+    assert event[1] == "tests.parts.fail is not called again: KeyError: 'a name that is not there'"
+    parts.LOGGED.clear()
+    other = Worker(make_job(tmp_path / "c", train=train), rank=1)
+    other.hooks.log(3, {"train/loss": 1.0})
+    assert parts.LOGGED == []

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import top_k_accuracy_score
 
+from tests.recipes import recipe_with
 from tests.train.engine_runs import build_engine
 from tests.train.pretended_device import PretendedGpu
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import FakeEngine, FakeRun, Worker, make_job
+from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
 from vit_ray.evaluate.few_shot import FewShot, few_shot_accuracy
 from vit_ray.evaluate.ground_truth import Answers
@@ -55,20 +58,24 @@ def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
 
 
 def evaluated(rank: int) -> dict[int, Any]:
-    """By ZeRO stage: features, accuracy, few-shot accuracy."""
+    """By ZeRO stage: features, accuracy, few-shot accuracy, logits."""
+    trust_modules("tests.parts")
     world_size = torch.distributed.get_world_size()
     batches = share(rank, world_size)
     found = {}
     for stage in (0, 3):
         train = TrainConfig(zero_stage=stage, precision="fp32")
+        metrics = {"metrics": ["tests.parts.top3"]}
+        recipe = recipe_with(train=train.model_dump(), evaluate=metrics)
         engine = build_engine(train, world_size, 1)
         config = EvalConfig(shots=(1, 3), few_shot_seeds=2)
         labels = np.arange(NUM_IMAGES) % 5
         few_shot = FewShot(labels, 5, shots=config.shots, seeds=config.few_shot_seeds)
         found[stage] = (
             features_of(engine, batches),
-            measure_accuracy(engine, batches, train),
+            measure_accuracy(engine, batches, recipe),
             measure_few_shot(engine, batches, batches, config, few_shot),
+            np.concatenate([one[b["weight"] > 0] for b, _, one in _predictions(engine, batches)]),
         )
         engine.close()
     return found
@@ -92,6 +99,17 @@ def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
     for rank in shared:
         assert rank[stage][1] == pytest.approx(alone[1], rel=1e-5)
         assert rank[stage][2] == pytest.approx(alone[2])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_metric_of_the_users_is_the_mean_over_all_images(
+    alone: Any, shared: list[dict[int, Any]], stage: int
+) -> None:
+    labels = np.arange(NUM_IMAGES) % 5
+    expected = top_k_accuracy_score(labels, alone[3], k=3)
+    assert 0 < expected < 1
+    for rank in shared:
+        assert rank[stage][1]["top3"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -21,6 +21,7 @@ from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
 from vit_ray.models.weights.files import Origin, origin_of
 from vit_ray.models.weights.state_dicts import NOT_TOLD, LoadReport, NewHead, fit_state_dict
+from vit_ray.own_parts import is_own
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,9 @@ def _of_checkpoint(checkpoint: Checkpoint, averaged: bool | None, has_values: bo
 def origin_of_checkpoint(position: Position) -> Origin:
     """The grid by a checkpoint's recipe: whether 36 tokens are 4 x 9 or 6 x 6."""
     config = _config_of(position)
-    return origin_of(_model_without_values(config, 1)) if config else NOT_TOLD
+    if config is None or is_own(config.name):  # whose code a checkpoint does not run
+        return NOT_TOLD
+    return origin_of(_model_without_values(config, 1))
 
 
 def _config_of(position: Position) -> ModelConfig | None:

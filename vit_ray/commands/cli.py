@@ -22,6 +22,7 @@ from vit_ray.config import load_recipe
 from vit_ray.config.help import key_names, require_keys
 from vit_ray.config.secrets import RedactingFormatter, redact
 from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.own_parts import trust_modules
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
@@ -122,7 +123,14 @@ class _Job(click.Command):
 def _command(command: Command) -> click.Command:
     """The command with its options; no words at all ask for the short help."""
 
-    def run(words: tuple[str, ...], is_dry: bool, shows_recipe: bool, help_of: str | None) -> None:
+    def run(
+        words: tuple[str, ...],
+        is_dry: bool,
+        shows_recipe: bool,
+        modules: tuple[str, ...],
+        help_of: str | None,
+    ) -> None:
+        trust_modules(*modules)
         program = click.get_current_context().command_path
         if help_of is not None:
             sys.exit(_help(command, program, (help_of, *words)))
@@ -140,6 +148,7 @@ def _command(command: Command) -> click.Command:
             click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete),
             click.Option(["--dry-run", "is_dry"], is_flag=True),
             click.Option(["--recipe", "shows_recipe"], is_flag=True),
+            click.Option(["--module", "modules"], multiple=True),
             click.Option(["--help", "-h", "help_of"], is_flag=False, flag_value=""),
         ],
     )

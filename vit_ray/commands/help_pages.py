@@ -55,6 +55,7 @@ def _print_usage(command: Command, program: str, console: Console) -> None:
         ("key=value", "changes, in any place, such as optim.learning_rate=3e-4"),
         ("--dry-run", f"print the {plan}; start nothing"),
         ("--recipe", "print the resolved recipe; start nothing"),
+        ("--module NAME", "a Python module that parts of a checkpoint may be imported from"),
         ("--help", "the keys that this command reads; with a recipe, its own values"),
         ("--help KEY", f"a section or a key, of any command: {others}"),
     ):

@@ -6,6 +6,7 @@ unknown.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import PurePosixPath
@@ -25,6 +26,7 @@ from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.models.flops import count_exaflops, forward_macs
+from vit_ray.own_parts import is_own
 
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
 """Of the recipe: what decides the result, and no folders or servers."""
@@ -40,8 +42,9 @@ logits = model(**processor(images=image, return_tensors="pt")).logits""",
 
 model = timm.create_model("hf-hub:{name}", pretrained=True)""",
 }
+_PAPER: Final = " of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
 _USE_OURS: Final = """from vit_ray import build_model, load_weights
-
+{trust}
 model = build_model({arguments})
 load_weights(model, "{file}")"""
 
@@ -83,13 +86,18 @@ def model_card(
         [repr(shape.name), str(num_classes), str(shape.image_size)]
         + [f"{key}={value!r}" for key, value in shape.options().items()]
     )
-    use = _USE.get(config.layout, _USE_OURS).format(name=name, file=file, arguments=arguments)
+    trust = ""
+    if is_own(shape.name):
+        module = shape.name.rpartition(".")[0]
+        trust = f"from vit_ray import trust_modules\n\ntrust_modules({module!r})  # its code is run"
+    use = _USE.get(config.layout, _USE_OURS).format(
+        name=name, file=file, arguments=arguments, trust=trust
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     text = [
         f"# {name}",
-        f"{shape.name} of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929): "
-        f"{count:,} parameters, {num_classes:,} classes"
-        f"{'' if classes else ' (their names are unknown)'}, images of "
+        f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "
+        f"{num_classes:,} classes{'' if classes else ' (their names are unknown)'}, images of "
         f"{shape.sides[0]} x {shape.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
         "## Training\n\n" + _table(_training_facts(recipe, config, num_classes, position)),
@@ -121,8 +129,10 @@ def _training_facts(
         return {"weights": redact(str(recipe.init_from)), "licence of the data": licence}
     train = recipe.data.train
     paths = [one.path for one in train] if isinstance(train, tuple) else [train or _UNKNOWN]
-    shape, progress = recipe.model, position.progress
-    macs = forward_macs(shape.name, num_classes, shape.image_size, **shape.options())
+    shape, progress, compute = recipe.model, position.progress, _UNKNOWN
+    with contextlib.suppress(ValueError):  # a model whose code may not be run
+        macs = forward_macs(shape.name, num_classes, shape.image_size, **shape.options())
+        compute = f"{count_exaflops(macs, position.samples_seen):.4g} exaFLOPs"
     facts = {
         "data": ", ".join("/".join(PurePosixPath(redact(p)).parts[-2:]) for p in paths),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
@@ -131,7 +141,7 @@ def _training_facts(
         "start": redact(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",
-        "compute": f"{count_exaflops(macs, position.samples_seen):.4g} exaFLOPs",
+        "compute": compute,
         "hardware": f"{progress.worker_seconds / 3600:.4g} worker-hours "
         f"({recipe.train.precision}, one device each)",
         "MLflow run": position.tracking_run_id or _UNKNOWN,

@@ -13,12 +13,15 @@ import yaml
 
 from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
+from vit_ray.own_parts import trust_named
 
 
 def load_recipe(
     path: str | Path, overrides: Iterable[str] | Mapping[str, Any] | None = None
 ) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
+
+    Modules of the parts that it names may be imported from then on (`own_parts.py`).
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
@@ -56,7 +59,9 @@ def _overridden(
             if not isinstance(node, dict):
                 raise ValueError(f"override of {key}: {parent} is a value, not a section")
         node[last] = value
-    return recipe_from_dict(tree, where=where)
+    recipe = recipe_from_dict(tree, where=where)
+    trust_named(tree)
+    return recipe
 
 
 def _parsed(override: str) -> tuple[str, Any]:

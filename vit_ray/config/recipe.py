@@ -45,6 +45,7 @@ from vit_ray.config.training_sections import (
     WorkersConfig,
 )
 from vit_ray.config.validation import is_list, validated, value_text
+from vit_ray.own_parts import trust_named
 
 
 class Recipe(Section):
@@ -93,6 +94,11 @@ class Recipe(Section):
 
     def __hash__(self) -> int:
         return hash((self.name, self.seed, self.model))  # a mapping of evaluation sets has none
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """From another process of the same command, which has it from the user."""
+        super().__setstate__(state)
+        trust_named(self.model_dump(mode="json"))
 
     @property
     def group_sizes(self) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Final
 from vit_ray.config.recipe import Recipe
 from vit_ray.config.section import OnResume, UsedIf
 from vit_ray.config.validation import fields_below
+from vit_ray.own_parts import is_own
 
 _OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
@@ -111,7 +112,7 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
         key
         for key, (_, used_if) in _MARKS.items()
         if used_if and (value := flat.get(used_if.key)) is not None
-        if (value not in used_if.values if used_if.values else value in _OFF)
+        if (value not in used_if.values if used_if.values else value in _OFF) and not is_own(value)
     }
 
 

@@ -8,12 +8,16 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vit_ray.own_parts import DOTTED
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0)]
+OwnPart = Annotated[str, Field(pattern=rf"^{DOTTED}$")]
+"""Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 ImageSize = Positive | tuple[Positive, Positive]
 
 

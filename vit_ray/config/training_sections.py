@@ -15,6 +15,7 @@ from vit_ray.config.section import (
     NotNegative,
     NotNegativeFloat,
     OnResume,
+    OwnPart,
     Positive,
     PositiveFloat,
     Section,
@@ -28,6 +29,8 @@ _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that may be a word."""
 MOST_BLOCKS: Final = 1000
 """Of a model; more is a typing error that would take hours to build."""
+OWN_ACCURACIES: Final = ("top1", "top5", "loss", "images", "mean_class_top1")
+"""Metrics of an evaluation that are there without being asked for."""
 HIGHEST_BF16_BETA: Final = 0.95
 """With a constant gradient, a bf16 momentum of 0.95 reaches 0.96 of it; one of 0.999 only 0.34."""
 
@@ -38,7 +41,7 @@ class ModelConfig(Section):
     name: str = "ViT-B/16"
     """Catalog name (`ViT-H/14`, `R50x1+ViT-B/32`, ...), or timm's or Hugging Face's for the same
     (`vit_base_patch16_224`), or a family with its size in full: `ViT`, `Axial-ViT`, `R+ViT`,
-    `ResNet`, `AxialResNet`."""
+    `ResNet`, `AxialResNet`; or a model of your own (`mymodels.ConvStem`)."""
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
     depth: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] | None = None
@@ -159,6 +162,9 @@ class AugmentConfig(Section):
     """Strength of the operations; 10 is full strength and the maximum of `timm`."""
     randaugment_magnitude_std: Annotated[NotNegativeFloat, UsedIf("randaugment")] = 0.0
     """Standard deviation of normal noise on the strength of each operation (DeiT: 0.5)."""
+    own: OwnPart | None = None
+    """A function of your own that changes the finished crop, such as `myparts.grey`. Needs
+    `data.decode=host`."""
 
     def problems(self) -> dict[str, object]:
         """An empty range of areas; strengths that timm's operations do not have."""
@@ -272,11 +278,15 @@ class DataConfig(Section):
         return next(iter(self.eval_sets.values()), None)
 
     def problems(self) -> dict[str, object]:
-        """RandAugment on the device; a cache that is not on a disk."""
-        randaugment = self.augment.randaugment
+        """What is done to crops on the device; a cache that is not on a disk."""
+        is_on_device = self.decode == "device"
+        done = {key: getattr(self.augment, key) for key in ("randaugment", "own")}
         return {
-            f"augment.randaugment={randaugment} is done by the reading tasks; set decode=host, or "
-            "unset it": randaugment is not None and self.decode == "device",
+            **{
+                f"augment.{key}={value} is done by the reading tasks; set decode=host, or "
+                "unset it": value is not None and is_on_device
+                for key, value in done.items()
+            },
             f"cache_dir={self.cache_dir!r} is no folder on a node's disk; give a path such as "
             "/local_ssd/vit_ray": "://" in (self.cache_dir or ""),
         }
@@ -285,10 +295,10 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule and length of a run."""
 
-    name: Annotated[Literal["adamw", "sgd", "adafactor"], OnResume.FIXED] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "adafactor"] | OwnPart, OnResume.FIXED] = "adamw"
     """AdamW (the paper's pre-training), SGD with momentum (its fine-tuning, and BiT), or the
     Adafactor of "Scaling ViT" and big_vision, with a second moment factored into rows and columns
-    of each matrix, in attention of each head."""
+    of each matrix, in attention of each head; or an optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw", "adafactor"))] = (
@@ -349,9 +359,8 @@ class OptimConfig(Section):
         return {
             f"decay_at={shares} is not in ascending order; give shares of the run such as "
             "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
-            "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for sgd": (
-                is_bf16 and self.name == "sgd"
-            ),
+            "first_moment=bf16 is for name=adamw and name=adafactor; set it to fp32 for "
+            f"{self.name}": (is_bf16 and self.name not in ("adamw", "adafactor")),
             f"betas={list(self.betas)} with first_moment=bf16: what a step adds to a moment that "
             f"decays by {self.betas[0]} is lost in bf16's rounding; use at most "
             f"{HIGHEST_BF16_BETA}, or first_moment=fp32": (
@@ -392,8 +401,11 @@ def given_lengths(section: Section) -> dict[str, Any]:
 class TrainConfig(Section):
     """Loss, batch and the engine that trains."""
 
-    loss: Annotated[Literal["softmax", "sigmoid", "masked_patch"], OnResume.FIXED] = "softmax"
-    """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels)."""
+    loss: Annotated[Literal["softmax", "sigmoid", "masked_patch"] | OwnPart, OnResume.FIXED] = (
+        "softmax"
+    )
+    """Softmax or sigmoid cross-entropy, or masked patch prediction (no labels); or a loss of your
+    own (`myparts.focal_loss`)."""
     label_smoothing: Fraction = 0.0
     """For `loss=softmax`."""
     mixup: NotNegativeFloat = 0.0
@@ -440,6 +452,8 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a better validation loss: of the averaged weights if
     there are any (`averaging`), on held-out images if there are any (`data.held_out_fraction`).
     The best evaluation is the result, as with `checkpoint.keep_best`."""
+    callbacks: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
+    """Functions of your own that get each logged step and its metrics, on rank 0."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
     """A step that takes longer counts as hung, and the workers are restarted."""
 
@@ -524,11 +538,20 @@ class EvalConfig(Section):
     """Examples per class."""
     few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
     """Random draws of the examples; the mean accuracy is reported."""
+    metrics: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
+    """Functions of your own that give each image a number, such as `myparts.top3`; means are
+    reported as `eval/top3`."""
 
     def problems(self) -> dict[str, object]:
-        """One of the two few-shot sets without the other; no numbers of examples."""
+        """One of the two few-shot sets without the other; no numbers of examples; equal names."""
         train, test = self.few_shot_train, self.few_shot_test
+        names = [
+            *OWN_ACCURACIES,
+            *(metric.rpartition(".")[2] for metric in dict.fromkeys(self.metrics)),
+        ]
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         return {
+            f"metrics={list(self.metrics)}: eval/{twice} is of two metrics; rename one": twice,
             f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}": (
                 (train is None) != (test is None)
             ),

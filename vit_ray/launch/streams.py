@@ -27,7 +27,8 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluate.few_shot import require_shots
 from vit_ray.launch.cluster_checks import check_batch
 from vit_ray.launch.data_order import rows_per_task, shuffle_window, with_window
-from vit_ray.launch.model_checks import check_model
+from vit_ray.launch.model_checks import check_model, check_own_parts
+from vit_ray.own_parts import Augments, own_part
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ def resolve_run(
         begun: the shuffle window of a run that is continued.
 
     Raises:
-        ValueError: there is no such model, a data set is missing or broken, the batch does not
+        ValueError: there is no such model or part of the user's own, a data set is missing or
+            broken, the batch does not
             divide, the run has no length, the classes of two sets differ, or a class has fewer
             images than shots.
     """
@@ -85,6 +87,7 @@ def resolve_run(
         key = "data.train" if needs_train else "data.eval"
         path = require(path, key, "the folder of a converted data set")
         manifest = _to_train_on(path) if needs_train else open_dataset(path)
+    check_own_parts(recipe, manifest.num_classes)
     recipe = with_window(recipe, manifest, begun)
     rows, held_out = select(
         manifest,
@@ -173,6 +176,7 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         min_area=augment.min_area,
         max_area=augment.max_area,
         randaugment=operations,
+        own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
     )
 
 

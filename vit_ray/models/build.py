@@ -11,6 +11,7 @@ from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.hybrid import ResNetEmbedding
 from vit_ray.models.resnet import BitResNet
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+from vit_ray.own_parts import BuildsModel, is_own, own_part
 
 
 def build_model(
@@ -20,25 +21,30 @@ def build_model(
 
     Args:
         name: one of `model_names()`, or timm's or Hugging Face's name of one, whose size in pixels
-            is then that of `image_size`.
+            is then that of `image_size`; or the dotted name of a model of the user's own.
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
             `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `registers`), of
             `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in full: depth,
-            width, mlp_dim, num_heads, patch_size; stages, width_factor.
+            width, mlp_dim, num_heads, patch_size; stages, width_factor. A model of the user's own
+            takes them as it likes.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`,
         `head` and `set_activation_checkpointing`.
 
     Raises:
-        ValueError: for an unknown name or option, or sizes that do not fit.
+        ValueError: for an unknown name or option, or sizes that do not fit; a model of the user's
+            own is not there, or is not as `own_parts.BuildsModel` says.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
     name, _ = resolved_model(name, image_size)
-    spec, sides = find_spec(name, options), as_grid(image_size)
+    sides = as_grid(image_size)
+    if is_own(name):
+        return _own_model(name, num_classes, sides, options)
+    spec = find_spec(name, options)
     encoder, resnet = spec.encoder, spec.resnet
     if encoder is None:
         assert resnet is not None
@@ -53,6 +59,31 @@ def build_model(
     )
     kind = AxialViT if spec.is_axial else VisionTransformer
     return kind(embedding, encoder, num_classes, spec.options)
+
+
+def _own_model(
+    name: str, num_classes: int, sides: tuple[int, int], options: dict[str, Any]
+) -> nn.Module:
+    build = own_part(name, "model.name", BuildsModel, options)
+    model = build(num_classes, sides, **options)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model.name={name} made a {type(model).__name__}; make a torch.nn.Module")
+    parameters = dict(model.named_parameters())
+    shapes = [len(parameters[n]) for n in ("head.weight", "head.bias") if n in parameters]
+    state = sorted(set(model.state_dict()) - set(parameters))
+    problems = {
+        f"its layer `head` has {shapes} outputs for weight and bias; give it a linear layer `head` "
+        f"of {num_classes} outputs with a bias": shapes != [num_classes, num_classes],
+        "it has a submodule `model`, a name that objectives have for what they train; rename it": (
+            "model" in dict(model.named_children())
+        ),
+        f"it has state that is not trained ({', '.join(state)}), which checkpoints do not hold; "
+        "use parameters, buffers with persistent=False, and no batch norm": bool(state),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ValueError(f"model.name={name}: {problem}")
+    return model
 
 
 NamedParameters = list[tuple[str, Parameter]]

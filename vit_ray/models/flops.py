@@ -13,12 +13,18 @@ all that the head sees, the last block works out that token alone; and the image
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
 from vit_ray.models.axial import NUM_AXIAL_HEADS
+from vit_ray.models.build import build_model
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.layers import same_padding
 from vit_ray.models.masked import Target, num_corrupted, num_predictions
 from vit_ray.models.recompute import is_recomputed
 from vit_ray.models.sizes import EncoderSize, Grid, ResNetSize
+from vit_ray.own_parts import is_own
 
 # Classes of JFT-300M: "18k" in the paper, 18,291 in its predecessor (BiT, arXiv 1912.11370).
 JFT_CLASSES = 18_291
@@ -27,10 +33,33 @@ JFT_CLASSES = 18_291
 def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **options: Any) -> int:
     """Multiply-adds of one image through a model, with the arguments of `build_model`.
 
+    Of a model of the user's own, those that torch's counter finds in matrix products, convolutions
+    and attention, on tensors without values.
+
     Raises:
-        ValueError: as `build_model`.
+        ValueError: as `build_model`; a model of the user's own does not run without values.
     """
-    return _count(name, num_classes, image_size, options, is_pruned=False).forward
+    if not is_own(name):
+        return _count(name, num_classes, image_size, options, is_pruned=False).forward
+    with torch.device("meta"):
+        model = build_model(name, num_classes, image_size, **options).eval()
+        images = torch.zeros(1, 3, *as_grid(image_size))
+    try:
+        # The fused kernel's count has the weights of attention twice.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            logits = model(images)
+    except Exception as error:  # of the user's code
+        raise ValueError(
+            f"model.name={name}: its multiply-adds cannot be counted: with tensors of the device "
+            f"meta, which have shapes and no values, its forward pass fails ({type(error).__name__}"
+            f": {error}); use no .item(), .numpy() or fixed device in it"
+        ) from error
+    if tuple(logits.shape) != (1, num_classes):
+        raise ValueError(
+            f"model.name={name}: of one image it makes {list(logits.shape)}; return logits of the "
+            f"shape (images, classes), here [1, {num_classes}]"
+        )
+    return int(counter.get_total_flops()) // 2
 
 
 @dataclass(frozen=True)

@@ -126,19 +126,22 @@ def names_of_tensors(fragments: list[Fragment], tensors: list[Tensor]) -> list[l
     return [sorted(set(itertools.chain(*ranks))) for ranks in zip(*found, strict=True)]
 
 
-def create_state(state: State, owners: list[Tensor], types: dict[str, torch.dtype]) -> None:
+def create_state(
+    state: State, owners: list[Tensor], types: dict[str, torch.dtype], *, counts: bool
+) -> None:
     """Zero optimizer state where there is none, as it would be at the first step.
 
     Args:
         owners: what the optimizer steps.
         types: keys of the state, and the precision of each.
+        counts: there is a number of steps, too.
     """
     for owner in owners:
         entry = state.setdefault(owner, {})
         for key, dtype in types.items():
             if entry.get(key) is None:
                 entry[key] = torch.zeros_like(owner.data, dtype=dtype)
-        if "exp_avg" in types and "step" not in entry:
+        if counts and "step" not in entry:
             entry["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
 
 

@@ -20,6 +20,7 @@ from vit_ray.measure.activation_memory import (
 )
 from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, training_macs
+from vit_ray.own_parts import is_own
 from vit_ray.train.objective import build_objective, make_loss
 from vit_ray.train.optim import bytes_per_element
 
@@ -49,6 +50,8 @@ def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> Trainin
         has_gpu: decides whether blocks are compiled where the recipe leaves it open.
     """
     model, train = recipe.model, recipe.train
+    if is_own(model.name):
+        return _counted_macs(recipe, num_classes)
     whole, early = (
         training_macs(
             model.name,
@@ -171,5 +174,6 @@ def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META
         model = build_objective(recipe, num_classes)
     if recipe.train.precision == "bf16":
         model = model.to(torch.bfloat16)
-    model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
+    if recipe.train.activation_checkpointing:
+        model.set_activation_checkpointing(recipe.train.activation_checkpointing)  # type: ignore[operator]
     return model

@@ -17,6 +17,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.parameter_groups import chosen_parts, part_of
+from vit_ray.own_parts import Loss, is_own, own_part
 from vit_ray.train.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -24,13 +25,23 @@ LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, inside `MaskedPatchObjective` where that is its loss."""
+    """The recipe's model, inside `MaskedPatchObjective` where that is its loss.
+
+    Raises:
+        ValueError: as `build_model`; a part is not the model's, or it cannot recompute.
+    """
     model: nn.Module = build_model(
         recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
     )
     if recipe.train.loss == "masked_patch":
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
     freeze(model, recipe.optim.frozen)
+    every = recipe.train.activation_checkpointing
+    if every and not hasattr(model, "set_activation_checkpointing"):
+        raise ValueError(
+            f"train.activation_checkpointing={every}: model.name={recipe.model.name} has no method "
+            "set_activation_checkpointing(every); add it, or set the key to 0"
+        )
     return model
 
 
@@ -84,6 +95,20 @@ def make_loss(recipe: Recipe) -> LossFunction:
     return predict_patches if train.loss == "masked_patch" else classify
 
 
+def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:
+    """The values that a part of the user's own gives a batch.
+
+    Raises:
+        ValueError: they are not one for each image.
+    """
+    if isinstance(values, Tensor) and values.shape == labels.shape[:1]:
+        return values
+    shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    raise ValueError(
+        f"{what} returns {shape} for {len(labels)} images; return a tensor with a value for each"
+    )
+
+
 def normalize(images: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 (B, H, W, 3) in [0, 255] to `dtype` (B, 3, H, W) in [-1, 1], on the images' device."""
     scaled = images.to(torch.float32).mul_(2.0 / 255.0).sub_(1.0)
@@ -102,8 +127,14 @@ def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> 
 
     Softmax: cross-entropy against the labels, which share the probability evenly, with label
     smoothing. Sigmoid: binary cross-entropies summed over classes (big_vision `sigmoid_xent`).
+
+    Raises:
+        ValueError: a loss of the user's own is not there, or returns something else.
     """
     logits = logits.float()
+    if is_own(config.loss):
+        losses = own_part(config.loss, "train.loss", Loss)(logits, labels)
+        return per_image(losses, labels, f"train.loss={config.loss}")
     if config.loss == "sigmoid":
         targets = multi_hot(labels, logits.shape[1])
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)

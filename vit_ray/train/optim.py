@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models.build import NamedParameters, decayed_parameters
 from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.models.parameter_groups import layer_of
+from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
 from vit_ray.train.adafactor import Adafactor, HalfMomentAdamW
 
 RATE_FACTOR = "rate_factor"
@@ -37,6 +39,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         for named, decay in ((decayed, config.weight_decay), (rest, 0.0))
         for factor, parameters in _by_rate(model, named, config.layer_decay).items()
     ]
+    if is_own(config.name):
+        return _own_optimizer(groups, config)
     if config.name == "adafactor":
         return Adafactor(groups, config.betas)
     if config.name == "adamw" and config.first_moment == "bf16":
@@ -44,6 +48,72 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=1e-8, fused=True)
     return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum, fused=True)
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    """The user's; the host waits for its answer whether a step is refused."""
+    optimizer = own_part(config.name, "optim.name", BuildsOptimizer)(groups, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optim.name={config.name} made a {type(optimizer).__name__}; make a "
+            "torch.optim.Optimizer"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    apply = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        if not vars(optimizer).pop("found_inf", 0.0):  # which some of torch's do not take
+            apply(closure)
+
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+    return optimizer
+
+
+_COUNT: Final = "step"
+
+
+@functools.lru_cache(maxsize=8)
+def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
+    """What an optimizer of the user's own keeps of each element, and `step` if it counts steps.
+
+    Raises:
+        ValueError: it keeps something else, does not begin with zeros, or mixes elements: ZeRO
+            gives each rank flat pieces of tensors, and a checkpoint holds them by element.
+    """
+    told = f"optim.name={config.name}"
+
+    def stepped(shape: tuple[int, ...], kinds: Mapping[str, torch.dtype] | None) -> Any:
+        """Weights after three steps, flat, and the state."""
+        weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
+        group = {"params": [weight], "weight_decay": config.weight_decay, RATE_FACTOR: 1.0}
+        optimizer = _own_optimizer([group], config)
+        for key, dtype in (kinds or {}).items():
+            entry = optimizer.state[weight]
+            entry[key] = torch.zeros(()) if key == _COUNT else torch.zeros_like(weight, dtype=dtype)
+        for factor in (1.0, -0.5, 2.0):
+            set_rate(optimizer, 1e-2)
+            weight.grad = torch.linspace(-1.0, 2.0, 1024).mul_(factor).view(shape)
+            optimizer.step()
+        return weight.detach().flatten(), optimizer.state[weight]
+
+    expected, state = stepped((16, 64), None)
+    kinds = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
+    others = [k for k, v in state.items() if k != _COUNT and getattr(v, "shape", ()) != (16, 64)]
+    if others:
+        raise ValueError(
+            f"{told} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, and "
+            f"the number of steps as {_COUNT!r}, which checkpoints hold"
+        )
+    kinds |= {_COUNT: torch.float32} if _COUNT in state else {}
+    for shape in ((16, 64), (1024,)):
+        if not torch.allclose(stepped(shape, kinds)[0], expected, rtol=1e-5, atol=1e-7):
+            raise ValueError(
+                f"{told} takes other steps from a state of zeros, or for a tensor that is made "
+                "flat; ZeRO and checkpoints need an optimizer that treats each element alike and "
+                "begins with zeros"
+            )
+    return kinds
 
 
 def _by_rate(
@@ -119,12 +189,19 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
     """Per-element state that the optimizer keeps, in torch's names, and its precision."""
+    if is_own(config.name):
+        return {key: dtype for key, dtype in _own_state(config).items() if key != _COUNT}
     first = torch.bfloat16 if config.first_moment == "bf16" else torch.float32
     if config.name == "sgd":
         return {"momentum_buffer": torch.float32}
     if config.name == "adafactor":
         return {"exp_avg": first}
     return {"exp_avg": first, "exp_avg_sq": torch.float32}
+
+
+def counts_steps(config: OptimConfig) -> bool:
+    """Whether the optimizer keeps a count of its steps, as `step`."""
+    return _COUNT in _own_state(config) if is_own(config.name) else config.name != "sgd"
 
 
 def bytes_per_element(config: OptimConfig) -> int:

@@ -34,7 +34,7 @@ from vit_ray.train.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.train.optim import StepGuard, shapes_by_head, state_types
+from vit_ray.train.optim import StepGuard, counts_steps, shapes_by_head, state_types
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry
@@ -76,7 +76,7 @@ class TrainingState:
         types = state_types(optim)
         self._kinds = tuple(types)
         owners = stepped_tensors(engine)
-        create_state(optimizer.state, owners, types)
+        create_state(optimizer.state, owners, types, counts=counts_steps(optim))
         if isinstance(optimizer, Adafactor):
 
             def add_over_ranks(sums: Tensor) -> None:

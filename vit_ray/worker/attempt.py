@@ -13,6 +13,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.outcomes import EventKind, Failure
+from vit_ray.own_parts import Callback, own_part
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.loop import (
     Batch,
@@ -67,6 +68,7 @@ class Attempt:
     """What the cluster has announced about this group's nodes; None = nothing."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
+    _failed_callbacks: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
         """Train to the end, or evaluate once.
@@ -112,7 +114,7 @@ class Attempt:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         hooks = LoopHooks(
             note_step=self.note_step,
-            log=self.link.log,
+            log=self.log,
             evaluate=self.evaluate,
             save=self.save,
             wait_until_saved=self.wait_until_saved,
@@ -137,6 +139,24 @@ class Attempt:
                 saved = f"the checkpoint of step {step} could not be written"
             text = f"{progress.ended or self._stop_reason()}; {saved}"
             self.link.note_last(EventKind.STOPPED, text, step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """For MLflow, and on rank 0 to the recipe's callbacks, which get a copy.
+
+        A callback that raises is not called again.
+        """
+        self.link.log(step, metrics)
+        if self.context.rank:
+            return
+        for name in self.job.recipe.train.callbacks:
+            if name in self._failed_callbacks:
+                continue
+            try:
+                own_part(name, "train.callbacks", Callback)(step, dict(metrics))
+            except Exception as error:  # of the user's code, which training does not depend on
+                self._failed_callbacks.add(name)
+                text = f"{name} is not called again: {type(error).__name__}: {error}"
+                self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
     def _stop_reason(self) -> str:
         return self.link.current_stop_reason() or "another worker was asked to stop"

@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit_ray.config import Recipe
-from vit_ray.config.training_sections import EvalConfig, TrainConfig
+from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluate.accuracy import AccuracySums
 from vit_ray.evaluate.confusion import Confusion
 from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.outcomes import EventKind
+from vit_ray.own_parts import Metric, own_part
 from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.train.engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
-from vit_ray.train.objective import classification_loss, normalize
+from vit_ray.train.objective import classification_loss, normalize, per_image
 from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.worker.extraction import begin_extraction, write_features
 from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
@@ -113,11 +114,11 @@ class Evaluator:
             of_sets = {first: accuracy} if first else {}
             for name in others:
                 batches = self._watched(f"eval:{name}")
-                of_sets[name] = measure_accuracy(engine, batches, recipe.train, self._job.answers)
+                of_sets[name] = measure_accuracy(engine, batches, recipe, self._job.answers)
             for name, found in of_sets.items():
                 metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in found.items()}
         if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
-            on_dev = measure_accuracy(engine, self._watched("dev"), recipe.train)
+            on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
             metrics |= {f"dev/{prefix}{name}": value for name, value in on_dev.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
@@ -163,12 +164,12 @@ class Evaluator:
 
     def _measure_accuracy(self, prefix: str) -> dict[str, float]:
         """In an evaluation's own run, of each class too, with tables that are kept with the run."""
-        answers, train = self._job.answers, self._job.recipe.train
+        answers, recipe = self._job.answers, self._job.recipe
         if answers is None:
-            return measure_accuracy(self._engine, self._watched("eval"), train)
+            return measure_accuracy(self._engine, self._watched("eval"), recipe)
         confusion = Confusion()
         batches = self._watched("eval")
-        accuracy = measure_accuracy(self._engine, batches, train, answers, confusion)
+        accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion)
         if self._link.rank == 0:
             for name, content in confusion.files(answers.classes).items():
                 self._link.keep_file(f"{prefix}{name}", content, "evaluation")
@@ -191,17 +192,19 @@ class Evaluator:
 def measure_accuracy(
     engine: DeepSpeedEngine,
     batches: Iterable[Batch],
-    train: TrainConfig,
+    recipe: Recipe,
     answers: Answers | None = None,
     confusion: Confusion | None = None,
 ) -> dict[str, float]:
-    """`top1`, `top5` and `loss` over all images of an evaluation stream.
+    """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
     Args:
         answers: the ground truth; None for the labels of the stream.
         confusion: gets the counts of all ranks' images.
     """
-    sums = AccuracySums()
+    sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
+    own = [own_part(key, "evaluate.metrics", Metric) for key in keys]
+    own_sums = torch.zeros(len(own), dtype=torch.float64)
     loss = "softmax" if train.loss == "masked_patch" else train.loss
     unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
     for batch, _, logits in _predictions(engine, batches):
@@ -214,11 +217,19 @@ def measure_accuracy(
         losses = classification_loss(logits, labels, unsmoothed)
         weights = torch.from_numpy(batch["weight"]).to(logits.device)
         sums = sums + AccuracySums.of_batch(logits, labels, losses, weights)
+        counted = (weights > 0) & (labels >= 0).any(1)
+        for i, (key, metric) in enumerate(zip(keys, own, strict=True)):
+            values = per_image(metric(logits, labels), labels, f"evaluate.metrics: {key}")
+            own_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
         if confusion is not None:
             confusion.add_batch(logits, labels, weights)
     if confusion is not None:
         confusion.merge(all_rows(confusion.pairs(), engine.device))
-    return AccuracySums(*all_sum(astuple(sums), engine.device)).means()
+    summed = all_sum([*astuple(sums), *own_sums.tolist()], engine.device)
+    all_images = AccuracySums(*summed[: -len(own)] if own else summed)
+    means = [value / all_images.images for value in summed[len(astuple(sums)) :]]
+    names = [key.rpartition(".")[2] for key in keys]
+    return all_images.means() | dict(zip(names, means, strict=True))
 
 
 def measure_few_shot(

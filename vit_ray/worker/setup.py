@@ -141,7 +141,10 @@ def build_engine(
     """
     recipe, report = job.recipe, None
     torch.manual_seed(recipe.seed)
-    model = build_objective(recipe, job.num_classes)
+    try:
+        model = build_objective(recipe, job.num_classes)
+    except ValueError as error:  # a module of the user's that this host lacks
+        raise UnrecoverableError(str(error), is_agreed=False) from None
     if loads_weights and recipe.init_from is not None:
         try:
             report = initialize_weights(

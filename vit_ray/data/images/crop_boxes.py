@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.jpeg_index.restart_index import Box
 from vit_ray.data.order.keyed_random import KeyedUniforms
+from vit_ray.own_parts import Augments
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -41,6 +42,7 @@ class Augmentation:
         is_exact: the crop is cut between pixels, and resized with more care, for evaluation;
             otherwise at the whole pixels around it.
         randaugment: what is done to the finished crop; None for nothing.
+        own: a function of the user's own that is then applied; None for none.
     """
 
     kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
@@ -53,6 +55,7 @@ class Augmentation:
     max_aspect: float = 4 / 3
     border: int = 0
     randaugment: RandAugment | None = None
+    own: Augments | None = None
     is_exact: bool = False
 
     def __post_init__(self) -> None:

@@ -30,7 +30,8 @@ __all__ = ["Augmentation", "UInt8Array"]
 UInt8Array = NDArray[np.uint8]
 
 _RANDAUGMENT: Final = 4
-"""Tells its random numbers from those of the crop."""
+_OWN: Final = 6
+"""These tell their random numbers from those of the crop."""
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Those that Pillow opens for us. Among its others are PostScript, which it hands to another
 program, and formats that are not for photographs."""
@@ -150,6 +151,8 @@ def augmented(
     """The crop, changed in place where more is to be done to it."""
     if augmentation.randaugment is not None:
         crop[:] = augmentation.randaugment(crop, KeyedUniform(*rng_key, _RANDAUGMENT))
+    if augmentation.own is not None:
+        crop[:] = augmentation.own(crop, KeyedUniform(*rng_key, _OWN))
     return crop
 
 

@@ -35,8 +35,8 @@ FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 # In place of the weights where these are split over files: which file holds which tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
-_GRID_KEY, _HEADS_KEY, _POSITIONS_KEY, _POSITIONS_AT_KEY = (
-    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions", "positions_at")
+_GRID_KEY, _HEADS_KEY, _POSITIONS_KEY, _POSITIONS_AT_KEY, _LAYOUT_KEY = (
+    f"vit_ray.{name}" for name in ("grid", "num_heads", "positions", "positions_at", "layout")
 )
 GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
 """Exact, or by tanh as here; they differ by 5e-4 at most."""
@@ -53,12 +53,14 @@ class Origin:
         grid: (rows, columns) of the positions.
         num_heads: of each block.
         positions_at, positions: as in `VitOptions`.
+        layout: of the file, where its names may be any (`vit_ray`).
     """
 
     grid: Grid | None = None
     num_heads: int | None = None
     positions_at: str | None = None
     positions: str | None = None
+    layout: str | None = None
 
 
 def origin_of(model: nn.Module) -> Origin:
@@ -138,6 +140,7 @@ def _origin(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Origin:
         int(heads) if heads else next(by_shape, None),
         metadata.get(_POSITIONS_AT_KEY),
         metadata.get(_POSITIONS_KEY),
+        metadata.get(_LAYOUT_KEY),
     )
 
 
@@ -291,6 +294,7 @@ def write_tensors(
         _POSITIONS_KEY: origin.positions,
         _POSITIONS_AT_KEY: origin.positions_at,
         _GRID_KEY: origin.grid and f"{origin.grid[0]}x{origin.grid[1]}",
+        _LAYOUT_KEY: layout if layout == "vit_ray" else None,
     }
     known = {key: str(value) for key, value in metadata.items() if value is not None}
     _replace(path, lambda partial: save_file(tensors, partial, known))

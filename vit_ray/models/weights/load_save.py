@@ -120,7 +120,8 @@ def read_weights(
 
     Args:
         path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder of Hugging Face.
-        layout: "jax", "timm", "huggingface", "vit_ray", or "auto" to tell it from the names.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": as the file records, or else
+            as its names are.
         source: what reports and errors call it, where not its path.
 
     Raises:
@@ -135,7 +136,8 @@ def read_weights(
         raise ValueError(f"weights {source} are of another function: {error}") from None
     if different:
         source += f", trained with {' and '.join(different)}"
-    layout = detect_layout(list(tensors)) if layout == "auto" else layout
+    if layout == "auto":
+        layout = origin.layout or detect_layout(list(tensors))
     check_layout(layout)
     inputs = statistics_beside(Path(path)) or OURS
     return WeightFile(source, layout, tensors, origin, tuple(beside), inputs)

@@ -1,0 +1,202 @@
+"""Parts as a user would write them, for tests of `own_parts`."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vit_ray import build_model
+
+LOGGED: list[tuple[int, dict[str, float]]] = []
+NOT_A_FUNCTION = 3
+
+
+class Wrapped(nn.Module):
+    """Our ViT in a module of the user's, with the head that it has."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int], **options: Any) -> None:
+        super().__init__()
+        self.vit: Any = build_model("ViT", num_classes, image_size, **options)
+        self.head, self.vit.head = self.vit.head, nn.Identity()
+
+    def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.vit(images, keys))
+
+    def set_activation_checkpointing(self, every: int) -> None:
+        self.vit.set_activation_checkpointing(every)
+
+
+class ConvNet(nn.Module):
+    """Two convolutions and a linear head."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int], width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(width, width, 3, stride=2, padding=1)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.second(F.relu(self.first(images)))).mean((2, 3)))
+
+
+class Normed(ConvNet):
+    """With running statistics."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
+        super().__init__(num_classes, image_size)
+        self.norm = nn.BatchNorm2d(8)
+
+
+class Headless(ConvNet):
+    """Its last layer has another name."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
+        super().__init__(num_classes, image_size)
+        self.classifier = self.head
+        del self.head
+
+
+class Objective(ConvNet):
+    """A submodule has the name that ours have for what they train."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
+        super().__init__(num_classes, image_size)
+        self.model = nn.Linear(2, 2)
+
+
+class Peeking(ConvNet):
+    """Its products depend on the values of images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images * float(images.mean()))
+
+
+class Features(ConvNet):
+    """Returns what is no logits."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.first(images)
+
+
+def no_module(num_classes: int, image_size: tuple[int, int]) -> Any:
+    return lambda images: images
+
+
+def without_size(num_classes: int) -> nn.Module:
+    return nn.Linear(1, num_classes)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels[:, 0], reduction="none", ignore_index=-1)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, labels).mean()
+
+
+def loss_of_logits(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sum(1)
+
+
+def top3(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    best = logits.topk(3, dim=1).indices
+    return (best[:, :, None] == labels[:, None, :]).any(2).any(1).float()
+
+
+def brighter(crop: Any, random: Any) -> Any:
+    crop[:] = crop // 2 + random.below(128)
+    return crop
+
+
+def as_floats(crop: Any, random: Any) -> Any:
+    return crop / 255.0
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. (arXiv:2302.06675), algorithm 2; makes its state at the first step."""
+
+    def __init__(self, groups: Any, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weight)
+                update = torch.lerp(weight.grad, state["momentum"], beta1).sign_()
+                weight.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+                state["momentum"].lerp_(weight.grad, 1.0 - beta2)
+
+
+def lion(groups: Any, config: Any) -> Lion:
+    return Lion(groups, config.betas)
+
+
+def adamw(groups: Any, config: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, foreach=False)
+
+
+class RowNorm(torch.optim.Optimizer):
+    """Divides each row's gradient by its norm, which flat pieces of a tensor do not have."""
+
+    def __init__(self, groups: Any, config: Any) -> None:
+        super().__init__(groups, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * F.normalize(weight.grad, dim=-1))
+
+
+class Anchored(RowNorm):
+    """Keeps the first weights, which a state of zeros is not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if not self.state[weight]:
+                    self.state[weight]["first"] = weight.clone()
+                weight.sub_(group["lr"] * (weight.grad + weight - self.state[weight]["first"]))
+
+
+class Noted(RowNorm):
+    """Keeps what is neither of each element nor a count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["rows"] = weight.grad.norm(dim=-1)
+
+
+def no_optimizer(groups: Any, config: Any) -> Any:
+    return None
+
+
+def note(step: int, metrics: dict[str, float]) -> None:
+    LOGGED.append((step, dict(metrics)))
+
+
+def meddle(step: int, metrics: dict[str, float]) -> None:
+    """Tries to change what it can reach."""
+    torch.manual_seed(step)
+    torch.rand(3)
+    metrics.clear()
+    metrics["train/loss"] = -1.0
+
+
+def fail(step: int, metrics: dict[str, float]) -> None:
+    raise KeyError("a name that is not there")
+
+
+def path_of_imports() -> list[str]:
+    return sys.path

@@ -1,0 +1,232 @@
+"""Parts of a user's own: how they are found, what they must be, and whose code is run."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import parts
+from tests.recipes import recipe_with
+from vit_ray import own_parts
+from vit_ray.checkpoints.init_weights import planned_load
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.data.order.keyed_random import KeyedUniform
+from vit_ray.launch.model_checks import check_model, check_own_parts
+from vit_ray.models import build_model
+from vit_ray.models.flops import forward_macs
+from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.own_parts import is_own, own_part, trust_modules
+from vit_ray.train.objective import classification_loss
+from vit_ray.train.optim import build_optimizer, counts_steps, state_types
+
+SIZE = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
+SIDES = {"image_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_parts, "_TRUSTED", {"tests.parts", "tests.parts2"})
+
+
+def checked(**sections: Any) -> None:
+    model = {"name": "ViT", **SIZE, **SIDES}
+    recipe = recipe_with(**{"model": model, **sections})
+    check_model(recipe)
+    check_own_parts(recipe, 4)
+
+
+def own_model(name: str, **options: Any) -> dict[str, Any]:
+    return {"name": f"tests.parts.{name}", **SIDES, **options}
+
+
+def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
+    names = ["ViT-B/16", "R50x1+ViT-B/32", "ViT", "adamw", "masked_patch", "a..b", ".a", "a.1", ""]
+    assert not any(map(is_own, names))
+    assert all(map(is_own, ["a.b", "my_models.conv2.Net"]))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": own_model("Convnet")}, "Convnet in .*parts.py is nothing that can be called; "
+         "did you mean ConvNet?"),
+        ({"model": {"name": "tests.parts2.ConvNet"}}, "there is no module tests.parts2 in .*"
+         "`ray job submit --working-dir`"),
+        ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
+        ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
+         r"image_size\), as BuildsModel of docs/own_parts.md has it: too many"),
+        ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
+        ({"model": own_model("no_module")}, "made a function; make a torch.nn.Module"),
+        ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "
+         "linear layer `head` of 2 outputs with a bias"),
+        ({"model": own_model("Normed")}, r"state that is not trained \(norm.num_batches_tracked, "
+         r"norm.running_mean, norm.running_var\), which checkpoints do not hold"),
+        ({"model": own_model("Objective")}, "a submodule `model`, .*; rename it"),
+        ({"model": own_model("Peeking")}, "its multiply-adds cannot be counted: .* meta"),
+        ({"model": own_model("Features")}, r"it makes \[1, 8, 4, 4\]; return logits of the shape"),
+        ({"model": own_model("ConvNet"), "optim": {"layer_decay": 0.5}}, "goes by the blocks"),
+        ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "'blocks' is no part "
+         "of this model; it has first, second, head"),
+        ({"model": own_model("ConvNet"), "train": {"activation_checkpointing": 1}}, "ConvNet has "
+         "no method set_activation_checkpointing"),
+        ({"model": own_model("ConvNet"), "train": {"loss": "masked_patch"}}, "ConvNet"),
+        ({"train": {"loss": "tests.parts.mean_loss"}}, r"train.loss=tests.parts.mean_loss returns "
+         r"\[\] for 2 images; return a tensor with a value for each"),
+        ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"it does not take "
+         r"loss_of_logits\(logits, labels\), as Loss of"),
+        ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
+         r"\[\]"),
+        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"makes \[8, 8, 3\] float64 of "
+         r"\[8, 8, 3\] uint8"),
+        ({"optim": {"name": "tests.parts.no_optimizer"}}, "made a NoneType; make a torch.optim"),
+        ({"optim": {"name": "tests.parts.RowNorm"}}, "treats each element alike"),
+        ({"optim": {"name": "tests.parts.Anchored"}}, "begins with zeros"),
+        ({"optim": {"name": "tests.parts.Noted"}}, "keeps rows in its state"),
+        ({"train": {"callbacks": ["tests.parts.missing"]}}, "train.callbacks=tests.parts.missing"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_its_contract_says_is_refused_by_name(
+    sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked(**sections)
+
+
+def test_parts_that_are_as_their_contracts_say_pass() -> None:
+    checked(
+        model=own_model("ConvNet", width=4),
+        optim={"name": "tests.parts.lion", "frozen": ["first"]},
+        train={
+            "loss": "tests.parts.cross_entropy",
+            "callbacks": ["tests.parts.note", "tests.parts.meddle"],
+        },
+        evaluate={"metrics": ["tests.parts.top3"]},
+        data={"augment": {"own": "tests.parts.brighter"}},
+    )
+
+
+NAMES = {
+    "model": own_model("ConvNet"),
+    "train": {"loss": "tests.parts.cross_entropy"},
+    "optim": {"name": "tests.parts.lion"},
+}
+
+
+def test_a_recipe_of_a_checkpoint_does_not_have_its_code_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading it, and all that is built of it, leaves the module alone until the user names it."""
+    monkeypatch.setattr(own_parts, "_TRUSTED", set())
+    monkeypatch.delitem(sys.modules, "tests.parts")
+    recorded = json.dumps(recipe_with(**NAMES).model_dump(mode="json"))
+    recipe = Recipe.model_validate_json(recorded)
+    with pytest.raises(ValueError, match=r"add --module tests.parts to the command if you trust"):
+        check_model(recipe)
+    with pytest.raises(ValueError, match=r"model.name=tests.parts.ConvNet: module tests.parts is"):
+        build_model(recipe.model.name, 2, 8)
+    with pytest.raises(ValueError, match=r"call vit_ray.trust_modules\('tests.parts'\)"):
+        classification_loss(torch.zeros(1, 2), torch.zeros(1, 1).long(), recipe.train)
+    assert "tests.parts" not in sys.modules
+    trust_modules("tests")
+    build_model(recipe.model.name, 2, 8)
+    assert "tests.parts" in sys.modules
+
+
+def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(json.dumps({"name": "own", "base": "digits", "train": NAMES["train"]}))
+    monkeypatch.setattr(own_parts, "_TRUSTED", set())
+    recipe = load_recipe(path)
+    sent = pickle.dumps(recipe)
+    for receive in (lambda: recipe, lambda: pickle.loads(sent)):
+        found = receive()
+        own_part(found.train.loss, "train.loss", own_parts.Loss)
+        monkeypatch.setattr(own_parts, "_TRUSTED", set())
+
+
+def test_products_of_a_model_of_ones_own_are_those_of_the_same_model_of_ours() -> None:
+    options = {**SIZE, "pool": "gap"}
+    ours = forward_macs("ViT", 5, 8, **options)
+    assert forward_macs("tests.parts.Wrapped", 5, 8, **options) == ours
+    with FlopCounterMode(display=False) as counter:
+        parts.ConvNet(5, (8, 8))(torch.zeros(1, 3, 8, 8))
+    assert forward_macs("tests.parts.ConvNet", 5, 8) == counter.get_total_flops() // 2
+
+
+def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path: Path) -> None:
+    model, other = (build_model("tests.parts.ConvNet", k, 8) for k in (5, 3))
+    for place in (tmp_path / "weights.safetensors", tmp_path / "folder"):
+        save_weights(model, place, "vit_ray")
+        report = load_weights(other, place)
+        assert sorted(report.new) == ["head.bias", "head.weight"]
+        torch.testing.assert_close(other.get_parameter("first.weight"), model.first.weight)
+    with pytest.raises(ValueError, match=r"layout='timm' has no names for .* \(ConvNet\)"):
+        save_weights(model, tmp_path / "timm.safetensors", "timm")
+
+
+def test_an_own_loss_gives_the_numbers_of_ours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = (
+        torch.randn(6, 4, generator=generator),
+        torch.tensor([[0], [1], [3], [-1], [2], [2]]),
+    )
+    own = TrainConfig(loss="tests.parts.cross_entropy")
+    ours = TrainConfig()
+    assert torch.equal(
+        classification_loss(logits, labels, own), classification_loss(logits, labels, ours)
+    )
+
+
+def test_an_own_augmentation_draws_by_sample_alone() -> None:
+    image = np.zeros((20, 20, 3), np.uint8)
+    import cv2
+
+    encoded = cv2.imencode(".png", image)[1].tobytes()
+    how = Augmentation(size=8, own=parts.brighter)
+    crops = [int(training_crop(encoded, how, (3, 0, sample)).max()) for sample in (0, 1, 2, 0)]
+    assert crops[0] == crops[3]
+    assert len(set(crops)) == 3
+    assert crops[0] == KeyedUniform(3, 0, 0, 6).below(128)
+
+
+def test_what_an_own_optimizer_keeps_is_known_before_a_run() -> None:
+    lion = OptimConfig(name="tests.parts.lion", betas=(0.9, 0.99))
+    assert state_types(lion) == {"momentum": torch.float32}
+    assert not counts_steps(lion)
+    adamw = OptimConfig(name="tests.parts.adamw")
+    assert state_types(adamw) == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    assert counts_steps(adamw)
+
+
+def test_a_refused_step_of_an_own_optimizer_changes_nothing() -> None:
+    model = parts.ConvNet(2, (8, 8))
+    optimizer: Any = build_optimizer(model, OptimConfig(name="tests.parts.lion"))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+    before = [p.detach().clone() for p in model.parameters()]
+    for refused in (1.0, 0.0):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for p in model.parameters():
+            p.grad = torch.full_like(p, float("nan") if refused else 1.0)
+        optimizer.found_inf = torch.tensor(refused)
+        optimizer.step()
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) is bool(refused)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_load_is_planned_without_values_of_an_own_model(tmp_path: Path) -> None:
+    save_weights(build_model("tests.parts.ConvNet", 5, 8), tmp_path / "w.safetensors", "vit_ray")
+    config = recipe_with(model=own_model("ConvNet")).model
+    report = planned_load(config, 5, str(tmp_path / "w.safetensors"), "auto", "bilinear")
+    assert report.new == []

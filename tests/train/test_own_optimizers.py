@@ -1,0 +1,71 @@
+"""Optimizers of a user's own, under every ZeRO stage and through a checkpoint."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.engine_runs import GLOBAL_BATCH, Run, resumed, straight_and_saved
+from tests.train.ranks import run_ranks
+from vit_ray import trust_modules
+
+OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+
+
+def config(name: str, stage: int) -> dict[str, Any]:
+    train = {"zero_stage": stage, "precision": "fp32", "averaging": 0.9}
+    optim = {**OPTIM, "name": name}
+    return {"name": f"{name}-{stage}", "micro": GLOBAL_BATCH // 4, "train": train, "optim": optim}
+
+
+LION = [config("tests.parts.lion", stage) for stage in range(4)]
+ADAMW = [config(name, stage) for name in ("tests.parts.adamw", "adamw") for stage in range(4)]
+
+
+def trusting(rank: int, what: Any, *arguments: Any) -> dict[Any, Run]:
+    trust_modules("tests.parts")
+    found: dict[Any, Run] = what(rank, *arguments)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("own_optimizers"))
+
+
+@pytest.fixture(scope="module")
+def straight(folder: str) -> dict[str, Run]:
+    return run_ranks(2, trusting, straight_and_saved, LION + ADAMW, folder)[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_adamw_from_a_users_module_trains_as_the_built_in_one(
+    straight: dict[str, Run], stage: int
+) -> None:
+    own, ours = straight[f"tests.parts.adamw-{stage}"], straight[f"adamw-{stage}"]
+    assert own.losses == pytest.approx(ours.losses, rel=1e-5)
+    assert own.losses[0] != pytest.approx(own.losses[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", range(1, 4))
+def test_it_trains_alike_under_every_stage(straight: dict[str, Run], stage: int) -> None:
+    expected = straight["tests.parts.lion-0"]
+    # Signs of tiny momenta may differ, which the sums over ranks round in another order.
+    assert straight[f"tests.parts.lion-{stage}"].losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_under_another_stage(
+    straight: dict[str, Run], folder: str
+) -> None:
+    same = [{**c, "from": c["name"]} for c in (*LION, *ADAMW[:4])]
+    others = [
+        {**c, "from": f"{c['optim']['name']}-{(stage + 2) % 4}"}
+        for kind in (LION, ADAMW[:4])
+        for stage, c in enumerate(kind)
+    ]
+    for (name, source), run in run_ranks(2, trusting, resumed, same + others, folder)[0].items():
+        expected = straight[source]
+        if name == source:
+            assert run.losses == expected.losses[2:], name
+            assert torch.equal(run.averaged, expected.averaged), name
+        assert run.losses == pytest.approx(expected.losses[2:], rel=1e-4), (name, source)

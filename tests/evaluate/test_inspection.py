@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import ViTForImageClassification
 
 from tests.models.small import FAMILIES, small_model
+from tests.parts import ConvNet
 from vit_ray.evaluate.inspection import (
     attention_figures,
     filter_components,
@@ -59,7 +60,18 @@ def test_filter_components_are_those_of_scikit_learn() -> None:
 def test_the_first_kernel_is_the_one_that_sees_the_pixels(
     family: str, shape: tuple[int, ...]
 ) -> None:
-    assert first_kernel(small_model(family)).shape == shape
+    kernel = first_kernel(small_model(family))
+    assert kernel is not None
+    assert kernel.shape == shape
+
+
+def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path: Path) -> None:
+    found = inspect_model(ConvNet(3, (32, 32)), pictures(), tmp_path)
+    assert isinstance(found["filters"], Path)
+    without = inspect_model(torch.nn.Linear(2, 2), pictures(), tmp_path)
+    assert without["filters"] == "the model has no convolution of the pixels"
+    for figures in (found, without):
+        assert "has no attention over the whole image" in str(figures["attention_rollout"])
 
 
 def test_position_similarity_is_a_cosine_for_each_pair_of_patches() -> None:

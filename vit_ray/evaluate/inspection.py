@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vit_ray.measure.activation_memory import ActivationMemory
 from vit_ray.models.axial import AxialViT
 from vit_ray.models.sizes import Grid
-from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+from vit_ray.models.vit import VisionTransformer
 
 FloatArray = NDArray[np.float32]
 UInt8Array = NDArray[np.uint8]
@@ -24,12 +24,14 @@ UInt8Array = NDArray[np.uint8]
 ATTENTION_BUDGET_BYTES = 2**30
 
 
-def first_kernel(model: nn.Module) -> FloatArray:
-    """The filters that see the pixels: (D, 3, P, P) of the patch embedding or a ResNet's root."""
-    owner = model.embedding if isinstance(model, VisionTransformer) else model
-    assert isinstance(owner, nn.Module)
-    layer = "projection" if isinstance(owner, PatchEmbedding) else "root"
-    return owner.get_parameter(f"{layer}.weight").detach().float().cpu().numpy()
+def first_kernel(model: nn.Module) -> FloatArray | None:
+    """The filters that see the pixels: (D, 3, P, P) of the patch embedding or a ResNet's root.
+
+    None for a model of the user's own without a convolution of three channels.
+    """
+    kernels = (p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3)
+    kernel = next(kernels, None)
+    return None if kernel is None else kernel.detach().float().cpu().numpy()
 
 
 def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, FloatArray]:

@@ -40,8 +40,11 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         file, or the reason why this model has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    kernel = first_kernel(model)
     results: dict[str, Path | str] = {
-        "filters": draw_filters(*filter_components(first_kernel(model)), folder / "filters.png")
+        "filters": "the model has no convolution of the pixels"
+        if kernel is None
+        else draw_filters(*filter_components(kernel), folder / "filters.png")
     }
     vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
     results["position_similarity"] = (

@@ -24,11 +24,13 @@ from vit_ray.models import build_model
 from vit_ray.models.flops import forward_macs
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.own_parts import is_own, own_part, trust_modules
+from vit_ray.train.memory_estimate import step_macs
 from vit_ray.train.objective import classification_loss
 from vit_ray.train.optim import build_optimizer, counts_steps, state_types
 
 SIZE = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 SIDES = {"image_size": 8}
+WRAPPED = "tests.parts.Wrapped"
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +102,26 @@ def test_what_is_not_as_its_contract_says_is_refused_by_name(
         checked(**sections)
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"augment": {"own": "a.grey"}, "decode": "device"}}, r"augment.own=a.grey is "
+         "done by the reading tasks; set decode=host"),
+        ({"evaluate": {"metrics": ["a.top1"]}}, "eval/top1 is of two metrics; rename one"),
+        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "eval/f1 is of two metrics; rename one"),
+        ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),
+        ({"optim": {"name": "a.lion", "first_moment": "bf16"}}, "set it to fp32 for a.lion"),
+        ({"train": {"loss": "focal"}}, "'masked_patch'; train.loss: 'focal' is no part of your "
+         "own, such as mymodule.mypart"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_parts_of_ones_own_is_refused_without_them(
+    sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe_with(**sections)
+
+
 def test_parts_that_are_as_their_contracts_say_pass() -> None:
     checked(
         model=own_model("ConvNet", width=4),
@@ -134,6 +156,9 @@ def test_a_recipe_of_a_checkpoint_does_not_have_its_code_imported(
         build_model(recipe.model.name, 2, 8)
     with pytest.raises(ValueError, match=r"call vit_ray.trust_modules\('tests.parts'\)"):
         classification_loss(torch.zeros(1, 2), torch.zeros(1, 1).long(), recipe.train)
+    trust_modules("tests.part", "tests.parts.ConvNet", "test")  # others
+    with pytest.raises(ValueError, match=r"vit_ray\.trust_modules"):
+        check_model(recipe)
     assert "tests.parts" not in sys.modules
     trust_modules("tests")
     build_model(recipe.model.name, 2, 8)
@@ -152,6 +177,16 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(
         found = receive()
         own_part(found.train.loss, "train.loss", own_parts.Loss)
         monkeypatch.setattr(own_parts, "_TRUSTED", set())
+
+
+def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours() -> None:
+    """Recomputed blocks too; torch's counter finds what the count by sizes says."""
+    ours = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
+    train = {"activation_checkpointing": 1, "compile": False}
+    recipes = (recipe_with(model={**ours, "name": n}, train=train) for n in ("ViT", WRAPPED))
+    expected, found = (step_macs(recipe, 5) for recipe in recipes)
+    assert found == expected
+    assert found.recomputed > 0
 
 
 def test_products_of_a_model_of_ones_own_are_those_of_the_same_model_of_ours() -> None:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-DOTTED: Final = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
-"""Of a part, with its module: no built-in part has such a name."""
+_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _TRUSTED: Final[set[str]] = set()
 _OPTIONS: Final[Mapping[str, Any]] = {}
 
@@ -119,8 +118,8 @@ Contract = TypeVar("Contract")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is of a part of the user's own."""
-    return re.fullmatch(DOTTED, name) is not None
+    """Whether a name is of a part of the user's own: no built-in part has such a name."""
+    return _DOTTED.fullmatch(name) is not None
 
 
 def trust_modules(*names: str) -> None:

@@ -235,7 +235,7 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "
-            "train.step_timeout_s evaluate.batch_size",
+            "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
         ),
         (OnResume.LENGTH, "optim.steps optim.epochs optim.images"),
         (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
@@ -266,6 +266,15 @@ def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
         # Without values the switch is off where it is unset, or 0.
         can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
         assert used_if.values or can_be_off, used_if
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])
+def test_betas_decide_with_an_optimizer_of_the_users(name: str, is_used: bool) -> None:
+    before, now = (
+        Recipe(name="r", optim={"name": name, "betas": (0.9, beta)}).flat() for beta in (0.9, 0.99)
+    )
+    changed = [change.key for change in incompatible_changes(before, now)]
+    assert changed == (["optim.betas"] if is_used else [])
 
 
 @pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])

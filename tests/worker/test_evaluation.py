@@ -65,7 +65,7 @@ def evaluated(rank: int) -> dict[int, Any]:
     found = {}
     for stage in (0, 3):
         train = TrainConfig(zero_stage=stage, precision="fp32")
-        metrics = {"metrics": ["tests.parts.top3"]}
+        metrics = {"metrics": ["tests.parts.top3", "tests.parts.largest"]}
         recipe = recipe_with(train=train.model_dump(), evaluate=metrics)
         engine = build_engine(train, world_size, 1)
         config = EvalConfig(shots=(1, 3), few_shot_seeds=2)
@@ -110,6 +110,8 @@ def test_a_metric_of_the_users_is_the_mean_over_all_images(
     assert 0 < expected < 1
     for rank in shared:
         assert rank[stage][1]["top3"] == pytest.approx(expected)
+        # Of a row that pads the last batch it is not 0.
+        assert rank[stage][1]["largest"] == pytest.approx(alone[3].max(1).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

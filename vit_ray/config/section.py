@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from vit_ray.own_parts import DOTTED
+from vit_ray.own_parts import is_own
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -16,7 +16,15 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0)]
-OwnPart = Annotated[str, Field(pattern=rf"^{DOTTED}$")]
+
+
+def _is_dotted(name: str) -> str:
+    if not is_own(name):
+        raise ValueError(f"{name!r} is no part of your own, such as mymodule.mypart")
+    return name
+
+
+OwnPart = Annotated[str, AfterValidator(_is_dotted)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 ImageSize = Positive | tuple[Positive, Positive]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,8 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 from scipy.stats import binomtest
 from sklearn.datasets import load_sample_images
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -31,6 +34,7 @@ from vit_ray.commands.export import export
 from vit_ray.commands.model_card import image_processor, wilson_interval
 from vit_ray.config import load_recipe
 from vit_ray.config.validation import InvalidValueError
+from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
 from vit_ray.models.weights import load_weights, save_weights
 
@@ -194,7 +198,15 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Pat
     interval = binomtest(34, 40).proportion_ci(method="wilson")
     assert f"{interval.low:.2%} to {interval.high:.2%}" in card.text
     assert "A proxy, not a result of the paper's setting: paper.task is not set" in card.text
-    for fact in ("CC BY 4.0", "data/train", "2 worker-hours", "0123abc", "exaFLOPs", "name: ViT"):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        small_model("ViT", pool="gap")(some_images(1))  # which computes all of its last block
+    # Without the class token, which is one of 17 tokens.
+    exaflops = 3 * counter.get_total_flops() * 1000 / 1e18
+    (compute,) = re.findall(r"\| compute \| (\S+) exaFLOPs \|", card.text)
+    assert float(compute) == pytest.approx(exaflops, rel=0.1)
+    print_of_data = open_dataset(str(tmp_path / "data/train")).fingerprint
+    assert f"| fingerprint of the data | {print_of_data} |" in card.text
+    for fact in ("CC BY 4.0", "data/train", "2 worker-hours", "0123abc", "name: ViT"):
         assert fact in card.text
     assert "secret" not in card.content
     assert "MLflow run" in card.text

@@ -43,9 +43,9 @@ logits = model(**processor(images=image, return_tensors="pt")).logits""",
 model = timm.create_model("hf-hub:{name}", pretrained=True)""",
 }
 _PAPER: Final = " of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
-_USE_OURS: Final = """from vit_ray import build_model, load_weights
-{trust}
-model = build_model({arguments})
+_USE_OURS: Final = """from vit_ray import {names}
+
+{trust}model = build_model({arguments})
 load_weights(model, "{file}")"""
 
 
@@ -86,12 +86,12 @@ def model_card(
         [repr(shape.name), str(num_classes), str(shape.image_size)]
         + [f"{key}={value!r}" for key, value in shape.options().items()]
     )
-    trust = ""
+    names, trust = "build_model, load_weights", ""
     if is_own(shape.name):
         module = shape.name.rpartition(".")[0]
-        trust = f"from vit_ray import trust_modules\n\ntrust_modules({module!r})  # its code is run"
+        names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # its code is run\n"
     use = _USE.get(config.layout, _USE_OURS).format(
-        name=name, file=file, arguments=arguments, trust=trust
+        name=name, file=file, arguments=arguments, names=names, trust=trust
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     text = [

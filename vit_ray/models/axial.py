@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import line_keys, numbered_keys
 from vit_ray.models.encoder import Block, WeightsSink
-from vit_ray.models.hybrid import ResNetTrunk
 from vit_ray.models.layers import Head, Linear
 from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.resnet import ResNetTrunk
 from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.vit import VisionTransformer
 

@@ -8,8 +8,7 @@ from torch.nn import Parameter
 from vit_ray.model_aliases import resolved_model
 from vit_ray.models.axial import AxialResNet, AxialViT
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
-from vit_ray.models.hybrid import ResNetEmbedding
-from vit_ray.models.resnet import BitResNet
+from vit_ray.models.resnet import BitResNet, ResNetEmbedding
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 from vit_ray.own_parts import BuildsModel, is_own, own_part
 

@@ -1,21 +1,24 @@
-"""BiT ResNets (Kolesnikov et al., arXiv 1912.11370).
+"""BiT ResNets (Kolesnikov et al., arXiv 1912.11370), and the ResNets under hybrids.
 
-Pre-activation units, group norm, standardised kernels.
-Padding, epsilons and order of layers are those of google-research/big_transfer, so that its
-published weights give its logits.
+BiT has pre-activation units; padding, epsilons and order of layers are those of
+google-research/big_transfer. The hybrids' embedding is a post-activation ResNet whose feature-map
+pixels are the patches, as in google-research/vision_transformer, `models_resnet.py`. So published
+weights of both give their logits. All have group norm and standardised kernels.
 """
 
-# B images, C channels, K classes
+# B images, C channels, K classes, h w grid, D width
 
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit_ray.models.layers import Head, StandardizedConv2d
+from vit_ray.models.layers import Head, PatchProjection, StandardizedConv2d, pad_same
 from vit_ray.models.recompute import Chain, Recomputable
-from vit_ray.models.sizes import ResNetOptions, ResNetSize
+from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
 
 NUM_GROUPS = 32
 # big_transfer's `bit_pytorch/models.py` has PyTorch's group norm.
@@ -68,3 +71,104 @@ class BitResNet(Recomputable):
         # No norm or ReLU before the pool, so that padding with 0 and not -inf matters: as BiT.
         x_BCHW = F.max_pool2d(F.pad(x_BCHW, (1, 1, 1, 1)), kernel_size=3, stride=2)
         return torch.mean(F.relu(self.norm(self.units(x_BCHW))), dim=(2, 3))
+
+
+standardized = partial(StandardizedConv2d, is_flax=True)
+
+
+def middle_convolution(width: int, grid: Grid, stride: int) -> nn.Module:
+    """The layer in the middle of a unit, for maps of a grid."""
+    return standardized(width, width, 3, stride)
+
+
+class ScaledGroupNorm(nn.GroupNorm):
+    """flax's group norm, whose scale starts at a value: 0 for the last of a unit, else 1."""
+
+    def __init__(self, channels: int, initial_scale: float = 1.0) -> None:
+        super().__init__(NUM_GROUPS, channels, eps=1e-6)
+        nn.init.constant_(self.weight, initial_scale)
+
+
+class PostActivationUnit(nn.Module):
+    """Bottleneck with norm after each convolution and ReLU after the sum; stride on the middle.
+
+    Args:
+        channels_in: what it takes; it gives 4 x `width`.
+        width: channels inside.
+        stride: of the layer in the middle.
+        middle: makes that layer.
+    """
+
+    def __init__(
+        self, channels_in: int, width: int, stride: int, middle: Callable[[], nn.Module]
+    ) -> None:
+        super().__init__()
+        channels_out = 4 * width
+        self.conv1 = standardized(channels_in, width, 1)
+        self.norm1 = ScaledGroupNorm(width)
+        self.conv2 = middle()
+        self.norm2 = ScaledGroupNorm(width)
+        self.conv3 = standardized(width, channels_out, 1)
+        self.norm3 = ScaledGroupNorm(channels_out, initial_scale=0.0)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or channels_in != channels_out:
+            conv = standardized(channels_in, channels_out, 1, stride)
+            parts = [("conv", conv), ("norm", ScaledGroupNorm(channels_out))]
+            self.shortcut = nn.Sequential(OrderedDict(parts))
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, 4 width, ceil(H / stride), ceil(W / stride))."""
+        kept = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
+        y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
+        y_BCHW = F.relu(self.norm2(self.conv2(y_BCHW)))
+        return F.relu(kept + self.norm3(self.conv3(y_BCHW)))
+
+
+class ResNetTrunk(Recomputable):
+    """Root, norm, pool and units: images to a feature map.
+
+    Args:
+        size: units and widths.
+        image_size: height and width.
+        middle: makes the layer in the middle of a unit, of its width, its map's grid and a stride.
+    """
+
+    def __init__(
+        self,
+        size: ResNetSize,
+        image_size: Grid,
+        middle: Callable[[int, Grid, int], nn.Module] = middle_convolution,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.root = standardized(3, size.widths[0], 7, stride=2)
+        self.root_norm = ScaledGroupNorm(size.widths[0])
+        grid = (-(-image_size[0] // 4), -(-image_size[1] // 4))
+        self.units = Chain()
+        for channels, width, stride in size.units():
+            layer = partial(middle, width, grid, stride)
+            self.units.append(PostActivationUnit(channels, width, stride, layer))
+            grid = (-(-grid[0] // stride), -(-grid[1] // stride))
+
+    def feature_map(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, C, h, w)."""
+        x_BCHW = F.relu(self.root_norm(self.root(images.to(self.root.weight.dtype))))
+        # After the ReLU, padding with 0 and with -inf is the same.
+        return self.units(F.max_pool2d(pad_same(x_BCHW, 3, 2), kernel_size=3, stride=2))
+
+
+class ResNetEmbedding(ResNetTrunk):
+    """Images to a ResNet feature map, each pixel projected to the encoder's width.
+
+    Three stages reduce a side by 16, four by 32 (paper 4.1), rounding up as SAME padding does.
+    """
+
+    def __init__(self, size: ResNetSize, width: int, image_size: Grid) -> None:
+        grid = size.grid(image_size)
+        super().__init__(size, image_size)
+        self.patch_size, self.grid = size.reduction, grid
+        self.projection = PatchProjection(size.channels_out, width, patch_size=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) to (B, h, w, D)."""
+        return self.projection(self.feature_map(images))

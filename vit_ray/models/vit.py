@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from vit_ray.models.counter_random import numbered_keys
 from vit_ray.models.dropout import Dropout
 from vit_ray.models.encoder import AttentionPool, Block, WeightsSink, layer_norm
-from vit_ray.models.hybrid import ResNetEmbedding
 from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
@@ -19,6 +18,7 @@ from vit_ray.models.positions import (
     SincosPositions2d,
 )
 from vit_ray.models.recompute import Chain, Recomputable, is_recomputed, run_block
+from vit_ray.models.resnet import ResNetEmbedding
 from vit_ray.models.sizes import EncoderSize, Grid, VitOptions
 
 _POSITIONS: dict[str, type[nn.Module]] = {

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from vit_ray.models.hybrid import ResNetEmbedding
+from vit_ray.models.resnet import ResNetEmbedding
 from vit_ray.models.vit import VisionTransformer
 
 # Kinds of call of one block: train and evaluate, all tokens and the first alone, two batch sizes.

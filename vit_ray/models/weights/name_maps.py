@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models.axial import AxialViT
-from vit_ray.models.hybrid import ResNetEmbedding
-from vit_ray.models.resnet import BitResNet
+from vit_ray.models.resnet import BitResNet, ResNetEmbedding
 from vit_ray.models.vit import VisionTransformer
 
 LAYOUTS = ("jax", "timm", "huggingface", "vit_ray")

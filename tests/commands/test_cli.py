@@ -16,6 +16,7 @@ import yaml
 from click.shell_completion import ShellComplete
 
 from tests.commands.command_line import run_cli
+from vit_ray import own_parts
 from vit_ray.commands import cli
 from vit_ray.commands.help_pages import print_help, sections_below
 from vit_ray.commands.job_list import COMMANDS, Command
@@ -26,6 +27,17 @@ from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_fold
 ROOT = Path(__file__).parents[2]
 # Everything that takes a second or a hundred megabytes to import.
 HEAVY = {"torch", "ray", "mlflow", "pyarrow", "numpy", "deepspeed", "scipy", "cv2", "pandas"}
+
+
+def test_a_module_is_trusted_by_an_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_parts, "_TRUSTED", set())
+    with pytest.raises(SystemExit) as ended:
+        cli.vit_ray.main(["pretrain", "--module", "tests.parts", "digits", "--recipe"])
+    assert ended.value.code == 0
+    assert {"tests.parts"} == own_parts._TRUSTED
+    assert "name: digits-vit" in capsys.readouterr().out
 
 
 raised: list[Exception] = []

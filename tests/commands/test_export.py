@@ -32,10 +32,12 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.weight_files import published_classes
 from vit_ray.commands.export import export
 from vit_ray.commands.model_card import image_processor, wilson_interval
-from vit_ray.config import load_recipe
+from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.launch.prepared_run import PreparedRun, check_weights
+from vit_ray.launch.streams import resolve_run
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")
@@ -348,7 +350,15 @@ def test_a_border_is_not_left_out_in_silence() -> None:
         image_processor(Augmentation("center_crop", 32, flip=False, resize=36, border=2))
 
 
-def test_code_that_only_a_checkpoint_names_is_not_run_by_an_export(
+def evaluation_of(recipe: Recipe) -> PreparedRun:
+    """As prepared, on a set of five classes."""
+    folder = Path(recipe.output).with_name("test")
+    manifest = write_set(folder, [(f"t{index}", [index % 5]) for index in range(5)], CLASSES)
+    recipe = recipe.with_changes(data={"eval": manifest.path})
+    return PreparedRun(recipe, "evaluate", resolve_run(recipe, needs_train=False))
+
+
+def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of our ViT says that it is of a model in a module, whose import would show."""
@@ -365,6 +375,7 @@ def test_code_that_only_a_checkpoint_names_is_not_run_by_an_export(
     ).recorded()
     run = Path(write_run(tmp_path / "run", model, facts={"recipe": recorded}))
     path = export_to(tmp_path, run, layout="vit_ray")
+    check_weights(evaluation_of(tiny_recipe(tmp_path, init_from=str(run))))
     again = small_model("ViT")
     load_weights(again, path)
     assert torch.equal(again(some_images()), model(some_images()))

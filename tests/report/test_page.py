@@ -270,3 +270,17 @@ def test_what_does_not_exist_is_refused_with_what_does(study, tmp_path):
     with pytest.raises(ValueError, match="no such file; give the MLflow database"):
         build_report(f"sqlite:///{missing}", "scaling", tmp_path / "r.html")
     assert not missing.exists()
+
+
+def test_a_module_that_a_run_names_is_shown_and_not_imported(empty_store, tmp_path, monkeypatch):
+    (tmp_path / "mischief.py").write_text("raise SystemExit('its code was run')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("own")
+    parts = ("model.name", "train.loss", "optim.name", "data.augment.own")
+    params = dict.fromkeys(parts, "mischief.part")
+    tags = {"vit_ray.kind": "pretrain", "vit_ray.model": "mischief.part"}
+    store_run(client, experiment, "own", {"eval/top1": 0.5}, params, tags)
+    assert "mischief.part" in build_report(uri, "own", tmp_path / "page.html").read_text()

@@ -46,11 +46,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(0, 5, (GLOBAL_BATCH, 1), generator=generator)
 
 
-def small_model() -> torch.nn.Module:
+def small_model(name: str = "ViT") -> torch.nn.Module:
     torch.manual_seed(0)
     # Odd sizes: nothing divides evenly by the ranks.
     return build_model(
-        "ViT",
+        name,
         5,
         image_size=8,
         depth=2,
@@ -63,10 +63,10 @@ def small_model() -> torch.nn.Module:
 
 
 def build_engine(
-    train: TrainConfig, world_size: int, micro: int, optim: Any = OPTIM
+    train: TrainConfig, world_size: int, micro: int, optim: Any = OPTIM, model: Any = None
 ) -> DeepSpeedEngine:
     torch.nn.functional.linear = PLAIN_LINEAR
-    model = small_model()
+    model = model or small_model()
     freeze(model, optim.frozen)
     return DeepSpeedEngine(
         model,

@@ -1,13 +1,23 @@
-"""Optimizers of a user's own, under every ZeRO stage and through a checkpoint."""
+"""Models and optimizers of a user's own, under every ZeRO stage and through a checkpoint."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.train.engine_runs import GLOBAL_BATCH, Run, resumed, straight_and_saved
+from tests.train.engine_runs import (
+    GLOBAL_BATCH,
+    Run,
+    build_engine,
+    finished,
+    resumed,
+    run_steps,
+    small_model,
+    straight_and_saved,
+)
 from tests.train.ranks import run_ranks
 from vit_ray import trust_modules
+from vit_ray.config.training_sections import TrainConfig
 
 OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
@@ -36,6 +46,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def straight(folder: str) -> dict[str, Run]:
     return run_ranks(2, trusting, straight_and_saved, LION + ADAMW, folder)[0]
+
+
+def of_wrapped_and_plain(rank: int) -> dict[int, list[Run]]:
+    """Our ViT alone and in a user's module, by stage; recomputed."""
+    trust_modules("tests.parts")
+    found = {}
+    for stage in range(4):
+        train = TrainConfig(
+            zero_stage=stage, precision="bf16", averaging=0.9, activation_checkpointing=1
+        )
+        found[stage] = []
+        for name in ("ViT", "tests.parts.Wrapped"):
+            engine = build_engine(train, 2, 2, model=small_model(name))
+            found[stage].append(finished(engine, run_steps(engine, 0, 3, 2)))
+    return found
+
+
+def test_our_model_in_a_users_module_trains_as_alone_under_every_stage() -> None:
+    for ours, own in run_ranks(2, of_wrapped_and_plain)[0].values():
+        assert own.losses == ours.losses
+        assert torch.equal(own.averaged, ours.averaged)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -19,12 +19,12 @@ from huggingface_hub.errors import (
 )
 from pyarrow import fs
 
-from vit_ray.models.weights.files import (
+from vit_ray.models.weights.files import parts_of
+from vit_ray.models.weights.folder_config import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_WEIGHTS,
     parse_settings,
-    parts_of,
 )
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import WeightFile, read_weights

@@ -18,7 +18,8 @@ from vit_ray.config.command_sections import ExportConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation
 from vit_ray.launch.streams import augmentation_of
-from vit_ray.models.weights.files import FOLDER_CONFIG, check_suffix, weights_file
+from vit_ray.models.weights.files import check_suffix
+from vit_ray.models.weights.folder_config import FOLDER_CONFIG, weights_file
 from vit_ray.models.weights.input_statistics import FOLDER_PREPROCESSOR
 from vit_ray.models.weights.load_save import save_weights
 from vit_ray.models.weights.state_dicts import LoadReport

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
-from vit_ray.models.weights.files import (
+from vit_ray.models.weights.folder_config import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_WEIGHTS,

@@ -19,14 +19,8 @@ from vit_ray.models.weights.aliases import (
     without_training_state,
     without_wrappers,
 )
-from vit_ray.models.weights.files import (
-    Opener,
-    Origin,
-    config_beside,
-    differences_of,
-    read_tensors,
-    write_tensors,
-)
+from vit_ray.models.weights.files import Opener, Origin, read_tensors, write_tensors
+from vit_ray.models.weights.folder_config import config_beside, differences_of
 from vit_ray.models.weights.input_statistics import (
     OURS,
     InputStatistics,

@@ -1,0 +1,186 @@
+"""`config.json` beside weights: what transformers or timm builds the same model with.
+
+Read for what tensors do not say, and written for those libraries with the class names.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vit_ray.models.encoder import LAYER_NORM_EPS
+from vit_ray.models.resnet import BitResNet
+from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+
+# What a folder of Hugging Face transformers holds.
+FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
+# In place of the weights where these are split over files: which file holds which tensor.
+FOLDER_INDEX = "model.safetensors.index.json"
+
+GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
+"""Exact, or by tanh as here; they differ by 5e-4 at most."""
+MOST_EPS = 1e-5
+"""torch's default epsilon of a layer norm."""
+
+
+def weights_file(layout: str) -> str:
+    """Name of the weights in the folder of a model."""
+    return "model.npz" if layout == "jax" else FOLDER_WEIGHTS
+
+
+def config_beside(path: Path) -> dict[str, Any]:
+    """The `config.json` that transformers or timm would build the model of a folder with.
+
+    Args:
+        path: the folder, or the file of weights in it; a file of another name has no such folder.
+    """
+    if path.is_dir():
+        return read_settings(path / FOLDER_CONFIG)
+    is_in_folder = path.name in (FOLDER_WEIGHTS, FOLDER_INDEX)
+    return read_settings(path.with_name(FOLDER_CONFIG)) if is_in_folder else {}
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a JSON file beside weights says; nothing where there is none.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return parse_settings(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def parse_settings(content: bytes, source: str) -> dict[str, Any]:
+    """The content of such a file.
+
+    Raises:
+        ValueError: as `read_settings`.
+    """
+    try:
+        settings = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON ({error}); fetch it again") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def differences_of(config: dict[str, Any]) -> list[str]:
+    """Settings of the function that a file's tensors were trained in, which differ slightly here.
+
+    Args:
+        config: of transformers, or of timm with its `model_args`.
+
+    Raises:
+        ValueError: another activation or normalisation than our blocks have.
+    """
+    if config.get("model_type") == "bit":
+        return []  # a ResNet has other activations and no layer norm
+    options = config.get("model_args")
+    settings = {**config, **(options if isinstance(options, dict) else {})}
+    allowed: dict[str, tuple[str, ...]] = {
+        "hidden_act": GELUS,
+        "act_layer": GELUS,
+        "pooler_act": ("tanh",),
+        "norm_layer": ("layernorm",),
+    }
+    for name, values in allowed.items():
+        if (value := settings.get(name)) is not None and value not in values:
+            raise ValueError(f"{FOLDER_CONFIG} has {name}={value!r}; use {' or '.join(values)}")
+    if "quickgelu" in str(config.get("architecture")):
+        raise ValueError(f"{FOLDER_CONFIG} has architecture={config['architecture']!r}; use gelu")
+    epsilon = settings.get("layer_norm_eps", LAYER_NORM_EPS)
+    if epsilon > MOST_EPS:
+        raise ValueError(
+            f"{FOLDER_CONFIG} has layer_norm_eps={epsilon:g}; models here have {LAYER_NORM_EPS:g}, "
+            f"and only values up to {MOST_EPS:g} are close to it"
+        )
+    found = [] if epsilon == LAYER_NORM_EPS else [f"layer_norm_eps={epsilon:g}"]
+    return found + [f"{name}=gelu" for name in allowed if settings.get(name) == "gelu"]
+
+
+def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict[str, Any]:
+    """`config.json`: the class names, and what a layout's own library builds the model with.
+
+    transformers' defaults differ from our blocks in the activation and the epsilon, timm's in the
+    activation and in the norm of a mean over tokens. timm 1.0.20 gives our logits, within 1e-6, by
+    what is written here; a model that it does not have gets no `architecture`.
+    """
+    num_classes = model.get_parameter("head.bias").numel()
+    if layout == "huggingface":
+        labels = {i: classes[i] if classes else f"LABEL_{i}" for i in range(num_classes)}
+        places = {name: index for index, name in labels.items()}
+        return {**_huggingface_config(model), "id2label": labels, "label2id": places}
+    config: dict[str, Any] = {"num_classes": num_classes}
+    if classes:
+        config["label_names"] = list(classes)
+    if layout != "timm" or not isinstance(model, VisionTransformer):
+        return config
+    has_class_token, has_positions = model.class_token is not None, len(model.positions) > 0
+    if (
+        model.options.representation
+        or not isinstance(model.embedding, PatchEmbedding)
+        or (has_class_token and not has_positions)  # without positions timm leaves the token out
+    ):
+        return config
+    size, patch = model.size, model.embedding.patch_size
+    sides = [side * patch for side in model.grid]
+    exact = int(size.width * (size.mlp_dim / size.width)) == size.mlp_dim
+    return {
+        "architecture": "vit_base_patch16_224",
+        **config,
+        "num_features": size.width,
+        "model_args": {
+            "global_pool": "token" if has_class_token else "avg",
+            "img_size": sides,
+            "patch_size": patch,
+            "embed_dim": size.width,
+            "depth": size.depth,
+            "num_heads": size.num_heads,
+            # It cuts the product of this and the width to a whole number.
+            "mlp_ratio": (size.mlp_dim + (0 if exact else 0.5)) / size.width,
+            "class_token": has_class_token,
+            "fc_norm": False,
+            "act_layer": "gelu_tanh",
+            **({} if has_positions else {"pos_embed": "none"}),
+        },
+        "pretrained_cfg": {
+            "num_classes": num_classes,
+            "input_size": [3, *sides],
+            "interpolation": "bilinear",
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.5, 0.5, 0.5],
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+
+
+def _huggingface_config(model: nn.Module) -> dict[str, Any]:
+    """What transformers needs to build the same model."""
+    if isinstance(model, VisionTransformer):
+        embedding = model.embedding
+        assert isinstance(embedding, PatchEmbedding)
+        size, patch_size = model.size, embedding.patch_size
+        config: dict[str, Any] = {
+            "architectures": ["ViTForImageClassification"],
+            "model_type": "vit",
+            "hidden_size": size.width,
+            "intermediate_size": size.mlp_dim,
+            "num_hidden_layers": size.depth,
+            "num_attention_heads": size.num_heads,
+            "patch_size": patch_size,
+            "image_size": [side * patch_size for side in model.grid],
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": LAYER_NORM_EPS,
+        }
+    else:
+        assert isinstance(model, BitResNet)
+        config = {
+            "architectures": ["BitForImageClassification"],
+            "model_type": "bit",
+            "depths": list(model.size.stages),
+            "hidden_sizes": [4 * width for width in model.size.widths],
+            "embedding_size": model.size.widths[0],
+            "layer_type": "preactivation",
+        }
+    return config

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.small import FAMILIES, small_model
 from tests.train.ranks import run_ranks
 from tests.worker.fakes import make_job
+from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
@@ -139,6 +140,14 @@ def counted_macs(options: dict[str, Any], every: int) -> int:
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, size, size)).sum().backward()
     return int(counter.get_total_flops()) // 2
+
+
+def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path: Path) -> None:
+    trust_modules("absent")
+    job = make_job(tmp_path, model={"name": "absent.Model", "image_size": 16})
+    with pytest.raises(UnrecoverableError, match="there is no module absent in") as caught:
+        build_engine(job, 4, 1, loads_weights=False)
+    assert not caught.value.is_agreed  # others may have it
 
 
 def test_weights_that_are_not_there_end_the_run_on_all_ranks(tmp_path: Path) -> None:

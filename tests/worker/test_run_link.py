@@ -30,6 +30,19 @@ def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
     assert actor.beats == [(3, 7), (3, 8)]
 
 
+def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None:
+    links = [RunLink(actor, actor, rank, 1024, "host", "node", "") for rank in range(1024)]
+    for link in links:
+        link.beat(0)
+    assert len(actor.beats) == 1024  # each introduces itself at once
+    for step in range(1, 17):
+        actor.beats.clear()
+        for link in links:
+            link.beat(step)
+        assert 128 <= len(actor.beats) <= 129, len(actor.beats)
+        assert actor.beats.count((0, step)) == 1
+
+
 def test_a_save_request_is_taken_once_and_those_of_earlier_attempts_never(
     actor: FakeRun,
 ) -> None:

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import STARTUP, Record
-from vit_ray.worker.run_link import Orders
+from vit_ray.worker.run_link import Orders, beats_between
 
-SILENT_S: Final = 5.0
-"""Time without a heartbeat, which comes once a second, after which a worker is called silent."""
+SILENT_BEATS: Final = 5
+"""Heartbeats that a worker has left out when it is called silent."""
 ONE_HANG_S: Final = 120.0
 """Reports within this time are of one hang."""
 _MOST_NAMED: Final = 4
@@ -157,7 +157,7 @@ class ControlState:
             name = f"worker {one}" + (f" on {of.introduction[0]}" if of and of.introduction else "")
             if of is None:
                 named.append(f"{name} has never been heard of")
-            elif one != rank and now_s - of.time_s > SILENT_S:
+            elif one != rank and now_s - of.time_s > SILENT_BEATS * beats_between(world_size):
                 named.append(f"{name} is silent for {now_s - of.time_s:.0f} s, at step {of.step}")
             elif of.step < newest:
                 named.append(f"{name} is behind, at step {of.step}")
@@ -167,7 +167,7 @@ class ControlState:
 
     def silent_ranks(self, silent_s: float) -> list[int]:
         """Workers that have been heard of, and not for so long."""
-        most_s = max(silent_s, SILENT_S)
+        most_s = max(silent_s, SILENT_BEATS * beats_between(len(self._heard)))
         now_s = time.monotonic()
         return [rank for rank, of in self._heard.items() if now_s - of.time_s > most_s]
 

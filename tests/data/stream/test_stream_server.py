@@ -22,6 +22,7 @@ from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import HostRanks, Segment, segments_of
 from vit_ray.data.stream.stream_server import (
+    KEPT_SHARE,
     DealtBlocks,
     KeptBlocks,
     Pass,
@@ -29,6 +30,7 @@ from vit_ray.data.stream.stream_server import (
     RankBlock,
     StreamLostError,
     StreamServer,
+    _most_kept_bytes,
     blocks_of,
 )
 
@@ -198,6 +200,17 @@ def samples_of(server: StreamServer, spec: StreamSpec, group: str, number: int =
     return np.concatenate([np.ravel(block) for block in blocks])
 
 
+def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(
+    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = ray.nodes()
+    own = KEPT_SHARE * node["Resources"]["object_store_memory"]
+    larger = {"object_store_memory": 100 * own}
+    nodes = [{**node, "NodeID": "another", "Resources": larger}, node]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert _most_kept_bytes() == pytest.approx(own)
+
+
 def test_where_nobody_sees_statistics_no_process_is_started_for_them(
     dataset: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,11 +245,15 @@ def test_trainings_of_one_pool_share_the_decoded_images_of_an_evaluation(
     for group, number in ((f"{workers} 0", 1), (f"{workers} 1", 0)):
         np.testing.assert_array_equal(images(spec, group, number), first)
         assert len(read) == 1
-    one_node = ray.nodes()
-    monkeypatch.setattr(ray, "nodes", lambda: one_node * 2)
-    np.testing.assert_array_equal(images(spec, f"{workers} 5"), first)
-    assert len(read) == 2
-    monkeypatch.setattr(ray, "nodes", lambda: one_node)
+    # With a node that has left or come, blocks may have gone.
+    nodes = [*ray.nodes(), {**ray.nodes()[0], "NodeID": "another"}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    for number in (5, 6):
+        np.testing.assert_array_equal(images(spec, f"{workers} {number}"), first)
+        assert len(read) == 2
+    nodes[1] = {**nodes[1], "Alive": False}
+    np.testing.assert_array_equal(images(spec, f"{workers} 7"), first)
+    assert len(read) == 2  # those of the first time are there
     changes = (
         (replace(spec, augmentation=replace(crop, size=8)), f"{workers} 2"),
         (spec, "workers-started-anew 0"),

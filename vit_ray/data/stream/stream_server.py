@@ -35,7 +35,7 @@ from vit_ray.data.stream.ray_datasets import (
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
 
 KEPT_SHARE: Final = 0.02
-"""Of the object store, for decoded evaluation images of one pool at most."""
+"""Of its node's object store, for decoded evaluation images that a server keeps at most."""
 ANSWER_LIMIT_S: Final = 120.0
 """For the handle of a server, which is given before its process has started."""
 
@@ -269,19 +269,23 @@ class StreamServer:
 
         if one.name.stream == "train" or spec.object_store_mib is not None:
             return read()
-        # With more nodes, blocks may be lost with one of them while the worker group continues.
-        if sum(bool(node["Alive"]) for node in ray.nodes()) > 1:  # type: ignore[no-untyped-call]
-            return read()
-        # Equal for evaluations of the same blocks by the same start of a worker group.
+        # Equal for evaluations of the same blocks by the same start of a worker group. A block may
+        # be lost with the node on which it was made, while the group continues.
+        nodes = tuple(sorted(node["NodeID"] for node in _nodes_alive()))
         workers = one.name.group.partition(" ")[0]
         what = spec.manifest.fingerprint, spec.augmentation, spec.seed, spec.rows, spec.block_rows
-        how = workers, one.ranks, one.world_size, size, one.start, spec.gives_keys
+        how = workers, nodes, one.ranks, one.world_size, size, one.start, spec.gives_keys
         return self._kept.blocks(hashlib.sha256(pickle.dumps((what, how))).digest(), read)
 
 
 def _most_kept_bytes() -> float:
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return KEPT_SHARE * float(resources.get("object_store_memory", 0))
+    here = ray.get_runtime_context().get_node_id()
+    stores = [n["Resources"] for n in _nodes_alive() if n["NodeID"] == here]
+    return KEPT_SHARE * sum(float(store.get("object_store_memory", 0)) for store in stores)
+
+
+def _nodes_alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 class RankStreams:

@@ -1,8 +1,8 @@
-"""S3 operations that pyarrow lacks: a PUT that does not replace, and an upload that can be
-given up.
+"""S3 operations that pyarrow lacks: a PUT that does not replace, an upload that can be given up,
+and a read without a request for the size before it.
 
-By botocore's own client, which is imported late: it takes a while, and tasks that only read never
-need it. Its retries are off; `with_retries` stands around each request instead. Errors are
+By botocore's own client, which is imported late: it takes a while, and many processes never need
+it. Its retries are off; `with_retries` stands around each request instead. Errors are
 `OSError`, with `FileNotFoundError` for what is not there.
 """
 
@@ -132,20 +132,31 @@ def etag_of(path: str) -> str:
     return str(_request("head_object", path)["ETag"]).strip('"')
 
 
+def read(path: str, offset: int, length: int) -> bytes:
+    """Some bytes of `bucket/key`, by one request."""
+    return _read(path, offset, length)[0]
+
+
 def read_if(path: str, etag: str, offset: int = 0, length: int | None = None) -> bytes:
     """Some bytes of `bucket/key`, or all.
 
     Raises:
         FileExistsError: it has another etag.
     """
+    content, found = _read(path, offset, length, IfMatch=f'"{etag}"')
+    if found not in ("", etag):  # from a store that ignores the condition
+        raise FileExistsError(f"{path} has another etag")
+    return content
+
+
+def _read(path: str, offset: int, length: int | None, **condition: str) -> tuple[bytes, str]:
+    """Content and etag; neither where no bytes are asked for, which S3 has no range for."""
     if length == 0:
-        return b""  # a range of no bytes cannot be asked for
+        return b"", ""
     part = {} if length is None else {"Range": f"bytes={offset}-{offset + length - 1}"}
     with _as_os_errors(path):
-        answer = _request("get_object", path, IfMatch=f'"{etag}"', **part)
-        if answer["ETag"].strip('"') != etag:  # from a store that ignores the condition
-            raise FileExistsError(f"{path} has another etag")
-        return bytes(answer["Body"].read())
+        answer = _request("get_object", path, **condition, **part)
+        return bytes(answer["Body"].read()), str(answer["ETag"]).strip('"')
 
 
 def list_objects(path: str) -> list[Object]:

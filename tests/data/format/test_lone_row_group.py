@@ -140,15 +140,14 @@ def test_of_many_files_one_footer_is_read(small: Manifest, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("alone")
-def test_on_s3_no_footer_is_asked_for() -> None:
+def test_on_s3_a_row_group_is_one_request() -> None:
     with serve_conditional_s3() as port, FaultProxy(port) as proxy, this_process_uses(proxy.port):
         s3.client().create_bucket(Bucket="sets")
         reader = RowGroupReader(write_rows("s3://sets/small", LABELS))
         reader.read(0)
         proxy.faults.set("", 0)
         assert [reader.read(group).key(0) for group in (1, 2)] == ["key 3", "key 6"]
-        # One of each for the bytes, after pyarrow has asked for the size of the file.
-        assert [line.split()[0] for line in proxy.faults.requests] == ["HEAD", "GET"] * 2
+        assert [line.split()[0] for line in proxy.faults.requests] == ["GET"] * 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from vit_ray import s3
 from vit_ray.data.format.local_cache import LocalCache
 from vit_ray.data.format.lone_row_group import FooterTemplate, OtherLayoutError
 from vit_ray.data.format.manifest import ImageFile, Manifest, ShardFile
@@ -448,10 +449,7 @@ class RowGroupReader:
         return rows
 
     def _content_alone(self, group: int) -> pa.Buffer | None:
-        """The bytes of a row group without a footer; None where they are not found like this.
-
-        On S3 two requests: pyarrow (25) asks for the size of each file that it opens.
-        """
+        """The bytes of a row group without a footer; None where they are not found like this."""
         manifest, number = self._manifest, int(self._manifest.row_group[group])
         index, first = int(manifest.file_index[group]), group - number
         if first < 0 or manifest.file_index[first] != index or manifest.row_group[first] != 0:
@@ -460,9 +458,17 @@ class RowGroupReader:
         start = int(manifest.bytes[first:group].sum()) + len(_MAGIC) * (number > 0)
         count = int(manifest.bytes[group]) + len(_MAGIC) * (number == 0)
         location = manifest.file_location(index)
-        with location.filesystem.open_input_file(location.path) as source:
-            source.seek(start)
-            content = source.read_buffer(count)
+        if location.is_local:
+            with location.filesystem.open_input_file(location.path) as source:
+                source.seek(start)
+                content = source.read_buffer(count)
+        else:  # by one request: pyarrow (25) asks for the size of each file that it opens
+            try:
+                content = pa.py_buffer(s3.read(location.path, start, count))
+            except OSError as error:
+                if is_transient(error):
+                    raise
+                return None  # opened as a file, it says what it is
         return content if checksum(content) == manifest.crc32[group] else None
 
     def _columns_alone(self, group: int, content: pa.Buffer) -> dict[str, pa.Array] | None:

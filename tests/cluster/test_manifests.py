@@ -185,6 +185,7 @@ def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(rayjob_schema, rayjob, 
     variables = {item["name"]: item["value"] for item in _container(gpu)["env"]}
     assert variables.pop("NCCL_SOCKET_IFNAME")
     assert int(variables.pop("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")) >= 240  # it is kept
+    assert variables.pop("RAY_grpc_keepalive_timeout_ms")
     assert variables == CHOICES[name] | TOLD
     # InfiniBand's adapters are the host's. There a pod finds the head by the cluster's names only
     # if told so.
@@ -335,24 +336,28 @@ def test_pods_that_train_get_time_for_a_last_checkpoint(rayjob):
 
 
 def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in_35_s(rayjob):
-    head, *_ = _pods(rayjob)
-    checks = {
-        item["name"]: item["value"]
-        for item in _container(head)["env"]
-        if item["name"].startswith("RAY_health_check")
-    }
+    head, *others = _pods(rayjob)
+    variables = {item["name"]: item["value"] for item in _container(head)["env"]}
+    checks = {name: value for name, value in variables.items() if "health_check" in name}
     period, timeout, count = (
         int(checks[f"RAY_health_check_{name}"])
         for name in ("period_ms", "timeout_ms", "failure_threshold")
     )
-    assert (count - 1) * (period + timeout) > 20_000  # a cut of 20 s is no failure
-    assert count * (period + timeout) + period <= 35_000
+    # TCP sends again after 0.2 s, 0.4 s and so on: after a cut of 12.6 to 25.4 s at 25.4 s.
+    assert (count - 1) * (period + timeout) + timeout > 25_400 + 3_000
+    assert count * (period + timeout) <= 30_000  # and 5 s for those who hear of it
+    keepalive = {"RAY_grpc_keepalive_timeout_ms": variables["RAY_grpc_keepalive_timeout_ms"]}
+    assert int(*keepalive.values()) > count * (period + timeout)
+    for pod in others:
+        assert keepalive.items() <= {i["name"]: i["value"] for i in _container(pod)["env"]}.items()
     launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
     (start,) = [c for c in launcher["head_start_ray_commands"] if "ray start" in c]
+    (join,) = [c for c in launcher["worker_start_ray_commands"] if "ray start" in c]
     by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
-    for name, value in checks.items():
+    for name, value in {**checks, **keepalive}.items():
         assert f"{name}={value}" in start
         assert f"{name}={value}" in by_hand
+    assert "RAY_grpc_keepalive_timeout_ms=45000" in join
 
 
 def test_a_lost_cluster_is_replaced_and_nothing_is_submitted_twice(rayjob):

@@ -74,8 +74,8 @@ def test_the_time_left_of_a_sweep_counts_the_starts_of_its_trials_and_falls(
         for step in (0, 100):
             clock[0] = 100.0 + trial * 40 + (30 if step == 0 else 40)
             left.append(pace.left(RunStatus(step=trial * 100 + step, stage="trial")))
-    assert left[0] == "--:--"
-    assert left[1::2] == ["0:02:00", "0:01:20", "0:00:40", "0:00:00"]
+    assert left[0] == "ETA --:--"
+    assert left[1::2] == ["ETA 0:02:00", "ETA 0:01:20", "ETA 0:00:40", "ETA 0:00:00"]
 
 
 def test_the_time_left_of_one_run_leaves_out_how_long_it_took_to_start(clock: list[float]) -> None:
@@ -83,4 +83,31 @@ def test_the_time_left_of_one_run_leaves_out_how_long_it_took_to_start(clock: li
     clock[0] += 60
     pace.left(RunStatus(step=10))
     clock[0] += 10
-    assert pace.left(RunStatus(step=20)) == "0:01:20"
+    assert pace.left(RunStatus(step=20)) == "ETA 0:01:20"
+
+
+def test_a_run_without_a_step_says_so_and_has_no_pace(clock: list[float]) -> None:
+    pace = Pace(100)
+    assert pace.left(RunStatus()) == "ETA --:--"
+    clock[0] += 600
+    assert pace.left(RunStatus()) == "ETA --:--"  # it is starting
+    pace.left(RunStatus(step=10))
+    for step, waited_s, said in (
+        (20, 10, "ETA 0:01:20"),
+        (20, 15, "ETA 0:03:20"),
+        (20, 50, "no step for 0:01:05"),
+        (21, 1, "ETA 0:09:06"),  # 76 s for 11 steps
+    ):
+        clock[0] += waited_s
+        assert pace.left(RunStatus(step=step)) == said
+
+
+def test_a_run_of_long_steps_is_not_waited_for_between_them(clock: list[float]) -> None:
+    pace = Pace(100)
+    clock[0] += 60
+    for step in range(1, 4):
+        pace.left(RunStatus(step=step))
+        clock[0] += 60
+        assert pace.left(RunStatus(step=step)).startswith("ETA")
+    clock[0] += 250
+    assert pace.left(RunStatus(step=3)) == "no step for 0:05:10"

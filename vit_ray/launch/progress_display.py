@@ -17,11 +17,13 @@ from vit_ray.launch.control import RunStatus
 from vit_ray.launch.run_host import RunControl
 
 Show = Callable[[RunStatus, str, bool], None]
-"""Takes where the run is, the time left, and whether it has ended."""
+"""Takes where the run is, what `Pace` says of it, and whether it has ended."""
 
 POLL_S = 0.5
 STATUS_S = 10.0
 LINE_EVERY_S = 10.0
+NO_STEP_S, NO_STEP_TIMES = 15.0, 5.0
+"""A step that takes longer, and so many times as long as the others, is waited for."""
 
 _TOP1 = (
     ("eval/top1", "top-1 {:.2%}"),
@@ -79,7 +81,7 @@ def describe(status: RunStatus, figures: tuple[tuple[str, str], ...] = _IN_A_LIN
 
 
 class Pace:
-    """The time left of a run by its own pace.
+    """The time left of a run by its own pace, or for how long no step has come.
 
     Of one run, by the steps since the first that was seen, which leaves out how long starting took.
     Of a run with others under it, by all the time since the display began: each of them starts.
@@ -88,23 +90,34 @@ class Pace:
     def __init__(self, total_steps: int) -> None:
         self._total, self._began_s = total_steps, time.monotonic()
         self._first: tuple[int, float] | None = None
+        self._newest = (0, self._began_s)
 
     def left(self, status: RunStatus) -> str:
-        """Hours, minutes and seconds."""
+        """A few words."""
         now_s = time.monotonic()
+        if status.step != self._newest[0]:
+            self._newest = (status.step, now_s)
         if self._first is None and (status.step or status.stage):
             self._first = (status.step, self._began_s if status.stage else now_s)
         step, since_s = self._first or (status.step, now_s)
-        return time_left(status.step, step, self._total, now_s - since_s)
+        waited_s = now_s - self._newest[1]
+        usual_s = self._newest[1] - self._began_s  # of a first step, which takes longer than others
+        if status.step > step:
+            usual_s = (self._newest[1] - since_s) / (status.step - step)
+        if status.step and not status.stage and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
+            return f"no step for {_clock(waited_s)}"
+        return f"ETA {time_left(status.step, step, self._total, now_s - since_s)}"
 
 
 def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
     """Hours, minutes and seconds, at the pace of the steps since `start_step`."""
     done = step - start_step
-    if done <= 0:
-        return "--:--"
-    left_s = round(elapsed_s / done * max(0, total - step))
-    return f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
+    return "--:--" if done <= 0 else _clock(elapsed_s / done * max(0, total - step))
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def _show(
@@ -133,16 +146,15 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("ETA"),
-        TextColumn("{task.fields[eta]}"),
+        TextColumn("{task.fields[pace]}"),
         TextColumn("{task.fields[figures]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=total, figures="starting", eta="--:--")
+        task = bar.add_task(name, total=total, figures="starting", pace="ETA --:--")
 
-        def show(status: RunStatus, eta: str, is_last: bool) -> None:
+        def show(status: RunStatus, pace: str, is_last: bool) -> None:
             figures = describe(status, _IN_THE_BAR) or "starting"
-            bar.update(task, completed=min(status.step, total), figures=figures, eta=eta)
+            bar.update(task, completed=min(status.step, total), figures=figures, pace=pace)
 
         yield show
 
@@ -151,11 +163,11 @@ def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
 def _lines(console: Console, name: str, total: int) -> Iterator[Show]:
     shown_s = 0.0
 
-    def show(status: RunStatus, eta: str, is_last: bool) -> None:
+    def show(status: RunStatus, pace: str, is_last: bool) -> None:
         nonlocal shown_s
         if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
             shown_s = time.monotonic()
-            _print(console, f"{name}: step {status.step}/{total}, ETA {eta}, {describe(status)}")
+            _print(console, f"{name}: step {status.step}/{total}, {pace}, {describe(status)}")
 
     yield show
 

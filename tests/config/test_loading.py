@@ -215,7 +215,8 @@ def test_a_recipe_with_several_evaluation_sets_is_a_key() -> None:
 
 def test_every_list_of_the_schema_is_told_above() -> None:
     found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
-    axes = {f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images")}
+    keys = ("data_fractions", "epochs", "steps", "images", "seeds")
+    axes = {f"study.models.{key}" for key in keys}
     assert found - {key for key in found if key.endswith(".stages")} == {
         *LISTS, *OWN_NAMES, *axes
     }  # fmt: skip

@@ -99,6 +99,18 @@ def test_every_cell_is_trained_with_every_seed_and_the_recipes_own_keeps_its_nam
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]
 
 
+def test_rows_of_one_label_add_seeds_to_some_of_its_lengths() -> None:
+    found = cells(row("a"), row("a", seeds=[1, 2], epochs=[4.0]), epochs=[2.0, 4.0])
+    assert [(cell.label, cell.length, cell.recipe.seed) for cell in found] == [
+        ("a", "2 epochs", 0),
+        ("a", "4 epochs", 0),
+        ("a", "4 epochs", 1),
+        ("a", "4 epochs", 2),
+    ]
+    assert len({cell.name for cell in found}) == 4
+    assert "cells have a name twice" in refusal(row("a"), row("a", seeds=[0, 1]))
+
+
 def test_two_rows_that_make_one_cell_are_refused() -> None:
     text = refusal(row("one"), row("two"))
     assert "rows 'one' and 'two' make one cell" in text

@@ -272,7 +272,7 @@ class VtabConfig(Section):
 
 
 class _Axes(Section):
-    """Data sizes and lengths of a study, or of one of its rows."""
+    """Data sizes, lengths and seeds of a study, or of one of its rows."""
 
     data_fractions: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """Nested shares of the training set; unset = all of it."""
@@ -283,6 +283,8 @@ class _Axes(Section):
     """Lengths in optimizer steps: the same compute for every data size."""
     images: tuple[Positive, ...] | None = Field(default=None, min_length=1)
     """Lengths in training images seen."""
+    seeds: tuple[NotNegative, ...] | None = Field(default=None, min_length=1)
+    """Seeds of every cell; unset = the recipe's `seed`."""
 
     @property
     def lengths(self) -> list[tuple[str, float]]:
@@ -297,10 +299,10 @@ class _Axes(Section):
 
 
 class StudyModel(_Axes):
-    """One row of a scaling study; its data sizes and lengths replace those of the study."""
+    """One row of a scaling study; its data sizes, lengths and seeds replace those of the study."""
 
     label: str = Field(min_length=1)
-    """Name of the row in tables and figures."""
+    """Name of the row in tables and figures; rows that differ in these three may share it."""
     model: ModelConfig | None = None
     """The complete model of the row: keys that it leaves out have the schema's defaults, not the
     recipe's values. Unset = the recipe's model, which `changes` may change."""
@@ -330,8 +332,6 @@ class StudyConfig(_Axes):
 
     models: tuple[StudyModel, ...] = Field(min_length=1)
     """The rows."""
-    seeds: tuple[NotNegative, ...] | None = Field(default=None, min_length=1)
-    """Seeds of every cell; unset = the recipe's `seed`."""
     branch: bool = False
     """Train the longest length of a row, and branch the shorter ones off its checkpoints: only
     their cool-down is trained (`optim.schedule=cooldown` or `rsqrt`). Such cells are labelled."""

@@ -101,7 +101,7 @@ def study_of(recipe: Recipe) -> StudyConfig:
 def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) -> Iterator[Cell]:
     point = _row_point(row, where)
     fractions = row.data_fractions or study.data_fractions or (1.0,)
-    seeds = study.seeds or (recipe.seed,)
+    seeds = row.seeds or study.seeds or (recipe.seed,)
     for fraction, (unit, length), seed in itertools.product(fractions, _lengths(study, row), seeds):
         value = f"{length:g}" if isinstance(length, float) else str(length)
         name = f"{recipe.name}-{_slug(row.label)}-data{fraction:g}-{unit}{value}"

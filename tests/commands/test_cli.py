@@ -216,7 +216,8 @@ def test_allowed_values_are_told() -> None:
     assert told["data.fraction"] == "number > 0, <= 1"
     assert told["workers.num_workers"] == "integer > 0 | [integer > 0, integer > 0]"
     assert told["study.models"] == (
-        "[{data_fractions, epochs, steps, images, label, model, learning_rate, changes}, ...]"
+        "[{data_fractions, epochs, steps, images, seeds, "
+        "label, model, learning_rate, changes}, ...]"
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_images_that_nobody_could_compare_are_told(monkeypatch, capsys):
     report = DeduplicateReport(100, 1, 2, 3, 4, [])
     monkeypatch.setattr(datasets, "connect", lambda recipe: None)
     monkeypatch.setattr(datasets, "deduplicate", lambda *args, **options: report)
-    monkeypatch.setattr(datasets, "open_dataset", lambda path: None)
+    monkeypatch.setattr(datasets, "open_dataset", lambda path: SimpleNamespace(fingerprint=path))
     section = "{source: a, evaluation_sets: [b], destination: c}"
     assert run_deduplicate(recipe_with(f"deduplicate={section}")) == 0
     assert "3 images and 4 evaluation images cannot be decoded" in capsys.readouterr().out

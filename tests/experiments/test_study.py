@@ -67,7 +67,9 @@ def _recorded_cell(cell, digest="d" * 32, **tags):
         data=SimpleNamespace(params=trained_params(cell.recipe), tags={**places, **tags}),
         inputs=SimpleNamespace(dataset_inputs=[dataset]),
     )
-    manifest = SimpleNamespace(path="/d", fingerprint="d" * 64, num_images=9, num_classes=3)
+    manifest = SimpleNamespace(
+        path="/d", fingerprint="d" * 64, num_images=9, num_classes=3, about={}
+    )
     streams = {"eval": SimpleNamespace(manifest=manifest, num_images=9)}
     return SimpleNamespace(manifest=manifest, streams=streams), run
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
@@ -39,6 +40,11 @@ def one_node() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+        if ray.is_initialized():
+            # The shutdown also took the key-value store of this process's own session.
+            ray.experimental.internal_kv._initialize_internal_kv(
+                ray._private.worker.global_worker.gcs_client
+            )
         if address:
             os.environ["RAY_ADDRESS"] = address
 

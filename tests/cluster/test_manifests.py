@@ -14,9 +14,9 @@ import ray.autoscaler
 import yaml
 from ray._private import ray_constants
 
-from vit_ray.commands import plan
 from vit_ray.config import load_recipe
-from vit_ray.measure import zero_settings
+from vit_ray.config.command_sections import PlanConfig
+from vit_ray.measure.network import ASSUMED, Network
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -204,17 +204,16 @@ def test_a_patch_stops_where_the_first_group_has_no_gpus(rayjob, name):
 
 
 def test_the_networks_are_as_fast_as_the_plan_and_the_engine_assume():
-    assert zero_settings.LINK_BYTES_PER_S == plan.NETWORK_GB_PER_S * 1e9
-    assumed = f"{plan.NETWORK_GB_PER_S:g} GB/s for each GPU that `vit-ray plan` assumes"
+    assumed = PlanConfig().network_gb_per_s
+    assert Network(450.0, assumed, PlanConfig().gpus_per_server) == ASSUMED
+    said = f"{assumed:g} GB/s for each server that `vit-ray plan` assumes"
     for name in NETWORKS:
-        assert assumed in " ".join((CLUSTER / name).read_text().replace("#", "").split())
+        assert said in " ".join((CLUSTER / name).read_text().replace("#", "").split())
     rows = re.findall(r"^\| (\w.*?) \| ([\d.]+) \| .*? \| (.*) \|$", _readme(), re.M)
     rates = {network: float(rate) for network, rate, _ in rows}
-    assert list(rates.values()) == [plan.NETWORK_GB_PER_S, plan.NETWORK_GB_PER_S, 1.6]
-    # Gbit/s of a server, over 8 bits and its GPUs.
-    assert 3200 / 8 / plan.GPUS_PER_SERVER == plan.NETWORK_GB_PER_S
-    assert rates["TCP, 100 Gbit/s for 8 GPUs"] == round(100 / 8 / plan.GPUS_PER_SERVER, 1)
-    assert rows[2][2] == "`plan.link_gb_per_s=1.6`"
+    # Gbit/s of a server, over 8 bits.
+    assert list(rates.values()) == [3200 / 8, 8 * 400 / 8, 100 / 8] == [assumed, assumed, 12.5]
+    assert rows[2][2] == "`plan.network_gb_per_s=12.5`"
 
 
 def _readme():

@@ -13,6 +13,7 @@ from vit_ray.commands.plan import data_facts, describe_plan, plan_stage, planned
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.format.manifest import RowGroupColumns, write_manifest
+from vit_ray.measure.network import Network
 from vit_ray.storage import locate
 
 NO_COUNTS = ("plan.num_images=null", "plan.num_classes=null", "optim.warmup_steps=1")
@@ -94,10 +95,28 @@ def test_a_model_that_fits_nowhere_says_none() -> None:
 
 
 def test_the_mfu_and_the_link_of_the_recipe_are_used() -> None:
-    slow = planned_cluster(recipe_of("plan.mfu=0.2", "plan.link_gb_per_s=12.5"))
-    assert (slow.pace.mfu, slow.pace.link_gb_per_s) == (0.2, 12.5)
-    assert planned_cluster(recipe_of("plan.num_gpus=8")).pace.link_gb_per_s == 450
-    assert planned_cluster(recipe_of("plan.num_gpus=16")).pace.link_gb_per_s == 50
+    links = ("plan.link_gb_per_s=64", "plan.network_gb_per_s=12.5", "plan.gpus_per_server=4")
+    slow = planned_cluster(recipe_of("plan.mfu=0.2", *links)).pace
+    assert (slow.mfu, slow.network) == (0.2, Network(64.0, 12.5, 4))
+    assert planned_cluster(recipe_of()).pace.network == Network(450.0, 400.0, 8)
+    text = describe_plan(recipe_of("plan.num_gpus=16", *links))
+    assert "64 GB/s in a server, 12.5 out of each of 4; operations reach 12 GB/s, limited" in text
+    assert "limited by the adapters" in text
+    assert "450 GB/s in a server\n" in describe_plan(recipe_of("plan.num_gpus=8"))
+
+
+def test_vit_h_on_512_gpus_sends_for_about_10_ms() -> None:
+    table = rows(describe_plan(recipe_of("plan.num_gpus=512", file="vit_h14_jft")))
+    # 1.31 GB of weights: three times that under stage 1, at 352 GB/s.
+    assert [float(value) for value in table["sending"]] == [0.007, 0.011, 0.011, 0.007]
+
+
+def test_a_pass_cannot_be_faster_than_its_kernels_start() -> None:
+    few = rows(describe_plan(recipe_of("plan.num_gpus=512", file="vit_b16_jft")))
+    # 150 tensors of B/16, less than it has kernels in a pass of 8 images, 5 us each.
+    assert [float(value) for value in few["starting kernels beside it"]] == [0.003] * 4
+    assert all(float(value) < 0.003 for value in few["computing"])
+    assert all(float(value) >= 0.003 for value in few["step in s, all hidden"])
 
 
 def test_fp32_is_planned_at_the_fp32_peak() -> None:

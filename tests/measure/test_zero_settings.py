@@ -9,7 +9,7 @@ from vit_ray.measure.zero_settings import zero_settings
 
 @pytest.mark.parametrize(
     ("num_parameters", "largest", "buckets"),
-    [(86_567_656, 2_359_296, 12), (632_045_800, 6_553_600, 32)],
+    [(86_567_656, 2_359_296, 4), (632_045_800, 6_553_600, 10)],
 )
 def test_b16_and_h14_have_so_many_buckets(num_parameters: int, largest: int, buckets: int) -> None:
     bucket = zero_settings(num_parameters, largest).reduce_bucket
@@ -17,8 +17,9 @@ def test_b16_and_h14_have_so_many_buckets(num_parameters: int, largest: int, buc
 
 
 def test_the_head_of_imagenet_21k_fits_into_a_bucket() -> None:
-    head = 768 * 21_843
-    assert zero_settings(102_595_923, head).reduce_bucket == head
+    # Of a ViT of 1,536 channels and one block, which the head is most of.
+    head = 1536 * 21_843
+    assert zero_settings(64_000_000, head).reduce_bucket == head
 
 
 def test_a_bucket_is_no_larger_than_the_model() -> None:

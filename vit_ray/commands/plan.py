@@ -16,20 +16,27 @@ from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.launch.streams import resolve_run
 from vit_ray.measure.devices import Device, device_names, find_device
 from vit_ray.measure.memory import MemoryEstimate
-from vit_ray.measure.step_time import DAY_S, Pace, StepTime, Traffic, traffic_per_step
+from vit_ray.measure.network import Network
+from vit_ray.measure.step_time import (
+    DAY_S,
+    LAUNCHES_PER_TENSOR,
+    Pace,
+    StepTime,
+    Traffic,
+    traffic_per_step,
+)
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import PLACEHOLDER, is_placeholder, locate
 from vit_ray.train.largest_batch import largest_micro_batch
 from vit_ray.train.memory_estimate import (
     count_parameters,
+    count_tensors,
     estimate_memory,
     state_shape,
     step_macs,
 )
 
 STAGES = (0, 1, 2, 3)
-NETWORK_GB_PER_S = 50.0  # 400 Gbit/s for each GPU, as in HGX and DGX H100 reference designs
-GPUS_PER_SERVER = 8
 BYTES_PER_PIXEL = 12  # of an image that is decoded whole, at most: PNG of 16 bits, or CMYK
 
 
@@ -132,11 +139,10 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
             f"{max(n for n in range(1, num_gpus + 1) if batch % n == 0)} or another divisor"
         )
-    default_link = device.link_gb_per_s if num_gpus <= GPUS_PER_SERVER else NETWORK_GB_PER_S
+    link = plan.link_gb_per_s or device.link_gb_per_s
+    network = Network(link, plan.network_gb_per_s, plan.gpus_per_server)
     peak = device.peak_flops(recipe.train.precision)
-    return PlannedCluster(
-        device, num_gpus, Pace(peak, plan.mfu, plan.link_gb_per_s or default_link)
-    )
+    return PlannedCluster(device, num_gpus, Pace(peak, plan.mfu, network))
 
 
 @dataclass(frozen=True)
@@ -171,13 +177,14 @@ def plan_stage(
     passes = accumulation_steps(batch, micro, size)
     traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
     macs = step_macs(recipe, facts.num_classes).hardware
+    launches = passes * LAUNCHES_PER_TENSOR * count_tensors(recipe, facts.num_classes)
     return StagePlan(
         stage,
         largest,
         micro,
         estimate_memory(recipe, facts.num_classes, micro, size, stage),
         traffic,
-        cluster.pace.step_time(macs, batch / size, traffic),
+        cluster.pace.step_time(macs, batch / size, traffic, size, launches),
     )
 
 
@@ -212,10 +219,23 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"training                {facts.exaflops:,.4g} exaFLOPs, {hours:,.4g} "
         f"{recipe.plan.device}-hours at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
-        f"{cluster.device.memory_gib:.4g} GiB each, {pace.link_gb_per_s:g} GB/s sent by each",
+        f"{cluster.device.memory_gib:.4g} GiB each",
+        f"network                 {_network_text(pace.network, cluster.num_gpus)}",
         f"reading                 {_reading_text(recipe, facts)}",
         *([f"warning                 {warning}"] if warning else []),
     ]
+
+
+def _network_text(network: Network, num_gpus: int) -> str:
+    """Servers and their links; what a GPU reaches in large operations, and which link limits it."""
+    servers, text = network.servers(num_gpus), f"{network.link_gb_per_s:g} GB/s in a server"
+    if servers == 1:
+        return text
+    limit = "adapters" if network.is_limited_by_adapters(num_gpus) else "links in a server"
+    return (
+        f"{text}, {network.server_gb_per_s:g} out of each of {servers}; operations reach "
+        f"{network.bus_gb_per_s(num_gpus):.0f} GB/s, limited by the {limit}"
+    )
 
 
 def _reading_text(recipe: Recipe, facts: TrainingFacts) -> str:
@@ -253,8 +273,10 @@ def _stage_table(
         ("  gradients", [f"{s.traffic.gradients / 1e9:.2f}" for s in stages]),
         ("  weights", [f"{s.traffic.weights / 1e9:.2f}" for s in stages]),
         ("step in s, none hidden", [f"{s.time.most_s:.3f}" for s in stages]),
-        ("  computing", [f"{s.time.compute_s:.3f}" for s in stages]),
-        ("  communicating", [f"{s.time.communication_s:.3f}" for s in stages]),
+        ("  computing", [f"{s.time.device_s:.3f}" for s in stages]),
+        ("  starting kernels beside it", [f"{s.time.launch_s:.3f}" for s in stages]),
+        ("  sending", [f"{s.time.sent_s:.3f}" for s in stages]),
+        ("  starting operations", [f"{s.time.starts_s:.3f}" for s in stages]),
         ("step in s, all hidden", [f"{s.time.least_s:.3f}" for s in stages]),
         (
             "images per s and GPU",
@@ -263,4 +285,4 @@ def _stage_table(
         ("run in days", [f"{seconds / DAY_S:.2f}" for seconds in run_s]),
         ("core-days (GPU-days)", [f"{s / DAY_S * cluster.num_gpus:.1f}" for s in run_s]),
     ]
-    return [f"{name:<26}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
+    return [f"{name:<30}" + "".join(f"{value:>10}" for value in values) for name, values in rows]

@@ -487,8 +487,13 @@ class PlanConfig(Section):
     mfu: Share = 0.4
     """Assumed share of the GPU's dense peak, without communication."""
     link_gb_per_s: PositiveFloat | None = None
-    """GB/s (1000^3) that a GPU sends; unset = the link of the data sheet for up to 8 GPUs (one
-    server), and 50 for more (a port of 400 Gbit/s for each GPU)."""
+    """GB/s (1000^3) that a GPU sends to the others of its server, by its data sheet; unset = as
+    `plan.device`."""
+    network_gb_per_s: PositiveFloat = 400.0
+    """GB/s (1000^3) that all network adapters of a server send together, by their data sheet; 400 =
+    eight of 400 Gbit/s."""
+    gpus_per_server: Positive = 8
+    """GPUs of a server; operations over more GPUs go through the network."""
     num_images: Positive | None = None
     """Training images, if not read from `data.train`."""
     num_classes: Positive | None = None

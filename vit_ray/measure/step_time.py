@@ -7,11 +7,17 @@ all-reduce of S bytes over n workers sends 2 (n-1)/n S, a reduce-scatter or an a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vit_ray.measure.memory import StateShape
+from vit_ray.measure.network import Network
 
 DAY_S = 86_400.0
+LAUNCH_S = 5e-6
+"""What the host needs to start one kernel: assumed, not measured."""
+LAUNCHES_PER_TENSOR = 4
+"""Kernels of a pass for each parameter tensor, forward and backward: 3.8 in the paper's ViTs."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,14 @@ class Traffic:
     Attributes:
         gradients: to sum gradients over workers.
         weights: to give all workers the new weights, or the weights of the layer at work (stage 3).
+        sums: all-reduces that carry them.
+        rings: reduce-scatters and all-gathers that carry them.
     """
 
     gradients: float
     weights: float
+    sums: int = 0
+    rings: int = 0
 
     @property
     def total(self) -> float:
@@ -46,15 +56,27 @@ def traffic_per_step(shape: StateShape, accumulation_steps: int) -> Traffic:
     Args:
         accumulation_steps: passes per step.
     """
+    if shape.world_size == 1:
+        return Traffic(0.0, 0.0)
     ring = (shape.world_size - 1) / shape.world_size
     trained = ring * shape.num_parameters * shape.weight_bytes
+    settings = shape.settings
+    buckets = math.ceil(shape.num_parameters / settings.reduce_bucket)
     if shape.stage == 3:
         count = shape.num_parameters + shape.num_frozen
-        gathered = count + max(0, count - shape.settings.held)
+        gathered = count + max(0, count - settings.held)
         weights = ring * gathered * shape.weight_bytes
-        return Traffic(trained * accumulation_steps, weights * accumulation_steps)
+        rings = buckets + math.ceil(gathered / max(settings.prefetch, shape.largest_parameter, 1))
+        return Traffic(
+            trained * accumulation_steps,
+            weights * accumulation_steps,
+            0,
+            rings * accumulation_steps,
+        )
     passes = accumulation_steps if shape.stage == 2 else 1
-    return Traffic(2 * trained * passes, trained if shape.stage else 0.0)
+    # The new weights: of what decays, and of what does not.
+    rings = 2 if shape.stage else 0
+    return Traffic(2 * trained * passes, trained if shape.stage else 0.0, buckets * passes, rings)
 
 
 @dataclass(frozen=True)
@@ -64,23 +86,29 @@ class Pace:
     Attributes:
         peak_flops: dense peak of one worker's device in FLOP/s.
         mfu: share of the peak that model FLOPs reach while a worker computes.
-        link_gb_per_s: GB/s (1000^3) that a worker sends.
     """
 
     peak_flops: float
     mfu: float
-    link_gb_per_s: float
+    network: Network
 
-    def step_time(self, macs: int, images: float, traffic: Traffic) -> StepTime:
+    def step_time(
+        self, macs: int, images: float, traffic: Traffic, num_gpus: int, launches: int = 0
+    ) -> StepTime:
         """Expected time of one optimizer step.
 
         Args:
             macs: multiply-adds of one image in a step, what is recomputed included.
             images: per worker and step.
+            launches: kernels that the host starts in the step.
         """
+        network, sent_s = self.network, 0.0
+        if num_gpus > 1:
+            sent_s = traffic.total / (network.bus_gb_per_s(num_gpus) * 1e9)
+        starts_s = traffic.sums * network.start_s(num_gpus, is_sum=True)
+        starts_s += traffic.rings * network.start_s(num_gpus, is_sum=False)
         return StepTime(
-            2 * macs * images / (self.mfu * self.peak_flops),
-            traffic.total / (self.link_gb_per_s * 1e9),
+            2 * macs * images / (self.mfu * self.peak_flops), launches * LAUNCH_S, sent_s, starts_s
         )
 
     def device_hours(self, exaflops: float) -> float:
@@ -90,10 +118,29 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of one optimizer step."""
+    """Expected seconds of one optimizer step.
 
-    compute_s: float
-    communication_s: float
+    Attributes:
+        device_s: computing.
+        launch_s: the host starts kernels, beside the device; the longer one counts.
+        sent_s: bytes on their way.
+        starts_s: of collective operations.
+    """
+
+    device_s: float
+    launch_s: float
+    sent_s: float
+    starts_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """The device, or the host where it cannot start kernels as fast as they end."""
+        return max(self.device_s, self.launch_s)
+
+    @property
+    def communication_s(self) -> float:
+        """Collective operations."""
+        return self.sent_s + self.starts_s
 
     @property
     def least_s(self) -> float:

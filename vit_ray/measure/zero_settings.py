@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-# Assumed, not measured: what a collective operation over nodes takes to start, and one 400 Gb/s
-# network adapter for each GPU. Within a node links are nine times as fast; the best bucket is three
-# times as large there, and this one costs a millisecond of a step at most.
-START_S: Final = 50e-6
-LINK_BYTES_PER_S: Final = 50e9
-# Of bf16, 10 MB: below, links do not reach their speed.
-LEAST_BUCKET: Final = 5_000_000
+from vit_ray.measure.network import ASSUMED
+
+# Eight servers stand for any number: the best bucket of one server is half as large, that of 64 a
+# third larger, and this one costs both less than a millisecond of a step.
+_GPUS: Final = 64
+START_S: Final = ASSUMED.start_s(_GPUS, is_sum=True)
+LINK_BYTES_PER_S: Final = ASSUMED.bus_gb_per_s(_GPUS) * 1e9
 PREFETCH: Final = 50_000_000  # about two blocks of ViT-H/14
 HELD: Final = 1_000_000_000  # 2 GB of bf16: every model of the paper, whole
 
@@ -59,7 +59,7 @@ class ZeroSettings:
 def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
     """The sizes for a model's trained parameters, on any number of workers.
 
-    B/16 has 12 buckets, H/14 has 32. The largest parameter fits into one: what does not, DeepSpeed
+    B/16 has 4 buckets, H/14 has 10. The largest parameter fits into one: what does not, DeepSpeed
     0.19.8 sums in place of copying it, and at stage 2 with overlap it gives the memory to the
     computing stream before the sum has read it (`stage_1_and_2.py: average_tensor`).
 
@@ -69,5 +69,5 @@ def zero_settings(num_parameters: int, largest_parameter: int) -> ZeroSettings:
     """
     bytes_sent = 2 * 2  # of each element: bf16, and an all-reduce sends it twice
     best = math.sqrt(num_parameters * START_S * LINK_BYTES_PER_S / bytes_sent)
-    bucket = max(LEAST_BUCKET, int(best), largest_parameter)
+    bucket = max(int(best), largest_parameter)
     return ZeroSettings(min(num_parameters, bucket), PREFETCH, HELD)

@@ -32,6 +32,11 @@ def count_parameters(recipe: Recipe, num_classes: int) -> int:
     return sum(_parameter_sizes(recipe, num_classes)[0])
 
 
+def count_tensors(recipe: Recipe, num_classes: int) -> int:
+    """Trained parameter tensors of the recipe's model."""
+    return len(_parameter_sizes(recipe, num_classes)[0])
+
+
 @functools.lru_cache(maxsize=256)
 def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
     """Elements of each trained parameter, and of each frozen one."""

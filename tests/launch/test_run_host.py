@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -357,9 +358,12 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
 
 
 def test_where_the_time_went_outlives_the_host_and_its_drivers(
-    store: MlflowClient, tmp_path: Path
+    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, start_s = Here(), time.time() - 1000
+    here, now_s = Here(), time.time()
+    start_s = now_s - 1000
+    clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
+    monkeypatch.setattr(run_host, "time", clock)
     opening = replace(opening_of(tmp_path), began_s=start_s)
     record, control = recorded_here(opening, here)
 

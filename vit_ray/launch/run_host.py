@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.launch.actor_calls import ANSWER_LIMIT_S, answer
 from vit_ray.launch.control import ControlState, RunStatus
+from vit_ray.launch.ray_metrics import CHECKPOINT_STALL, RunMetrics
 from vit_ray.launch.run_time import marks_of
 from vit_ray.measure.goodput import Account, Work, account
 from vit_ray.outcomes import Failure, WorkerPlace
@@ -134,6 +135,7 @@ class RunHost:
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         self._lock = threading.Lock()
+        self._metrics = RunMetrics()
 
     def open(self, opening: RunOpening) -> None:
         """Open a run, or do nothing where it is open or has ended; returns once MLflow has it.
@@ -153,6 +155,7 @@ class RunHost:
                     if other is not run and other.tracker and other.log.path == opening.log_path:
                         self.finish(key, "KILLED")
                 run.open(opening)
+                self._export(run)
 
     def record(
         self, key: str, log_path: Path, opened: None, kind: str, values: dict[str, Any]
@@ -176,6 +179,15 @@ class RunHost:
                     run.keep_work(**values)
                 case _:
                     run.log.append(kind, **values)
+                    self._export(run, values)
+
+    def _export(self, run: _Run, record: dict[str, Any] | None = None) -> None:
+        """Show where the run is to those who watch the cluster."""
+        if run.control.name:
+            if CHECKPOINT_STALL in (record or {}).get("values", ()):
+                self._metrics.note_checkpoint(run.control.name, time.time())
+            status, is_running = run.control.status(), run.tracker is not None
+            self._metrics.show(run.control.name, status, run.log.path, is_running=is_running)
 
     def ask(self, key: str, what: str, *args: Any) -> Any:
         """The answer of `control.method`, `tracker.method` or a method of the run, or `NoRun`."""
@@ -194,6 +206,7 @@ class RunHost:
             if run.tracker is not None:
                 run.log.append("finish", status=status)
                 run.close()
+                self._export(run)
             return NoRun.UNKNOWN if run.is_sent is None else run.is_sent
 
     def _run(self, key: str, log_path: Path) -> _Run:

@@ -53,9 +53,9 @@ from vit_ray.config import load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
-from vit_ray.launch.control import RunStatus
+from vit_ray.launch.record.control import RunStatus
+from vit_ray.launch.record.run_host import NAMESPACE
 from vit_ray.launch.run import train
-from vit_ray.launch.run_host import NAMESPACE
 from vit_ray.tracking.metrics_log import MetricsLog
 
 ROOT = Path(__file__).parents[1]

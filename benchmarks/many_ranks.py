@@ -201,7 +201,7 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
     import ray
 
     from vit_ray.config.training_sections import TrackingConfig
-    from vit_ray.launch.run_host import RunControl, RunRecord, start_run
+    from vit_ray.launch.record.run_host import RunControl, RunRecord, start_run
     from vit_ray.tracking.metrics_log import RunOpening
     from vit_ray.worker.run_link import RunLink
 

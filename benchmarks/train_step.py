@@ -229,7 +229,7 @@ def whole_job(args: argparse.Namespace) -> Measured:
 
     from vit_ray.config.command_sections import ConvertConfig
     from vit_ray.data.prepare.conversion import convert
-    from vit_ray.launch.cluster import connect
+    from vit_ray.launch.cluster.connection import connect
     from vit_ray.launch.run import train
 
     with tempfile.TemporaryDirectory() as folder:

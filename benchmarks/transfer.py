@@ -39,8 +39,8 @@ from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.launch.cluster import connect
-from vit_ray.launch.pool_keeper import kept_pools
+from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import RunResult, train
 
 TARGETS = ("vehicles", "digits")

@@ -162,7 +162,7 @@ def ray_cluster(ray_head: Head) -> Iterator[Head]:
 @pytest.fixture(scope="session")
 def worker_pool(ray_cluster: Head) -> Iterator[None]:
     """Trainings of one shape follow one another in one worker group, as in a sweep."""
-    from vit_ray.launch.pool_keeper import kept_pools
+    from vit_ray.launch.pool.pool_keeper import kept_pools
 
     with kept_pools():
         yield

@@ -142,7 +142,8 @@ def test_the_table_of_rooms_names_each_of_them() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = {name.rstrip("/") for name in re.findall(r"`(vit_ray/[\w/.]+)`", text)}
     rooms = {path.parent.relative_to(ROOT) for path in PACKAGE.glob("*/__init__.py")}
-    rooms |= {path.parent.relative_to(ROOT) for path in PACKAGE.glob("data/*/__init__.py")}
+    for room in ("data", "launch"):
+        rooms |= {path.parent.relative_to(ROOT) for path in PACKAGE.glob(f"{room}/*/__init__.py")}
     folders = {str(room) for room in rooms} - {"vit_ray/data"}
     assert folders <= named
     assert all((ROOT / name).exists() for name in named), named

@@ -24,16 +24,17 @@ HEAVY = {
 RAY_DATA = {"ray", "ray.data", "pandas", "pyarrow"}
 KINDS = {
     "the host of the recorders": (
-        "import vit_ray.launch.run_host, vit_ray.tracking.system_metrics, vit_ray.tracking.tracker",
+        "import vit_ray.launch.record.run_host, vit_ray.tracking.system_metrics; "
+        "import vit_ray.tracking.tracker",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
     "a driver that starts a pool": (
-        "import vit_ray.launch.run, vit_ray.launch.worker_pool",
+        "import vit_ray.launch.run, vit_ray.launch.pool.worker_pool",
         RAY_DATA | {"cv2", "ray.train", "rich"},
     ),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
-    "a pool's server": ("import vit_ray.launch.pool_server", RAY_DATA | {"cv2"}),
-    "Ray Train's controller": ("import vit_ray.launch.ray_policies", RAY_DATA | {"ray.train"}),
+    "a pool's server": ("import vit_ray.launch.pool.pool_server", RAY_DATA | {"cv2"}),
+    "Ray Train's controller": ("import vit_ray.launch.pool.ray_policies", RAY_DATA | {"ray.train"}),
     "a training worker": (
         "from vit_ray.train.deepspeed_setup import warm_up_process\n"
         "import vit_ray.worker.worker; warm_up_process()",
@@ -106,7 +107,10 @@ def test_workers_have_the_drivers_environment_under_uv_run_unless_the_user_asks_
     given: dict[str, str], is_on: str
 ) -> None:
     """Ray reads its setting once, when it is imported (`ray_constants`, Ray 2.60)."""
-    code = "import vit_ray.launch.cluster; from ray._private import ray_constants as found; "
+    code = (
+        "import vit_ray.launch.cluster.connection; "
+        "from ray._private import ray_constants as found; "
+    )
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", f"{code} print(found.{VARIABLE})"],

@@ -14,16 +14,16 @@ from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
-from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.mlflow_model import model_files
-from vit_ray.launch.run_metadata import (
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.inputs.streams import augmentation_of
+from vit_ray.launch.record.mlflow_model import model_files
+from vit_ray.launch.record.run_metadata import (
     data_inputs,
     recipe_yaml,
     run_facts,
     trained_params,
     training_cost,
 )
-from vit_ray.launch.streams import augmentation_of
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 

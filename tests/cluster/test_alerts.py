@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vit_ray.launch.ray_metrics import METRICS
+from vit_ray.launch.record.ray_metrics import METRICS
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 ALERTS = CLUSTER / "alerts.yaml"

@@ -36,8 +36,8 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.images.crops import Augmentation, training_crop
+from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.streams import resolve_run
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")

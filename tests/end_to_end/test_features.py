@@ -25,8 +25,8 @@ from vit_ray.data.images.crops import training_crop
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.feature_extraction import extract_features
+from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.run import finetune
-from vit_ray.launch.streams import augmentation_of
 
 PROCESSOR = ViTImageProcessor(
     do_resize=False, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]

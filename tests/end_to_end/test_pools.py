@@ -11,13 +11,13 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import same_weights, weights_of
 from tests.recipes import small_recipe
-from vit_ray.launch import pool_keeper
-from vit_ray.launch.group_callbacks import OwnEnvironment
-from vit_ray.launch.pool_keeper import keeper, kept_pools
-from vit_ray.launch.pool_training import RunFailedError
-from vit_ray.launch.ray_policies import PolicedTrainer
+from vit_ray.launch.pool import pool_keeper
+from vit_ray.launch.pool.group_callbacks import OwnEnvironment
+from vit_ray.launch.pool.pool_keeper import keeper, kept_pools
+from vit_ray.launch.pool.pool_training import RunFailedError
+from vit_ray.launch.pool.ray_policies import PolicedTrainer
+from vit_ray.launch.pool.worker_pool import WorkerPool
 from vit_ray.launch.run import train
-from vit_ray.launch.worker_pool import WorkerPool
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import lock
-from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.measure.goodput import TimeClass

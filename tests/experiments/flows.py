@@ -15,7 +15,7 @@ from vit_ray.experiments.parent_run import OpenParent
 from vit_ray.experiments.room import Room
 from vit_ray.experiments.runner import Runner, Work
 from vit_ray.experiments.training import Outcome, outcomes
-from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path

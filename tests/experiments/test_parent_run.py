@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.resolved import resolved_run
+from tests.launch.record.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.experiments.parent_run import earlier_run
-from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.run_metadata import run_facts
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.record.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 

@@ -26,7 +26,7 @@ from vit_ray.experiments.remembered import (
 from vit_ray.experiments.room import Room
 from vit_ray.experiments.sweep import Trials
 from vit_ray.experiments.training import Outcome
-from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 from vit_ray.storage import locate

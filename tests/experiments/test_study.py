@@ -25,7 +25,7 @@ from vit_ray.config.resume_compatibility import TAGGED
 from vit_ray.experiments.finished_cells import check_same_cell
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
-from vit_ray.launch.run_metadata import trained_params, training_cost
+from vit_ray.launch.record.run_metadata import trained_params, training_cost
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,7 @@ from vit_ray.experiments.room import Room
 from vit_ray.experiments.runner import Flow
 from vit_ray.experiments.study import StudyRun
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
 
 

@@ -25,8 +25,8 @@ from vit_ray.experiments.sweep import SweepResult, best_row, sweep_metrics, tria
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome
 from vit_ray.experiments.training import outcome_of as outcome_at
-from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 

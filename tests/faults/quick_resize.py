@@ -10,7 +10,7 @@ from ray.train import ScalingConfig
 
 from vit_ray.commands.printed_tables import print_result
 from vit_ray.config import load_recipe
-from vit_ray.launch import worker_pool as pool
+from vit_ray.launch.pool import worker_pool as pool
 from vit_ray.launch.run import train
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from tests.faults.runs import STEPS, long_recipe, start
 from tests.recipes import small_recipe
 from tests.worker.fakes import make_job
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.pool.worker_pool import PoolShape, WorkerPool
 from vit_ray.launch.run import train
-from vit_ray.launch.worker_pool import PoolShape, WorkerPool
 
 STOP_S = 60.0
 """Well below `workers.place_timeout_minutes`, after which a run ends by itself."""

@@ -20,8 +20,8 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.parent_run import OpenParent, open_parent
 from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.training import Outcome
-from vit_ray.launch.pool_keeper import keeper
-from vit_ray.launch.streams import resolve_run
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.pool.pool_keeper import keeper
 from vit_ray.outcomes import TrialState
 
 

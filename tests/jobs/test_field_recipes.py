@@ -32,7 +32,7 @@ from vit_ray.data.images.crop_boxes import draw_box
 from vit_ray.data.images.crops import training_crop
 from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
-from vit_ray.launch.streams import augmentation_of
+from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.storage import locate
 from vit_ray.train.collectives import all_sum
 from vit_ray.train.loop import RankContext

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vit_ray.launch import pool_keeper as pool
+from vit_ray.launch.pool import pool_keeper as pool
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import read_facts, write_facts
 from vit_ray.launch import feature_extraction as extraction
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights

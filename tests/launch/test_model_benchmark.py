@@ -10,7 +10,7 @@ from tests.recipes import recipe_with
 from vit_ray.commands.benchmark_models import benchmark_models, describe_benchmark
 from vit_ray.config import Recipe
 from vit_ray.launch import model_benchmark
-from vit_ray.launch.cluster import ClusterShape
+from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.model_benchmark import benchmarked_models
 
 SMALL = {"name": "ViT", "patch_size": 4, "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 2}

@@ -15,17 +15,17 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from tests.experiments.sweeps import outcome_of, swept, trained
-from tests.launch.pools import Pools
+from tests.launch.pool.pools import Pools
 from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import trial_recipe
 from vit_ray.launch import run
-from vit_ray.launch.control import Event, RunStatus
-from vit_ray.launch.placement_wait import StoppedWaitingError
-from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
-from vit_ray.launch.ray_policies import ConsecutiveFailurePolicy
+from vit_ray.launch.pool.placement_wait import StoppedWaitingError
+from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.pool.ray_policies import ConsecutiveFailurePolicy
+from vit_ray.launch.pool.worker_pool import PoolLostError
+from vit_ray.launch.record.control import Event, RunStatus
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.launch.worker_pool import PoolLostError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError

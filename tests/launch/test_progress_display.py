@@ -3,8 +3,8 @@
 import pytest
 
 from vit_ray.launch import progress_display as progress
-from vit_ray.launch.control import RunStatus, Stage
 from vit_ray.launch.progress_display import Pace, describe, time_left
+from vit_ray.launch.record.control import RunStatus, Stage
 
 METRICS = {
     "train/loss": 2.25, "train/lr": 3e-4, "train/grad_norm": 0.75, "train/images_per_s": 1234.4,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.launch.hosts import recorded_here
+from tests.launch.record.hosts import recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.launch.cluster import ClusterShape
-from vit_ray.launch.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.record.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
 from vit_ray.report.page import build_report
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.worker.saving import make_position

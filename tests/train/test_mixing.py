@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.launch.cluster_checks import check_batch
+from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.storage import locate
 from vit_ray.train.largest_batch import largest_micro_batch
 from vit_ray.train.micro_batch import lower_limit, micro_batch_size

@@ -7,7 +7,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.format.schema import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.prepare.commit import ConvertReport
 from vit_ray.data.prepare.conversion import check_conversion, convert
-from vit_ray.launch.cluster import connect
+from vit_ray.launch.cluster.connection import connect
 
 
 def run_convert(recipe: Recipe) -> int:

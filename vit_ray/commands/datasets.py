@@ -12,7 +12,7 @@ from vit_ray.data.prepare.deduplicate import (
 from vit_ray.data.prepare.subset import subset
 from vit_ray.data.prepare.verify import verify
 from vit_ray.evaluate.near_features import check_same_model, near_features
-from vit_ray.launch.cluster import connect
+from vit_ray.launch.cluster.connection import connect
 from vit_ray.storage import locate
 
 _SHOWN = 20

@@ -120,7 +120,7 @@ def _open_files(_: Recipe) -> str:
 
 
 def _ray(_: Recipe) -> str:
-    from vit_ray.launch.cluster import check_reachable
+    from vit_ray.launch.cluster.connection import check_reachable
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:

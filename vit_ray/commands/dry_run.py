@@ -13,7 +13,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.search_space import point_text, points_of
 from vit_ray.experiments.sweep import sweep_of, trial_recipe
-from vit_ray.launch.cluster_checks import check_batch
+from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.measure.memory import MemoryEstimate
 from vit_ray.train.largest_batch import largest_micro_batch
 from vit_ray.train.memory_estimate import estimate_memory

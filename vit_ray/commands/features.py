@@ -12,7 +12,7 @@ from vit_ray.config import Recipe
 from vit_ray.evaluate.feature_files import read_facts
 from vit_ray.experiments.few_shot_job import FewShotRow, run_few_shot, table_csv
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.run_metadata import trained_params
+from vit_ray.launch.record.run_metadata import trained_params
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker

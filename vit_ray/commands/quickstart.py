@@ -13,8 +13,8 @@ from vit_ray.data import open_dataset
 from vit_ray.data.prepare.conversion import convert
 from vit_ray.data.prepare.digits import write_digits
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.launch.cluster import connect
-from vit_ray.launch.pool_keeper import kept_pools
+from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.launch.run import train
 
 SWEEP_RECIPE = "digits_sweep"

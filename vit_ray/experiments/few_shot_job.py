@@ -19,7 +19,7 @@ from vit_ray.data.format.manifest import Manifest
 from vit_ray.evaluate.feature_files import read_features
 from vit_ray.evaluate.few_shot import FewShot, neighbor_accuracy, ranks_in_class, require_shots
 from vit_ray.launch.feature_extraction import extract_features
-from vit_ray.launch.pool_keeper import kept_pools
+from vit_ray.launch.pool.pool_keeper import kept_pools
 from vit_ray.storage import Location
 
 Features = NDArray[np.float32]

@@ -8,8 +8,8 @@ from vit_ray.config.recorded_recipe import recorded_before
 from vit_ray.config.resume_compatibility import DATA_SET, EVALUATED_SETS, incompatible_changes
 from vit_ray.experiments.study_cells import Cell, CellResult, study_of
 from vit_ray.experiments.transfer import task_tags, top1_key
-from vit_ray.launch.run_metadata import data_inputs
-from vit_ray.launch.streams import ResolvedRun
+from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.record.run_metadata import data_inputs
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.tracking.mlflow_api import Run
 from vit_ray.tracking.past_runs import finished_children

@@ -14,16 +14,16 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.room import cluster_room
 from vit_ray.experiments.runner import Flow, run_flow
 from vit_ray.experiments.training import Outcome, Training
-from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.cluster_checks import check_cluster
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun, open_record
-from vit_ray.launch.pool_keeper import kept_pools, start_kept_pool
+from vit_ray.launch.pool.pool_keeper import kept_pools, start_kept_pool
+from vit_ray.launch.pool.worker_pool import PoolShape
 from vit_ray.launch.progress_display import shown_progress
+from vit_ray.launch.record.open_record import OpenRun, open_record
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
-from vit_ray.launch.streams import ResolvedRun
-from vit_ray.launch.worker_pool import PoolShape
 from vit_ray.outcomes import TrialState
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path

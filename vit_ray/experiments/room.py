@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster import capacity
+from vit_ray.launch.cluster.connection import capacity
 
 
 @dataclass(frozen=True)

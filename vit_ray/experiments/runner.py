@@ -35,7 +35,7 @@ from vit_ray.experiments.training import (
     Training,
     trial_of,
 )
-from vit_ray.launch.pool_keeper import keeper
+from vit_ray.launch.pool.pool_keeper import keeper
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.outcomes import TrialState
 

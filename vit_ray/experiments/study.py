@@ -31,11 +31,11 @@ from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study
 from vit_ray.experiments.training import deciding_metric
 from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
 from vit_ray.experiments.write_page import page_meanwhile, page_of
-from vit_ray.launch.cluster_checks import check_batch
+from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
-from vit_ray.launch.run_metadata import training_cost
+from vit_ray.launch.record.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.past_runs import add_to_finished
 

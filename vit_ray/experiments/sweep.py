@@ -49,12 +49,12 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome, Training
 from vit_ray.experiments.write_page import page_of
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained
-from vit_ray.launch.open_record import tag_ended_run
 from vit_ray.launch.paper_comparison import PAPER_FILE, sweep_table
-from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.streams import ResolvedRun, resolve_run
+from vit_ray.launch.record.open_record import tag_ended_run
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.report.tables import Table
 from vit_ray.storage import locate

@@ -17,11 +17,11 @@ from ray import tune
 
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import Point
-from vit_ray.launch.cluster import mark_private
+from vit_ray.launch.cluster.connection import mark_private
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun
-from vit_ray.launch.pool_keeper import borrowing
-from vit_ray.launch.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.pool.pool_keeper import borrowing
+from vit_ray.launch.pool.pool_training import RunDivergedError, RunFailedError
+from vit_ray.launch.record.open_record import OpenRun
 from vit_ray.launch.run import ParentRun, RunResult, train
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.outcomes import EventKind, TrialState

@@ -18,8 +18,8 @@ from vit_ray.experiments.runner import Flow, Work
 from vit_ray.experiments.search_space import with_point
 from vit_ray.experiments.study_cells import Cell, leaves, training_of
 from vit_ray.experiments.sweep import open_sweep, plan_sweep, recorded_sweep
-from vit_ray.launch.pool_training import RunFailedError
-from vit_ray.launch.run_metadata import SIZES
+from vit_ray.launch.pool.pool_training import RunFailedError
+from vit_ray.launch.record.run_metadata import SIZES
 from vit_ray.outcomes import EventKind
 
 _OF_THE_CELL: Final = ("name", "output", "init_from", "seed", "tracking", "workers", "resume")

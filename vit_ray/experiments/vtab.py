@@ -23,9 +23,9 @@ from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepPlan, first_to_train, plan_sweep, sweep
 from vit_ray.experiments.sweep_tables import sweep_files
 from vit_ray.experiments.training import Outcome
-from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.report.paper import SOURCE, TABLE_9, VTAB_TASKS
 from vit_ray.report.tables import Column, Table, Value, percent

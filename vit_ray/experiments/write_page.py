@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.config import Recipe
-from vit_ray.launch.run_host import RunRecord
+from vit_ray.launch.record.run_host import RunRecord
 from vit_ray.report.page import Written, parts_of, reload_s, write_report
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.tracking.mlflow_client import absolute_uri, redact_uri

@@ -9,11 +9,11 @@ from typing import Any, Final
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExtractConfig
 from vit_ray.evaluate.feature_files import FACTS_FILE, read_facts, whole_parts, write_facts
-from vit_ray.launch.pool_training import RunFailedError
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.pool.pool_training import RunFailedError
 from vit_ray.launch.prepared_run import PreparedRun, check_weights, errors_of_weights
 from vit_ray.launch.run import run_prepared
 from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.streams import resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.worker.job import Extraction
 

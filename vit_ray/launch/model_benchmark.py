@@ -17,8 +17,8 @@ import ray
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.config.model_family import model_family
-from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.run_metadata import git_commit, trained_params
+from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.record.run_metadata import git_commit, trained_params
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.train.model_speed import ModelSpeed, measure_model

@@ -13,7 +13,8 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_without_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.evaluate.ground_truth import Answers
-from vit_ray.launch.evaluation_labels import answers_of
+from vit_ray.launch.inputs.evaluation_labels import answers_of
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import (
     NEW_HEADS,
     Kind,
@@ -22,7 +23,6 @@ from vit_ray.launch.model_checks import (
 )
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.streams import ResolvedRun, resolve_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.worker.job import Extraction

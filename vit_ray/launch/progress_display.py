@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.config.secrets import redact
-from vit_ray.launch.control import RunStatus
-from vit_ray.launch.run_host import RunControl
+from vit_ray.launch.record.control import RunStatus
+from vit_ray.launch.record.run_host import RunControl
 
 Show = Callable[[RunStatus, str, bool], None]
 """Takes where the run is, what `Pace` says of it, and whether it has ended."""

@@ -17,22 +17,22 @@ from vit_ray.config.recorded_recipe import INIT_RUN
 from vit_ray.config.secrets import redacted
 from vit_ray.data.format.labels import all_first_labels
 from vit_ray.data.stream.bad_rows import BadRowLimit
-from vit_ray.launch.actor_calls import ANSWER_LIMIT_S
-from vit_ray.launch.cluster import ClusterShape, connect
-from vit_ray.launch.cluster_checks import check_cluster
-from vit_ray.launch.mlflow_model import model_files
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape, connect
+from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.paper_comparison import PAPER_FILE, evaluation_table
-from vit_ray.launch.pool_training import RunFailedError, run_workers
+from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
+from vit_ray.launch.pool.pool_training import RunFailedError, run_workers
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.run_metadata import (
+from vit_ray.launch.record.mlflow_model import model_files
+from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
+from vit_ray.launch.record.run_metadata import (
     is_on_dev_split,
     training_cost,
 )
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
-from vit_ray.launch.streams import augmentation_of
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate

@@ -16,7 +16,7 @@ from vit_ray.data.order.partition import Partition
 from vit_ray.data.order.sample_weights import WeightedRows, row_weights
 from vit_ray.data.order.selection import RowSelection, split_rows
 from vit_ray.data.order.shuffle import Order, ShuffleWindow
-from vit_ray.launch.training_batches import TrainingBatches
+from vit_ray.launch.inputs.training_batches import TrainingBatches
 
 GOLDEN = [7, 9, 10, 6, 1, 3, 7, 8, 2, 6]
 

@@ -1,0 +1,157 @@
+"""What a cluster may become: its autoscaler's configuration, and what is refused because of it."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.recipes import recipe_with
+from vit_ray.launch.cluster import autoscaling
+from vit_ray.launch.cluster import connection as module
+from vit_ray.launch.cluster.autoscaling import Growth, find_growth, growth_of
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape
+
+SHIPPED = Path(__file__).parents[3] / "cluster" / "ray_up.yaml"
+
+
+def cluster(growth: Growth | None, cpus: float = 0.0, gpus: float = 0.0) -> ClusterShape:
+    return ClusterShape(1, cpus, gpus, 0.0, growth=growth)
+
+
+def recipe_of(num_workers: int, **workers: Any) -> Any:
+    return recipe_with(
+        "r", workers={"num_workers": num_workers, "use_gpu": "auto", **workers},
+        train={"global_batch_size": 256}, data={"cpus_per_task": 1.0},
+    )  # fmt: skip
+
+
+def shipped() -> Growth:
+    return growth_of(yaml.safe_load(SHIPPED.read_text()))
+
+
+def test_the_shipped_definition_may_start_16_gpus_from_a_head_without_cpus() -> None:
+    found = shipped()
+    assert (found.total("GPU"), found.most_nodes) == (16.0, 10)
+    assert found.holds({"GPU": 1.0, "CPU": 8.0}) == 16
+    assert found.holds({"GPU": 1.0, "CPU": 96.0}) == 4
+    # The largest ten of ten nodes.
+    assert found.total("CPU") == 2 * 192 + 8 * 32
+
+
+def test_the_readmes_own_command_for_it_is_taken_and_trains_on_gpus() -> None:
+    assert check_cluster(recipe_of(16), cluster(shipped())) is True
+    # CPU nodes that are up first, and no GPU yet: not a training on CPUs without a word.
+    assert check_cluster(recipe_of(16), cluster(shipped(), cpus=64)) is True
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "workers", "told"),
+    [
+        (32, {}, r"needs 32 GPUs; the cluster has 16 .*2 of gpu \(192 CPU, 8 GPU each\)"),
+        (16, {"cpus_per_worker": 96.0}, "leave .* of 640 CPUs for reading"),
+        (16, {"cpus_per_worker": 25.0}, "find room for 14 on the nodes .*Raise max_workers"),
+        (1, {"use_gpu": False, "cpus_per_worker": 193.0}, "find room for 0 on the nodes"),
+    ],
+)
+def test_what_it_can_never_hold_is_refused_with_its_node_types(
+    num_workers: int, workers: Any, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_cluster(recipe_of(num_workers, **workers), cluster(shipped()))
+
+
+def test_eight_nodes_of_one_gpu_are_not_one_node_of_eight() -> None:
+    def growth(most: int, gpus: int) -> Growth:
+        one = {"max_workers": most, "resources": {"CPU": 16, "GPU": gpus}}
+        return growth_of({"available_node_types": {"g": one}})
+
+    asks = recipe_of(8, cpus_per_worker=8.0)
+    assert check_cluster(asks, cluster(growth(8, 1))) is True
+    with pytest.raises(ValueError, match=r"leave .* of 16 CPUs for reading"):
+        check_cluster(asks, cluster(growth(1, 8)))
+
+
+def test_where_it_is_not_known_what_may_be_started_the_recipe_says_whether_gpus_are_meant() -> None:
+    unknown = Growth(None)
+    with pytest.raises(ValueError, match=r"set workers\.use_gpu=true, or false to train on CPUs"):
+        check_cluster(recipe_of(4), cluster(unknown, cpus=8))
+    assert check_cluster(recipe_of(4, use_gpu=True), cluster(unknown)) is True
+    assert check_cluster(recipe_of(4, use_gpu=False), cluster(unknown)) is False
+    assert check_cluster(recipe_of(4), cluster(unknown, cpus=8, gpus=4)) is True
+
+
+def test_a_cluster_that_stays_as_it_is_refuses_as_ever() -> None:
+    with pytest.raises(ValueError, match="needs 4 GPUs; the cluster has 0"):
+        check_cluster(recipe_of(4, use_gpu=True), cluster(None, cpus=64))
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> Iterator[Path]:
+    """A process with the command line of an autoscaler, whose configuration this is."""
+    script, file = tmp_path / "monitor.py", tmp_path / "config.yaml"
+    script.write_text("import time; print('up', flush=True); time.sleep(60)")
+    with subprocess.Popen(
+        [
+            sys.executable,
+            str(script),
+            f"--autoscaling-config={file}",
+            "--gcs-address=10.0.0.1:6379",
+        ],
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield file
+        process.kill()
+
+
+def test_the_configuration_is_that_of_the_autoscaler_on_this_host(
+    monitor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: False)
+    assert find_growth("10.0.0.1:6379", {}) is None  # its file is not there
+    monitor.write_text(SHIPPED.read_text())
+    assert find_growth("10.0.0.1:6379", {}) == shipped()
+    assert find_growth("10.0.0.1:6380", {}) is None  # another Ray's on the same host
+    monitor.unlink()
+    monkeypatch.setattr(autoscaling, "has_second_autoscaler", lambda: True)
+    unknown = find_growth("10.0.0.1:6379", {})
+    assert unknown == Growth(None)
+    assert math.isinf(unknown.total("GPU"))
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_cluster_of_others_may_grow_and_one_of_this_driver_alone_does_not(
+    is_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(module.ray, "nodes", list)
+    monkeypatch.setattr(module, "_address", lambda: "here")
+    monkeypatch.setattr(module, "_STARTED", ["here"] if is_private else [])
+    monkeypatch.setattr(module, "find_growth", lambda *_: shipped())
+    found = module.shape(0.0)
+    assert (found.most_gpus, found.num_gpus) == (0.0 if is_private else 16.0, 0)
+    assert module.capacity() == ((0, 0) if is_private else (16.0, 640.0))
+
+
+def test_what_the_head_has_counts_too() -> None:
+    one = {"max_workers": 1, "resources": {"CPU": 16, "GPU": 8}}
+    growth = growth_of({"available_node_types": {"g": one}, "max_workers": 1})
+    with_head = replace(growth, head={"CPU": 16.0, "GPU": 8.0})
+    asks = recipe_of(16, cpus_per_worker=1.0)
+    assert check_cluster(asks, cluster(with_head, cpus=16, gpus=8)) is True
+    with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 8"):
+        check_cluster(asks, cluster(growth, cpus=16, gpus=8))
+
+
+def test_workers_without_gpus_that_fit_on_what_is_up_need_no_other_nodes() -> None:
+    small = growth_of({"available_node_types": {"s": {"max_workers": 1, "resources": {"CPU": 1}}}})
+    asks = recipe_of(4, use_gpu=False, cpus_per_worker=4.0)
+    assert check_cluster(asks, cluster(small, cpus=64)) is False

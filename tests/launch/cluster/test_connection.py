@@ -1,0 +1,119 @@
+"""Which Ray a driver joins: no Ray needed."""
+
+import inspect
+import os
+import platform
+import socket
+from typing import Any
+
+import pytest
+import ray
+from ray._private import node
+from ray._private.utils import check_version_info
+
+from vit_ray.config import load_recipe
+from vit_ray.launch.cluster import connection
+from vit_ray.launch.cluster.connection import ClusterShape, check_reachable, connect
+from vit_ray.ray_internals import STARTUP_TIMEOUT
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
+def test_an_address_at_which_nobody_listens_is_an_error_that_names_it(form: str) -> None:
+    with socket.socket() as held:  # nobody will ever listen here
+        held.bind(("127.0.0.1", 0))
+        address = form.format(held.getsockname()[1])
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray answers there"):
+            check_reachable(address, timeout_s=0.1)
+
+
+def test_a_name_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no Ray answers there"):
+        check_reachable("no-such-host.invalid:6379", timeout_s=0.1)
+
+
+def test_an_address_that_answers_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_reachable(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=0.1)
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "ray://head"])
+def test_other_forms_are_left_to_ray(address: str) -> None:
+    check_reachable(address, timeout_s=0.1)
+
+
+def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        chosen.update(options, kept=int(os.environ[connection.KEPT_PROCESSES]))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv(connection.KEPT_PROCESSES, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(connection, "_STARTED", [])
+    monkeypatch.setattr(connection, "_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
+    connect(load_recipe("digits"))
+    # Ray counts actors, of which there are about ten, as well.
+    assert chosen["kept"] - 10 >= chosen["num_cpus"] >= 4
+
+
+def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STARTUP_TIMEOUT in inspect.getsource(node)
+
+    def init(**_: Any) -> None:
+        raise Exception(f"{STARTUP_TIMEOUT}. This could happen because the GCS is overloaded.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeError, match=r"too busy.* again") as raised:
+        connect(load_recipe("digits"))
+    assert "\n" not in str(raised.value)
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    """A driver with an address at which somebody listens."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv(connection.AUTH_MODE, "disabled")
+    monkeypatch.setattr(connection, "check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+
+
+@pytest.mark.parametrize(
+    ("ray_version", "python_version"),
+    [("2.59.1", platform.python_version()), (ray.__version__, "3.9.1")],
+)
+def test_a_cluster_of_another_version_is_an_error_that_names_both(
+    monkeypatch: pytest.MonkeyPatch, ray_version: str, python_version: str
+) -> None:
+    theirs = {"ray_version": ray_version, "python_version": python_version}
+    # Ray's own check, which `ray.init` makes with what the cluster says of itself.
+    joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=10\.0\.0\.1:6379: The cluster") as raised:
+        connect(load_recipe("digits"))
+    (line,) = str(raised.value).splitlines()
+    assert f"started with: Ray: {ray_version} Python: {python_version} This process" in line
+    assert f"started with: Ray: {ray.__version__} Python: {platform.python_version()}." in line
+    assert "ray job submit" in line
+
+
+def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: Any) -> None:
+        raise RuntimeError("the cluster is full")
+
+    joining(monkeypatch, fails)
+    with pytest.raises(RuntimeError, match=r"^the cluster is full$"):
+        connect(load_recipe("digits"))
+
+
+@pytest.mark.parametrize("address", ["foo", "8265", "localhost"])
+def test_an_address_without_a_port_is_refused_by_the_name_of_its_variable(address: str) -> None:
+    with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} is no address; give HOST:PORT"):
+        check_reachable(address)

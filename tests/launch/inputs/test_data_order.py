@@ -1,0 +1,268 @@
+"""The order of a run's data is chosen once, and a run that goes on keeps its own; no Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints.written import write_snapshot
+from vit_ray.checkpoints.checkpoint import Position, Progress, Snapshot, folder_name
+from vit_ray.config import Recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.format.local_cache import LocalCache
+from vit_ray.data.format.manifest import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.order.samples import Plan
+from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.record.run_metadata import data_inputs
+from vit_ray.storage import locate
+
+NUM_GROUPS = 100
+
+
+def write_data_set(
+    folder: Path, num_groups: int, *classes: str, group_bytes: int = 6_400_000
+) -> str:
+    """A manifest of row groups of 64 images, without shards."""
+    columns = RowGroupColumns(
+        np.zeros(num_groups), np.arange(num_groups), np.full(num_groups, 64),
+        np.full(num_groups, group_bytes), {}, np.zeros(num_groups),
+    )  # fmt: skip
+    write_manifest(
+        locate(str(folder)), columns,
+        files=[ShardFile("part", num_groups * 64, num_groups * group_bytes, 0)],
+        classes=list(classes or ("cat", "dog")), max_labels=1,
+        origin={"groups": num_groups, "license": "CC0"},
+    )  # fmt: skip
+    return str(folder)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A run over 6,400 images of 100 kB, which are not there."""
+    write_data_set(tmp_path / "data", NUM_GROUPS)
+    return Recipe(
+        name="run",
+        output=str(tmp_path / "runs"),
+        data={"train": str(tmp_path / "data")},
+        train={"global_batch_size": 64, "micro_batch_size": 64},
+        optim={"steps": 1000},
+        model={"name": "ViT-Ti/16"},
+    )
+
+
+def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = None) -> None:
+    """A checkpoint of a run that has read its data with a window."""
+    tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
+    if fingerprint is None:
+        fingerprint = open_dataset(str(recipe.data.train)).fingerprint
+    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
+    folder = locate(recipe.run_folder).child(folder_name(10))
+    write_snapshot(Snapshot(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
+
+
+def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
+    with prepared_training(recipe, "pretrain") as run:
+        return run.recipe, run.resolved
+
+
+def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) -> None:
+    found, resolved = prepared(recipe)
+    assert found.data.shuffle_window == 1024
+    spec = resolved.streams["train"]
+    assert spec.window is not None
+    assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
+    assert spec.rows is None
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "batch", "window"),
+    [(512, 64, 2048), (64, 64, 256), (1, 64, 0), (512, 512, 2048), (512, 4096, 0), (512, 48, 1536)],
+)
+def test_the_window_follows_memory_and_batch(
+    recipe: Recipe, memory_mib: int, batch: int, window: int
+) -> None:
+    changed = recipe.with_changes(
+        data={"task_memory_mib": memory_mib},
+        train={"global_batch_size": batch, "micro_batch_size": batch},
+    )
+    resolved = resolve_run(changed)
+    assert resolved.recipe.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
+    assert resolved.streams["train"].task_rows == max(1024, window)
+
+
+@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128), (2000, 1024)])
+def test_the_window_follows_the_share_of_the_object_store(
+    recipe: Recipe, store_mib: int, window: int
+) -> None:
+    """Pixels of an image take 147 KiB."""
+    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
+    assert resolved.recipe.data.shuffle_window == window
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe, window: int) -> None:
+    save_checkpoint(recipe, window)
+    found, resolved = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
+    assert found.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
+
+
+def test_another_window_than_the_run_has_is_refused_by_name(recipe: Recipe) -> None:
+    save_checkpoint(recipe)
+    with pytest.raises(ValueError, match=r"data\.shuffle_window was 0 and is 1024"):
+        prepared(recipe.with_changes(data={"shuffle_window": 1024}))
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (100, "no whole number of train.global_batch_size=64; the nearest is 128, and 0 is none"),
+        (64 * 64, "take about 397 MiB of each reading task, and data.task_memory_mib=256"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_run(recipe.with_changes(data={"shuffle_window": window}))
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "window", "task_rows"),
+    [(512, 8192, 2048), (512, 16384, 2048), (2000, 8192, 8192), (64, 8192, 2048)],
+)
+def test_a_large_batch_has_a_window_on_request_in_tasks_of_bounded_size(
+    recipe: Recipe, memory_mib: int, window: int, task_rows: int
+) -> None:
+    changed = recipe.with_changes(
+        data={"shuffle_window": window, "task_memory_mib": memory_mib},
+        train={"global_batch_size": 4096, "micro_batch_size": 64},
+    )
+    spec = resolve_run(changed).streams["train"]
+    assert (spec.window and spec.window.num_rows, spec.task_rows) == (window, task_rows)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_no_window_can_be_asked_for(recipe: Recipe, window: int) -> None:
+    resolved = resolve_run(recipe.with_changes(data={"shuffle_window": window}))
+    assert resolved.streams["train"].window is None
+
+
+@pytest.fixture
+def mixed(recipe: Recipe, tmp_path: Path) -> Recipe:
+    """The run over the 6,400 images, and over 640 others from which each fourth sample comes."""
+    sets = [
+        {"path": recipe.data.train, "weight": 3},
+        {"path": write_data_set(tmp_path / "few", 10), "weight": 1},
+    ]
+    return recipe.with_changes(data={"train": sets}, optim={"steps": None, "epochs": 2})
+
+
+def test_several_data_sets_are_planned_as_one(mixed: Recipe) -> None:
+    _, resolved = prepared(mixed)
+    spec = resolved.streams["train"]
+    assert (resolved.num_images, resolved.manifest.num_row_groups) == (7040, 110)
+    assert resolved.total_steps == 2 * 7040 // 64
+    few = Path(str(mixed.data.train[1].path))  # type: ignore[union-attr, index]
+    assert resolved.manifest.shard_location(105).path == str(few / "part")
+    assert spec.window is not None
+    assert spec.rows is None
+
+
+def test_several_evaluation_sets_are_streams_of_their_own(recipe: Recipe, tmp_path: Path) -> None:
+    paths = {name: write_data_set(tmp_path / name, i + 1) for i, name in enumerate(("val", "v2"))}
+    _, resolved = prepared(recipe.with_changes(data={"eval": paths}))
+    streams = {name: spec.manifest.path for name, spec in resolved.streams.items()}
+    assert streams == {
+        "train": recipe.data.train, "eval": paths["val"], "eval:v2": paths["v2"],
+    }  # fmt: skip
+    contexts = [one["context"] for one in data_inputs(resolved)]
+    assert contexts == ["training", "evaluation", "evaluation (v2)"]
+    assert {one["profile"]["license"] for one in data_inputs(resolved)} == {"CC0"}
+    paths["birds"] = write_data_set(tmp_path / "birds", 1, "emu", "owl")
+    with pytest.raises(ValueError, match=r"data\.eval: .*birds has 2 classes.*not the same"):
+        resolve_run(recipe.with_changes(data={"eval": paths}))
+
+
+def test_a_share_of_several_data_sets_is_that_share_of_each(mixed: Recipe) -> None:
+    recipe = mixed.with_changes(data={"fraction": 0.5, "held_out_fraction": 0.1})
+    _, resolved = prepared(recipe)
+    per_group = [
+        resolved.streams[name].rows.rows_per_group(resolved.manifest)  # type: ignore[union-attr]
+        for name in ("train", "eval")
+    ]
+    assert [(rows[:100].sum(), rows[100:].sum()) for rows in per_group] == [(2880, 288), (640, 64)]
+    assert (np.minimum(*per_group) + np.maximum(*per_group) <= 64).all()
+    assert resolved.num_images == 2880 + 288
+
+
+@pytest.mark.parametrize(
+    "change", [{"weight": 2}, {"path": "few"}], ids=["another weight", "another set"]
+)
+def test_a_run_on_several_data_sets_goes_on_with_these_only(
+    mixed: Recipe, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    _, resolved = prepared(mixed)
+    save_checkpoint(mixed, fingerprint=resolved.manifest.fingerprint)
+    assert prepared(mixed)[1].manifest.fingerprint == resolved.manifest.fingerprint
+    sets = [one.model_dump() for one in mixed.data.train]  # type: ignore[union-attr]
+    if "path" in change:
+        change = {"path": write_data_set(tmp_path / "other", 11)}
+    sets[1] |= change
+    with pytest.raises(ValueError, match="the data set's fingerprint was"):
+        prepared(mixed.with_changes(data={"train": sets}))
+
+
+def test_data_sets_of_other_classes_are_not_mixed(mixed: Recipe, tmp_path: Path) -> None:
+    path = write_data_set(tmp_path / "emus", 10, "cat", "emu")
+    sets = [mixed.data.train[0].model_dump(), {"path": path}]  # type: ignore[union-attr, index]
+    with pytest.raises(
+        ValueError, match=r"data.train: .*not the same \(class 1 is 'dog' and 'emu'"
+    ):
+        prepared(mixed.with_changes(data={"train": sets}))
+
+
+def test_the_streams_of_a_run_have_the_cache_that_it_asks_for(recipe: Recipe) -> None:
+    asked = recipe.with_changes(data={"cache_dir": "/ssd/cache", "cache_gib": 0.5})
+    assert resolve_run(asked).streams["train"].cache == LocalCache("/ssd/cache", 1 << 29)
+    assert resolve_run(recipe).streams["train"].cache is None
+
+
+def test_a_list_of_no_data_sets_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match=r"data\.train"):
+        recipe.with_changes(data={"train": []})
+
+
+def test_a_window_leaves_room_for_the_cut_row_groups_of_each_data_set(mixed: Recipe) -> None:
+    """1,116 images fit: 1,024 and a row group of one set, but not one of each of two."""
+    windows = [
+        resolve_run(recipe.with_changes(data={"task_memory_mib": 142})).recipe.data.shuffle_window
+        for recipe in (mixed.with_changes(data={"train": mixed.data.train[0].path}), mixed)  # type: ignore[union-attr, index]
+    ]
+    assert windows == [1024, 512]
+
+
+def test_a_window_is_as_large_as_images_at_their_shares(recipe: Recipe, tmp_path: Path) -> None:
+    """A small set of large images that gives nine of ten of them fills a task's memory."""
+    large = write_data_set(tmp_path / "large", 1, group_bytes=64_000_000)
+    sets = [{"path": recipe.data.train, "weight": 1}, {"path": large, "weight": 9}]
+    memory = {"task_memory_mib": 512}
+    plain = recipe.with_changes(data=memory)
+    mixed = recipe.with_changes(data={"train": sets, **memory})
+    assert resolve_run(plain).recipe.data.shuffle_window == 2048
+    assert resolve_run(mixed).recipe.data.shuffle_window == 256
+
+
+@pytest.mark.parametrize("window", [0, 24, 48])
+def test_every_global_batch_has_the_proportions_of_its_data_sets(
+    mixed: Recipe, window: int
+) -> None:
+    train = {"global_batch_size": 24, "micro_batch_size": 24}
+    spec = resolve_run(mixed.with_changes(train=train, data={"shuffle_window": window})).streams[
+        "train"
+    ]
+    order = Plan(spec.manifest, spec.seed, spec.rows, window=spec.window)
+    groups = order.rows_at(np.arange(24 * 50)).groups.reshape(50, 24)
+    assert (groups >= NUM_GROUPS).sum(axis=1).tolist() == [6] * 50

@@ -1,0 +1,198 @@
+"""The benchmark section and its files: what an evaluation takes for right, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.small_sets import write_set
+from tests.models.small import TINY_VIT, small_model
+from tests.recipes import recipe_with
+from vit_ray.config import Recipe
+from vit_ray.data.format.labels import keys
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.prepare.subset import subset
+from vit_ray.evaluate.ground_truth import Answers
+from vit_ray.launch.inputs import evaluation_labels as benchmark
+from vit_ray.launch.inputs.evaluation_labels import answers_of
+from vit_ray.launch.prepared_run import prepare_evaluation
+from vit_ray.models.weights import save_weights
+
+CLASSES = [f"n{number:08d}" for number in range(6)]
+KEYS = [f"ILSVRC2012_val_{number:08d}" for number in (6, 1, 5, 2, 4, 3)]
+
+
+@pytest.fixture
+def validation(tmp_path: Path) -> Manifest:
+    """Six images, image i of class i - 1, in an order of its own and in two row groups."""
+    rows = [(key, [int(key[-1]) - 1]) for key in KEYS]
+    return write_set(tmp_path / "validation", rows, CLASSES)
+
+
+def benchmark_recipe(**benchmark: Any) -> Recipe:
+    return recipe_with("evaluated", benchmark=benchmark)
+
+
+def right(answers: Answers, labels: list[int]) -> list[list[int]]:
+    batch = np.array(labels, np.int32)[:, None]
+    return answers.of_batch(batch, np.arange(len(labels))).tolist()
+
+
+def test_real_labels_reach_each_image_of_a_set_in_another_order(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    file = tmp_path / "real.json"
+    file.write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
+    answers = answers_of(recipe, validation, validation)
+    found = right(answers, [5, 0, 4, 1, 3, 2])
+    assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
+
+
+def test_real_labels_are_those_of_a_model_with_classes_in_another_order(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    (tmp_path / "classes.txt").write_text("\n".join(reversed(CLASSES)))
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
+    recipe = benchmark_recipe(
+        kind="imagenet_real",
+        label_file=str(tmp_path / "real.json"),
+        model_classes=str(tmp_path / "classes.txt"),
+    )
+    answers = answers_of(recipe, validation, validation)
+    assert answers.classes == tuple(reversed(CLASSES))
+    found = right(answers, [5, 0, 4, 1, 3, 2])
+    assert found == [[0, -1], [5, -1], [1, -1], [4, 0], [-1, -1], [3, -1]]
+
+
+def test_a_model_of_other_classes_cannot_be_measured_on_real(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1], [2], [3], [4], [5]]))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    other = write_set(tmp_path / "other", [("a", [0])], [f"c{k}" for k in range(30)])
+    with pytest.raises(ValueError, match=r"6 classes of data\.eval are none of the model's 30"):
+        answers_of(recipe, validation, other)
+
+
+def test_labels_of_another_number_of_images_are_refused_before_the_set_is_read(
+    validation: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: Any) -> Any:
+        raise AssertionError("the set was read")
+
+    monkeypatch.setattr(benchmark, "keys", read)
+    monkeypatch.setattr(benchmark, "all_first_labels", read)
+    (tmp_path / "real.json").write_text(json.dumps([[0], [1]]))
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
+    with pytest.raises(ValueError, match=r"has labels of 2 images and data\.eval has 6 images"):
+        answers_of(recipe, validation, validation)
+
+
+def test_labels_of_one_set_are_not_taken_for_those_of_several(validation: Manifest) -> None:
+    recipe = benchmark_recipe(kind="imagenet_real", label_file="real.json")
+    several = recipe.with_changes(data={"eval": {"val": "one", "v2": "other"}})
+    with pytest.raises(ValueError, match=r"data\.eval names val, v2; evaluate them one by one"):
+        answers_of(several, validation, validation)
+
+
+def test_keys_are_read_in_the_order_of_the_rows_without_those_left_out(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    assert [key for some in keys(validation) for key in some] == KEYS
+    part = subset(validation.path, str(tmp_path / "part"), count=5)
+    found = [key for some in keys(part) for key in some]
+    assert len(found) == 5
+    assert found == [key for key in KEYS if key in found]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "message"),
+    [
+        (
+            {"kind": "imagenet_real"},
+            "benchmark.label_file is not set; give real.json, which is published at https://github",
+        ),
+        ({"kind": "imagenet_real", "label_file": "/no/real.json"}, "there is no file /no/real.j"),
+        ({"kind": "objectnet"}, "give the folder `mappings` of objectnet-1.0.zip, published at"),
+        ({"kind": "objectnet", "label_file": "/no"}, "no file /no/folder_to_objectnet_label.json"),
+        ({"model_classes": "/no.txt"}, "benchmark.model_classes: there is no file /no.txt"),
+    ],
+)
+def test_a_file_that_is_missing_is_named_with_the_place_that_publishes_it(
+    validation: Manifest, benchmark: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        answers_of(benchmark_recipe(**benchmark), validation, validation)
+
+
+def test_a_file_that_is_no_json_is_refused(validation: Manifest, tmp_path: Path) -> None:
+    file = tmp_path / "real.json"
+    file.write_bytes(b"\xff\xfe")
+    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
+    with pytest.raises(ValueError, match="is no text"):
+        answers_of(recipe, validation, validation)
+    file.write_text("<html>not found</html>")
+    with pytest.raises(ValueError, match=r"is not JSON.*reassessed-imagenet"):
+        answers_of(recipe, validation, validation)
+
+
+def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
+    answers = answers_of(benchmark_recipe(kind="class_names"), part, validation)
+    assert answers.classes == (CLASSES[1], CLASSES[4])
+    assert answers.num_outputs == 6
+    with pytest.raises(ValueError, match=r"has 2 classes and the model has 6.*kind=class_names"):
+        answers_of(benchmark_recipe(), part, validation)
+
+
+def test_the_models_class_order_is_known_from_a_file(validation: Manifest, tmp_path: Path) -> None:
+    file = tmp_path / "classes.txt"
+    file.write_text("\n".join(reversed(CLASSES)))
+    answers = answers_of(benchmark_recipe(model_classes=str(file)), validation, validation)
+    assert right(answers, [0, 5, 2]) == [[5], [0], [3]]
+
+
+def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
+    validation: Manifest, tmp_path: Path
+) -> None:
+    part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
+    weights = tmp_path / "weights.npz"
+    save_weights(small_model("ViT", num_classes=6), weights)
+    recipe = benchmark_recipe(kind="class_names", model_classes=validation.path).with_changes(
+        data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs"),
+        model={"name": "ViT", "image_size": 32, **TINY_VIT},
+    )  # fmt: skip
+    prepared = prepare_evaluation(recipe)
+    assert prepared.num_classes == 6
+    assert prepared.answers is not None
+
+
+@pytest.mark.parametrize("key", ["id2label", "label_names"])
+def test_the_models_class_order_is_known_from_the_folder_of_its_weights(
+    validation: Manifest, tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
+    config = tmp_path / "hub" / "config.json"
+    recipe = benchmark_recipe().with_changes(init_from=str(tmp_path / "hub"))
+
+    def found(names: list[str]) -> list[list[int]]:
+        told = {str(index): name for index, name in enumerate(names)}
+        config.write_text(json.dumps({key: told if key == "id2label" else names}))
+        return right(answers_of(recipe, validation, validation), [0, 5, 2])
+
+    assert found(CLASSES[::-1]) == [[5], [0], [3]]
+    assert not caplog.text
+    # Other names for the classes, or none, leave the order of the data set.
+    in_order = [[0], [5], [2]]
+    assert found([f"LABEL_{index}" for index in range(6)]) == in_order
+    assert not caplog.text
+    assert found(["tench", "goldfish", "shark", "ray", "cock", "hen"]) == in_order
+    assert "its folder names its 6 classes otherwise than the data set ('tench', not" in caplog.text
+    config.unlink()
+    assert right(answers_of(recipe, validation, validation), [0, 5, 2]) == in_order

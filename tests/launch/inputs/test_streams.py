@@ -1,0 +1,196 @@
+"""What is wrong is said before anything starts."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Digits
+from tests.data.converting import convert
+from tests.recipes import small_recipe
+from vit_ray.config import Recipe
+from vit_ray.data.prepare.subset import subset
+from vit_ray.launch.cluster.cluster_checks import check_batch, check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape, local_cpus
+from vit_ray.launch.inputs import streams
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.resuming import find_resume_point
+from vit_ray.launch.run import evaluate, finetune, train
+
+LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0)
+
+
+@pytest.fixture
+def recipe(digits: Digits, tmp_path: Path) -> Recipe:
+    return small_recipe("checked", digits, tmp_path)
+
+
+def test_a_plan_counts_images_and_steps(recipe: Recipe) -> None:
+    resolved = resolve_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
+    assert resolved.num_images == 1497
+    assert resolved.total_steps == round(1497 * 2 / 64)
+    assert resolved.streams["eval"].num_images == 300
+
+
+def test_a_held_out_part_is_taken_from_the_training_set(recipe: Recipe) -> None:
+    resolved = resolve_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
+    assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
+
+
+def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(
+    recipe: Recipe,
+) -> None:
+    held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
+    assert "dev" not in resolve_run(held_out).streams
+    for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
+        streams = resolve_run(held_out.with_changes(**keeps)).streams
+        counts = {name: streams[name].num_images for name in ("train", "eval", "dev")}
+        assert counts == {"train": 1347, "eval": 300, "dev": 150}
+        assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
+        alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)
+        assert "dev" not in alone.streams
+
+
+def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
+    changes = {"eval": None, "held_out_fraction": 0.1, "fraction": 0.5}
+    assert resolve_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"train": "/no/such/set"}}, "no data set at '/no/such/set'"),
+        ({"data": {"train": None}}, "data.train is not set"),
+        ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
+        ({"train": {"global_batch_size": 65}}, "does not divide among 2 workers"),
+        ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
+        ({"optim": {"steps": None}}, "the run has no length"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(
+    recipe: Recipe, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_run(recipe.with_changes(**changes))
+
+
+def few_shot(recipe: Recipe, digits: Digits, *shots: int) -> Recipe:
+    sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
+    return recipe.with_changes(evaluate={**sets, "shots": list(shots)})
+
+
+def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: Digits) -> None:
+    folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
+    scarce = min(folders, key=lambda folder: (len(list(folder.iterdir())), folder.name))
+    count = len(list(scarce.iterdir()))
+    wanted = (
+        rf"evaluate.shots=\[1, {count + 1}\]: class \d+ \('{scarce.name}'\) has {count} "
+        rf"examples in evaluate.few_shot_train, {count + 1} are needed; use shots up to {count} or"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        resolve_run(few_shot(recipe, digits, 1, count + 1))
+    resolve_run(few_shot(recipe, digits, 1, count))
+
+
+def test_a_subset_has_only_the_images_that_are_left_of_a_class(
+    recipe: Recipe, digits: Digits, tmp_path: Path
+) -> None:
+    # Of one row group of 32 rows all but the first are left out.
+    subset(digits.train, str(tmp_path / "one"), count=1)
+    one = replace(digits, train=str(tmp_path / "one"))
+    with pytest.raises(ValueError, match=r"has 0 examples.*1 are needed; give a larger"):
+        resolve_run(few_shot(recipe, one, 1))
+
+
+def test_of_a_huge_pool_only_so_many_labels_are_read(
+    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
+    resolve_run(few_shot(recipe, digits, 1000))
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+    caplog.clear()
+    resolve_run(few_shot(recipe, digits, 2))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("averaging", "warms_up", "is_told"),
+    [(0.9999, False, True), (0.9999, True, False), (0.5, False, False), (0.0, False, False)],
+)
+def test_averaged_weights_that_are_still_the_first_ones_are_told(
+    recipe: Recipe, caplog: Any, averaging: float, warms_up: bool, is_told: bool
+) -> None:
+    recipe = recipe.with_changes(
+        train={"averaging": averaging, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
+    )
+    with prepared_training(recipe, "pretrain"):
+        assert ("the weights that the run began with" in caplog.text) is is_told
+
+
+def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:
+    train = {"global_batch_size": 128, "micro_batch_size": 64}
+    asked = recipe.with_changes(workers={"num_workers": 3}, train=train)
+    with pytest.raises(ValueError, match=r"nearest valid train\.global_batch_size is 192$"):
+        check_batch(asked, 1000)
+    check_batch(asked.with_changes(train={"global_batch_size": 192}), 1000)
+
+
+def test_more_gpus_than_there_are_is_refused_at_once(recipe: Recipe) -> None:
+    greedy = recipe.with_changes(workers={"num_workers": 2, "use_gpu": True})
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; the cluster has 0"):
+        check_cluster(greedy, LAPTOP)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs; the cluster has 0"):
+        train(greedy)
+
+
+def test_workers_that_leave_no_cpu_for_data_are_refused(recipe: Recipe) -> None:
+    crowded = recipe.with_changes(workers={"num_workers": 4, "cpus_per_worker": 1.0})
+    with pytest.raises(ValueError, match="use at most 3 workers"):
+        check_cluster(crowded, LAPTOP)
+
+
+def test_gpus_are_used_if_there_are_any(recipe: Recipe) -> None:
+    assert check_cluster(recipe, LAPTOP) is False
+    assert check_cluster(recipe, ClusterShape(1, 16, 2, 0)) is True
+    stays = recipe.with_changes(workers={"use_gpu": False})
+    assert check_cluster(stays, ClusterShape(1, 16, 2, 0)) is False
+
+
+def test_a_local_cluster_has_room_for_workers_and_data(recipe: Recipe) -> None:
+    wide = recipe.with_changes(
+        workers={"num_workers": 3, "cpus_per_worker": 2.0}, data={"cpus_per_task": 1.0}
+    )
+    assert local_cpus(wide) == 8
+
+
+def test_resume_true_needs_a_run(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="resume=true, but"):
+        find_resume_point(recipe.with_changes(resume=True))
+    assert find_resume_point(recipe) is None
+
+
+def test_fine_tuning_and_evaluation_need_weights(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="init_from is not set"):
+        finetune(recipe)
+    with pytest.raises(ValueError, match="init_from is not set"):
+        evaluate(recipe)
+
+
+def test_weights_that_are_not_there_are_refused_before_anything_starts(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        finetune(recipe.with_changes(init_from="/no/such/run"))
+
+
+def test_a_set_for_evaluation_only_is_not_trained_on(
+    recipe: Recipe, digits: Digits, tmp_path: Path
+) -> None:
+    marked = str(tmp_path / "marked")
+    convert(digits.images / "test", marked, evaluation_only=True)
+    assert resolve_run(recipe.with_changes(data={"eval": marked})).streams["eval"].num_images == 300
+    part = subset(marked, str(tmp_path / "part"), count=200).path
+    for path in (marked, part, [{"path": marked, "weight": 1.0}]):
+        with pytest.raises(ValueError, match=r"is for evaluation only .*train on another set"):
+            resolve_run(recipe.with_changes(data={"train": path}))

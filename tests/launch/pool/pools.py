@@ -1,0 +1,43 @@
+"""Worker pools that end as a test says."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.worker.fakes import FakeRun, make_job
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.pool import pool_training as worker_group
+from vit_ray.launch.pool.pool_training import run_workers
+from vit_ray.outcomes import Failure
+
+CLUSTER = ClusterShape(1, 4, 0, 0.0)
+
+
+class Pools:
+    """Ends of the trainings, one for each pool."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
+        self._ends, self.events = list(ends), []
+        monkeypatch.setattr(worker_group, "borrowed_pool", self._pool)
+
+    @contextlib.contextmanager
+    def _pool(self, *_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(run=self._run)
+
+    def _run(self, *_: Any) -> None:
+        end = self._ends.pop(0)
+        if end is not None:
+            raise end
+
+    def train(self, folder: Path, failure: Failure | None = None) -> None:
+        run = FakeRun()
+        run.failed = failure
+        run.events = self.events
+        job = replace(make_job(folder), record=run, control=run)
+        run_workers(job, {}, CLUSTER, use_gpu=False)
+        assert self._ends == []

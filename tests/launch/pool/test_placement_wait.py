@@ -1,0 +1,80 @@
+"""The wait for workers, on a clock of the test's own."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.worker.fakes import make_job
+from vit_ray.launch.pool.placement_wait import (
+    NoPlaceError,
+    PlacementWait,
+    StoppedWaitingError,
+    describe_missing,
+)
+
+
+class Watched:
+    def __init__(self, folder: Path, minutes: float = 5.0) -> None:
+        self.now_s, self.told = 0.0, []
+        self.stop: str | None = None
+        job = make_job(folder, workers={"place_timeout_minutes": minutes})
+        record: Any = SimpleNamespace(event=lambda *entry: self.told.append(entry))
+        control: Any = SimpleNamespace(stop_reason=lambda: self.stop)
+        job = replace(job, record=record, control=control)
+        self.watch = PlacementWait(job, lambda: "needs a GPU", clock=lambda: self.now_s)
+
+    def after(self, seconds: float, *, is_placed: bool = False) -> list[Any]:
+        """What has been told until then, asked each 5 s."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 5.0
+            self.watch.check(is_placed=is_placed)
+        return self.told
+
+
+def test_what_is_missing_is_told_every_minute(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    assert watched.after(55) == []
+    assert [text for _, text, _ in watched.after(130)] == [
+        f"no workers for {seconds} s: needs a GPU" for seconds in (60, 120, 180)
+    ]
+
+
+def test_workers_that_run_are_not_waited_for_and_lost_ones_are_from_then_on(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    assert watched.after(3600, is_placed=True) == []
+    assert watched.after(55) == []
+    assert len(watched.after(5)) == 1
+
+
+def test_the_wait_has_an_end_that_names_its_knob(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, minutes=3.0)
+    watched.after(180)
+    with pytest.raises(NoPlaceError, match=r"needs a GPU \(workers.place_timeout_minutes=3\)"):
+        watched.after(60)
+
+
+def test_a_stop_ends_the_wait_at_the_next_look(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.after(20)
+    watched.stop = "Ctrl-C"
+    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+        watched.after(5)
+
+
+def test_a_stop_of_workers_that_run_is_theirs_to_hear(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.stop = "Ctrl-C"
+    assert watched.after(3600, is_placed=True) == []
+
+
+def test_it_is_said_what_is_needed_what_there_is_and_what_to_do() -> None:
+    text = describe_missing(4, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 2.0}, {"CPU": 3.0})
+    assert text == (
+        "4 workers need 8 CPU of which the cluster has 16, 3 of them free, 4 GPU of which the "
+        "cluster has 2, 0 of them free. Start nodes, wait for or end what else runs there, or "
+        "lower workers.num_workers"
+    )

@@ -1,0 +1,121 @@
+"""Worker pools that are lent: which is taken, started and closed, and how loans end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from tests.conftest import Head
+from vit_ray.launch.pool import pool_keeper
+from vit_ray.launch.pool.pool_keeper import PoolKeeper
+
+opened: list[FakePool] = []
+
+
+class FakePool:
+    def __init__(self, shape: Any, *, is_private: bool) -> None:
+        self.shape, self.is_open, self.ended = shape, True, ""
+        self.server, self.fails = f"server {len(opened)}", False
+        opened.append(self)
+
+    def close(self) -> None:
+        self.is_open, self.ended = False, "close"
+
+    def abandon(self) -> None:
+        self.is_open, self.ended = False, "abandon"
+        if self.fails:
+            raise OSError("no Ray answers")
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> PoolKeeper:
+    opened.clear()
+    monkeypatch.setattr(pool_keeper, "WorkerPool", FakePool)
+    monkeypatch.setattr(pool_keeper, "LOOK_S", 0.01)
+    return PoolKeeper({})
+
+
+def is_open() -> list[Any]:
+    return [one.shape for one in opened if one.is_open]
+
+
+def test_a_pool_that_is_started_has_the_place_of_idle_ones_of_other_shapes(
+    keeper: PoolKeeper,
+) -> None:
+    cell, trial, busy = (object() for _ in range(3))
+    kinds: Any = (cell, trial, busy)
+    first, _ = keeper.lend(kinds[0], True, None)
+    lent, _ = keeper.lend(kinds[2], True, None)
+    keeper.take_back(first, "keep")  # idle from here on
+    assert keeper.num_started() == 2
+    keeper.start(kinds[1], True)
+    assert is_open() == [busy, trial]
+    keeper.start(kinds[1], True)  # it is there
+    taken, server = keeper.lend(kinds[1], True, None)
+    assert server == "server 2"
+    assert len(opened) == 3
+    keeper.take_back(taken, "keep")
+    keeper.close()
+    assert is_open() == []
+    keeper.take_back(lent, "keep")  # late: its pool has ended with the keeper
+
+
+@pytest.mark.parametrize("ending", ["close", "abandon"])
+def test_a_pool_that_failed_is_lent_no_more(keeper: PoolKeeper, ending: Any) -> None:
+    shape: Any = "shape"
+    number, _ = keeper.lend(shape, True, None)
+    keeper.take_back(number, ending)
+    assert opened[0].ended == ending
+    keeper.lend(shape, True, None)
+    assert len(opened) == 2
+
+
+def test_a_group_that_has_ended_by_itself_is_lent_no_more(keeper: PoolKeeper) -> None:
+    shape: Any = "shape"
+    for _ in range(2):
+        number, _ = keeper.lend(shape, True, None)
+        keeper.take_back(number, "keep")
+        opened[-1].is_open = False
+    assert len(opened) == 2
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_a_loan_ends_with_the_process_of_its_borrower_and_with_no_other(
+    ray_cluster: Head, keeper: PoolKeeper
+) -> None:
+    """A trial's actor is busy for hours, and takes one training after another."""
+
+    @ray.remote(num_cpus=0)
+    class Borrower:
+        def me(self) -> Any:
+            return ray.get_runtime_context().current_actor
+
+        def work(self, seconds: float) -> None:
+            time.sleep(seconds)
+
+    shape: Any = "shape"
+    borrowers: Any = [Borrower.remote() for _ in range(3)]  # type: ignore[attr-defined]
+    for one in borrowers:
+        keeper.lend(shape, False, ray.get(one.me.remote(), timeout=60))
+    borrowers[0].work.remote(0.3)
+    borrowers[1].work.remote(3600.0)
+    time.sleep(1.0)
+    assert [one.is_open for one in opened] == [True, True, True]
+    opened[2].fails = True  # the watch continues after it
+    ray.kill(borrowers[2])
+    until(lambda: opened[2].ended == "abandon")
+    ray.kill(borrowers[1])
+    until(lambda: not opened[1].is_open)
+    assert opened[1].ended == "abandon"
+    assert opened[0].is_open
+    keeper.close()

@@ -1,0 +1,86 @@
+"""What a run's control knows of its workers, on a clock of the test's own."""
+
+import pytest
+
+from vit_ray.launch.record import control
+from vit_ray.launch.record.control import ONE_HANG_S, ControlState
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(control.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(
+    now_s: list[float],
+) -> None:
+    state = ControlState()
+    for rank in range(512):
+        state.heartbeat(rank, 0, f"host-{rank // 8}")
+    state.heartbeat(300, 12)
+    now_s[0] += 61
+    for rank in range(512):
+        if rank != 300:
+            state.heartbeat(rank, 12)
+    told = [state.hanging(rank, 512, "all_reduce") for rank in range(512) if rank != 300]
+    assert told[0] == (
+        "worker 300 on host-37 is silent for 61 s, at step 12; 511 of 512 workers are at step 12"
+    )
+    assert set(told[1:]) == {""}
+    assert state.silent_ranks(30.0) == [300]
+    assert state.silent_ranks(90.0) == []  # of long steps more patience
+
+
+def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(
+    now_s: list[float],
+) -> None:
+    state = ControlState()
+    for rank in range(1024):
+        state.heartbeat(rank, 5)
+    now_s[0] += 39  # each sends one in 8 s
+    assert state.silent_ranks(1.0) == []
+    assert state.hanging(0, 1024, "all_reduce") == "1024 of 1024 workers are at step 5"
+    now_s[0] += 2
+    assert state.silent_ranks(1.0) == list(range(1024))
+
+
+def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
+    now_s: list[float],
+) -> None:
+    state = ControlState()
+    for rank, step in ((0, 9), (1, 8), (2, 9)):
+        state.heartbeat(rank, step)
+    assert state.hanging(0, 4, "all_reduce") == (
+        "worker 1 is behind, at step 8; worker 3 has never been heard of; "
+        "2 of 4 workers are at step 9"
+    )
+    assert state.hanging(2, 4, "all_reduce") == ""
+    assert "worker 1 is behind" in state.hanging(1, 4, "next_batch")
+    now_s[0] += ONE_HANG_S + 1  # another hang
+    assert state.hanging(2, 3, "all_reduce").startswith("worker 0 is silent for 121 s, at step 9; ")
+
+
+def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[float]) -> None:
+    state = ControlState()
+    for rank in range(8):
+        state.heartbeat(rank, 5)
+    now_s[0] += 300
+    for rank in range(2):
+        state.heartbeat(rank, 6)
+    assert state.hanging(0, 2, "all_reduce") == "2 of 2 workers are at step 6"
+
+
+def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[float]) -> None:
+    state = ControlState()
+    for _ in range(2):
+        state.heartbeat(0, 5, "host-1")
+        now_s[0] += 20
+        assert state.hanging(0, 1, "all_reduce")
+        assert state.hanging(0, 1, "all_reduce") == ""
+
+
+def test_many_that_are_silent_are_counted() -> None:
+    told = ControlState().hanging(0, 64, "all_reduce")
+    assert "worker 3 has never been heard of; 60 more of them; 0 of 64 workers" in told

@@ -1,0 +1,220 @@
+"""How the record of a run ends, whatever ends the run; it is a fake one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from mlflow import MlflowClient
+
+from tests.launch.record.resolved import resolved_run
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.record import open_record as module
+from vit_ray.launch.record.open_record import OpenRun, end_record, open_record
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
+from vit_ray.tracking.tracker import Tracker
+
+
+class Record:
+    """Answers at once, and remembers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.openings: list[tuple[RunOpening, str | None]] = []
+        self.error: Exception | None = None
+        """Of the end."""
+        self.has_all = True
+        """MLflow has taken everything."""
+
+    def text(self, *args: Any, **_: Any) -> None:
+        self.calls.append(("text", *args))
+
+    def tag(self, *args: Any) -> None:
+        self.calls.append(("tag", *args))
+        if self.error:
+            raise self.error
+
+    def finish(self, status: Status) -> bool:
+        self.calls.append(("finish", status))
+        if self.error:
+            raise self.error
+        return self.has_all
+
+    def ended(self) -> list[Any]:
+        return [args[0] for name, *args in self.calls if name == "finish"]
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    made = Record()
+
+    def start(opening: RunOpening, node_id: str | None) -> None:
+        made.openings.append((opening, node_id))
+
+    monkeypatch.setattr(module, "start_run", start)
+    monkeypatch.setattr(module, "RunRecord", lambda _: made)
+    return made
+
+
+def opened(**options: Any) -> Any:
+    recipe = load_recipe("digits", ["tracking.uri=sqlite:///x.db"])
+    return open_record(recipe, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
+
+
+def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: Record) -> None:
+    with opened() as run:
+        run.is_complete = True
+    with opened():
+        pass
+    assert record.ended() == ["FINISHED", "KILLED"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("no rate came to its end"), "FAILED"),
+        (RunStoppedError("stopped"), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+    ],
+)
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_an_error_ends_the_record_and_passes(
+    record: Record, error: BaseException, status: str, is_complete: bool
+) -> None:
+    def work(run: OpenRun) -> None:
+        run.is_complete = is_complete
+        raise error
+
+    with pytest.raises(type(error)), opened() as run:
+        work(run)
+    assert record.ended() == [status]
+    reasons = [args for name, *args in record.calls if name == "tag"]
+    assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("has not answered"), ray.exceptions.RayActorError()]
+)
+def test_the_result_stands_where_the_record_has_died(record: Record, error: Exception) -> None:
+    record.error = error
+    with opened() as run:
+        run.is_complete = True
+
+
+def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
+    with opened(run_id="abc", tags={"a": "b"}, node_id="n1", resume_step=3):
+        pass
+    ((opening, node_id),) = record.openings
+    assert (opening.run_id, opening.resume_step, node_id) == ("abc", 3, "n1")
+    assert opening.tags["a"] == "b"
+    assert opening.tags["vit_ray.data_fingerprint"] == "f" * 64
+    assert opening.params["model.depth"] == "4"
+    assert record.calls[0][:2] == ("text", "recipe.yaml")
+
+
+COST = {"study/exaflops": 0.5}
+
+
+@pytest.fixture
+def trained(tmp_path: Path, empty_store: Path) -> Recipe:
+    """A run whose workers have come to their end."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    words = [f"output={tmp_path}", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
+    return load_recipe("digits", words)
+
+
+def driven(recipe: Recipe, status: Status | None) -> str:
+    """The MLflow run of a driver that ended it so, or not at all."""
+    log = metrics_log_path(recipe.run_folder)
+    tracker = Tracker.start(RunOpening(recipe.tracking, recipe.name, log))
+    tracker.log.metrics(9, {"train/loss": 1.5})
+    if status is None:
+        tracker.close()
+    else:
+        tracker.finish(status)
+    assert tracker.run_id is not None
+    return tracker.run_id
+
+
+def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
+    return MlflowClient(recipe.tracking.uri).get_run(run_id or "")
+
+
+@pytest.mark.parametrize("status", [None, "FAILED"])
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda log: None,
+        Path.unlink,
+        lambda log: shutil.rmtree(log.parent),  # as on another machine
+    ],
+)
+def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
+    trained: Recipe, status: Status | None, lose: Callable[[Path], None]
+) -> None:
+    run_id = driven(trained, status)
+    lose(metrics_log_path(trained.run_folder))
+    assert end_record(trained, run_id, 10, COST) == run_id
+    run = mlflow_run(trained, run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics == {"train/loss": 1.5, **COST}
+
+
+def test_an_end_that_mlflow_has_is_left_alone(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = driven(trained, "FINISHED")
+    monkeypatch.setattr(Tracker, "start", None)
+    assert end_record(trained, run_id, 10, COST) == run_id
+
+
+def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
+    run_id = driven(trained, "FINISHED")
+    ended = mlflow_run(trained, run_id).info.end_time
+    shutil.rmtree(metrics_log_path(trained.run_folder).parent)
+    assert end_record(trained, run_id, 10, COST) == run_id
+    assert mlflow_run(trained, run_id).info.end_time == ended
+
+
+def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
+    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
+    assert end_record(away, "abc", 10, COST) == "abc"
+
+
+def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
+    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
+    tracker = Tracker.start(
+        RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
+    )
+    tracker.finish("FINISHED", timeout_s=0.0)
+    (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
+    run_id = end_record(trained, None, 10, COST)
+    assert mlflow_run(trained, run_id).info.status == "FINISHED"
+
+
+def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
+    run_id = driven(trained, None)
+    with lock_log(metrics_log_path(trained.run_folder), trained.name):
+        assert end_record(trained, run_id, 10, COST) == run_id
+    assert "end that driver's job" in caplog.text.replace("\n", " ")
+    assert mlflow_run(trained, run_id).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize("fault", [None, "away", "died"])
+def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
+    fault: str | None, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    record.has_all = fault is None
+    record.error = RuntimeError("the recorder has died") if fault == "died" else None
+    with opened() as run:
+        run.is_complete = True
+    told = f"all of run digits-vit; when it answers: vit-ray replay {run.opening.log_path}"
+    assert (told in caplog.text) is (fault is not None)

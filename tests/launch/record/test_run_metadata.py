@@ -1,0 +1,115 @@
+"""What a run's record says of it: what trains as parameters, the rest as tags and inputs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.record.resolved import resolved_run
+from vit_ray.config import load_recipe
+from vit_ray.config.recorded_recipe import recorded_before
+from vit_ray.config.resume_compatibility import incompatible_changes
+from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.sweep import final_recipe, trial_recipe
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.record.run_metadata import (
+    data_inputs,
+    git_commit,
+    recipe_yaml,
+    run_facts,
+    trained_params,
+    training_cost,
+)
+
+TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
+
+
+def test_trials_of_a_sweep_differ_in_the_learning_rate_alone():
+    recipe = load_recipe("digits_sweep", TRIALS)
+    trials = [trained_params(trial_recipe(recipe, {RATE: rate})) for rate in (0.1, 0.2)]
+    assert {k for k in trials[0] if trials[0][k] != trials[1][k]} == {"optim.learning_rate"}
+    assert trials[0].keys() == trials[1].keys()
+    finals = [trained_params(final_recipe(recipe, {RATE: 0.1}, seed)) for seed in (0, 1)]
+    assert {k for k in finals[0] if finals[0][k] != finals[1][k]} == {"seed"}
+    assert finals[0] == trials[0]
+
+
+def test_parameters_are_what_is_set_and_what_trains():
+    params = trained_params(load_recipe("digits"))
+    assert params["model.depth"] == "4"
+    assert "None" not in params.values()
+    assert not {"name", "output", "data.train", "data.eval", "data.max_tasks"} & set(params)
+    others = ("tracking.", "plan.", "checkpoint.")
+    # It decides which weights are the result.
+    assert [key for key in params if key.startswith(others)] == ["checkpoint.keep_best"]
+    assert len(params) < 50
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
+    recipe = load_recipe(name)
+    tags = run_facts(recipe, "study_cell", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    before = recorded_before(trained_params(recipe), tags)
+    assert incompatible_changes(before, recipe.flat()) == []
+    other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
+    changed = {change.key for change in incompatible_changes(before, other.flat())}
+    assert changed == {"data.eval", "optim.weight_decay"}
+
+
+def test_a_run_that_went_on_with_another_recipe_is_recorded_as_of_that_one():
+    params = {"optim.learning_rate": "0.1", "seed": "3"}
+    changed = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2"}'}
+    before = recorded_before(params, changed)
+    assert (before["optim.learning_rate"], before["seed"]) == ("0.2", "3")
+    cut_off = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2", "se'}
+    assert recorded_before(params, cut_off)["optim.learning_rate"] == "0.1"
+
+
+def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
+    recipe = load_recipe("digits", ["tracking.parent_run_id=abc", "optim.learning_rate=1.25e-4"])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_yaml(recipe))
+    assert load_recipe(path) == recipe.with_changes(tracking={"parent_run_id": None})
+
+
+def test_tags_say_family_model_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
+    words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
+    monkeypatch.setattr(sys, "argv", words)
+    recipe = load_recipe("digits_sweep", TRIALS)
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), ClusterShape(1, 2, 0, 0.0))
+    assert tags["vit_ray.family"] == "ViT"
+    assert tags["vit_ray.data"] == "digits/train"
+    assert tags["vit_ray.stage"] == "sweep_trial"
+    assert tags["data.eval"] == "a/test"
+    assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
+    assert tags["mlflow.user"]
+    assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
+    assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
+    assert "hunter2" not in str(tags)
+
+
+def test_inputs_are_the_data_sets_with_counts_and_use():
+    train, test = data_inputs(resolved_run())
+    assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")
+    assert train["profile"]["num_images"] == 90
+    assert train["source"] == "/data/digits/train"
+    assert len(train["digest"]) <= 36  # MLflow's limit
+
+
+def test_the_compute_of_a_training_is_that_of_its_steps():
+    plan = resolved_run()
+    plan.manifest.num_classes = 10
+    ten, twenty = (training_cost(load_recipe("digits"), plan, steps) for steps in (10, 20))
+    assert ten["study/images_seen"] == 1280
+    assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
+
+
+def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytest.MonkeyPatch):
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert git_commit() == "unknown"

@@ -1,0 +1,84 @@
+"""Checks of a recipe's worker groups: the batch divides among them, and the cluster holds them."""
+
+from __future__ import annotations
+
+import math
+
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.train.micro_batch import micro_batch_size
+
+
+def check_batch(recipe: Recipe, num_images: int) -> None:
+    """The global batch divides among the workers of every allowed group size, and the data fill it.
+
+    Raises:
+        ValueError: with the arithmetic and the nearest valid value.
+    """
+    batch = recipe.train.global_batch_size
+    for world_size in recipe.group_sizes:
+        if batch % world_size:
+            # Whole passes of the recipe's own size, or the next check would refuse it.
+            fixed = recipe.train.micro_batch_size
+            unit = world_size * (recipe.train.least_pass if fixed == "auto" else fixed)
+            nearest = max(1, round(batch / unit)) * unit
+            raise ValueError(
+                f"train.global_batch_size={batch} does not divide among {world_size} workers "
+                f"(workers.num_workers={recipe.workers.num_workers}): {batch} = "
+                f"{batch // world_size} x {world_size} + {batch % world_size}; the nearest valid "
+                f"train.global_batch_size is {nearest}"
+            )
+        micro_batch_size(recipe, world_size)
+    if num_images < batch:
+        raise ValueError(
+            f"train.global_batch_size={batch} is more than the {num_images} training images; "
+            f"use at most {num_images}"
+        )
+
+
+def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
+    """The cluster can hold the workers and still feed them; returns whether workers get GPUs.
+
+    It can where it may grow to it: the group then asks for its nodes, and waits for them.
+
+    Raises:
+        ValueError: more GPUs or CPUs are asked for than there are or may be, or whether there may
+            be GPUs is not known.
+    """
+    workers, least = recipe.workers, recipe.group_sizes[0]
+    use_gpu = workers.use_gpu
+    if use_gpu == "auto":
+        if cluster.num_gpus == 0 and math.isinf(cluster.most_gpus):
+            raise ValueError(
+                "workers.use_gpu=auto: no node with a GPU is up, and whether the cluster's "
+                "autoscaler may start one is not known here; set workers.use_gpu=true, or false "
+                "to train on CPUs"
+            )
+        use_gpu = cluster.most_gpus > 0
+    if use_gpu and cluster.most_gpus < least:
+        raise ValueError(
+            f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
+            f"cluster has {cluster.most_gpus:g} ({cluster}). Lower workers.num_workers to at most "
+            f"{cluster.most_gpus:g}, or set workers.use_gpu=false"
+        )
+    needed = least * workers.cpus_per_worker
+    if cluster.most_cpus - needed < recipe.data.cpus_per_task:
+        most = int((cluster.most_cpus - recipe.data.cpus_per_task) // workers.cpus_per_worker)
+        raise ValueError(
+            f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
+            f"{cluster.most_cpus - needed:g} of {cluster.most_cpus:g} CPUs for reading data, which "
+            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({cluster}); use at most "
+            f"{max(most, 0)} workers, or fewer CPUs for each"
+        )
+    each = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+    now = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus}
+    has_room = min(now[key] / need for key, need in each.items())
+    if cluster.growth is not None and has_room < least and cluster.growth.holds(each) < least:
+        held = " and ".join(f"{count:g} {key}" for key, count in each.items())
+        raise ValueError(
+            f"workers.num_workers={workers.num_workers} with {held} each find room for "
+            f"{cluster.growth.holds(each):g} on the nodes that the cluster may start ({cluster}). "
+            "Raise max_workers of a node type, or lower workers.num_workers or "
+            "workers.cpus_per_worker"
+        )
+    return use_gpu

@@ -1,0 +1,277 @@
+"""Finding or starting a Ray cluster, and what it holds.
+
+The same job runs on this machine, against `RAY_ADDRESS`, and inside `ray job submit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import ray
+
+from vit_ray.config import Recipe
+from vit_ray.launch.cluster.autoscaling import Growth, find_growth
+from vit_ray.ray_internals import (
+    VERSION,
+    has_auth_token,
+    hide_printed_messages,
+    is_startup_timeout,
+    is_warning_of_many_actors,
+    reload_ray_config,
+    version_mismatch,
+)
+
+AUTH_MODE = "RAY_AUTH_MODE"
+DASHBOARD = "VIT_RAY_DASHBOARD"
+"""Set to 1, a Ray that is started for one command has its dashboard, which takes ten processes."""
+
+KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
+"""Ray ends processes above this number, which is its CPUs by default, after a second without work;
+the tasks of the next training would have to start theirs again."""
+_NUM_ACTORS: Final = 12
+"""Ray's own and ours, in addition to the processes of tasks."""
+
+_HEAD: Final = "node:__internal_head__"
+"""A resource of the head alone."""
+REACH_S: Final = 10.0
+"""How long an address is tried, since a cluster takes time to start."""
+
+_STARTED: Final[list[str]] = []
+"""Addresses of the clusters that this process has started."""
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """What the cluster holds in all, and when it was up."""
+
+    num_nodes: int
+    num_cpus: float
+    num_gpus: float
+    ready_s: float
+    """Unix time at which Ray was up."""
+    is_private: bool = False
+    """This driver has started it, and it ends with this driver."""
+    growth: Growth | None = None
+    """What its autoscaler may start; None if it stays as it is."""
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        growth = "" if self.growth is None else f"; {self.growth}"
+        return f"{nodes}, {self.num_cpus:g} CPUs, {self.num_gpus:g} GPUs{growth}"
+
+    @property
+    def most_cpus(self) -> float:
+        """That it has or may come to have; infinite where that is not known."""
+        return max(self.num_cpus, self.growth.total("CPU") if self.growth else 0.0)
+
+    @property
+    def most_gpus(self) -> float:
+        """As `most_cpus`."""
+        return max(self.num_gpus, self.growth.total("GPU") if self.growth else 0.0)
+
+
+def connect(recipe: Recipe) -> ClusterShape:
+    """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
+
+    A local cluster gets as many logical CPUs as the workers and two data tasks need, however few
+    cores there are. It keeps Ray's token authentication, since its ports are open to the network.
+
+    Raises:
+        ValueError: no Ray answers at the address, or a Ray or Python of another version.
+        RuntimeError: the machine is too busy for a Ray of its own.
+    """
+    _quiet()
+    if ray.is_initialized():
+        return shape(time.time())
+    if address := os.environ.get("RAY_ADDRESS"):
+        # Ray 2.60 turns token authentication on by itself for local clusters, but not for an
+        # address. A cluster that was started on a machine with a token demands it; one without
+        # authentication ignores it.
+        if AUTH_MODE not in os.environ and has_auth_token():
+            os.environ[AUTH_MODE] = "token"
+            reload_ray_config()
+        check_reachable(address)
+        _join(address)
+    else:
+        num_cpus = max(os.cpu_count() or 1, local_cpus(recipe))
+        os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
+        _start(num_cpus)
+        mark_private()
+    return shape(time.time())
+
+
+def mark_private() -> None:
+    """The connected cluster is this driver's alone; for the driver, and processes of its trials."""
+    if _address() not in _STARTED:
+        _STARTED.append(_address())
+
+
+def has_dashboard() -> bool:
+    """Whether a Ray that is started for one command has one."""
+    return os.environ.get(DASHBOARD) == "1"
+
+
+def _start(num_cpus: int) -> None:
+    """Start a Ray on this machine.
+
+    Raises:
+        RuntimeError: the machine is too busy for it.
+    """
+    try:
+        with _children_in_a_group_of_their_own():
+            # no limit: Ray's own 30 s
+            ray.init(
+                address="local",  # not another one that happens to run here
+                num_cpus=num_cpus,
+                include_dashboard=has_dashboard(),
+                log_to_driver=_shows_logs(),
+                logging_level=logging.ERROR,
+            )
+    except Exception as error:
+        if not is_startup_timeout(error):
+            raise
+        raise RuntimeError(
+            "Ray could not be started on this machine in its time limit of 30 s: the machine is "
+            "too busy, or has too little memory; run the same command again when less is running"
+        ) from error
+
+
+@contextlib.contextmanager
+def _children_in_a_group_of_their_own() -> Iterator[None]:
+    """Processes that are started in the block get no signal that is sent to this process's group.
+
+    Service managers, containers and some terminals send SIGTERM to all of a group: the driver then
+    writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's Ctrl-C does not
+    reach this process.
+    """
+    own = os.getpgrp()
+    waiting = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(waiting, process_group=0) as first:
+        try:
+            os.setpgid(0, first.pid)  # children inherit it
+        except PermissionError:  # of a session's leader, which cannot change its group
+            own = 0
+        try:
+            yield
+        finally:
+            first.kill()
+            if own:
+                try:
+                    os.setpgid(0, own)
+                except PermissionError:  # it is empty, as after `nohup ... &` by ssh
+                    os.setpgid(0, 0)
+
+
+def _join(address: str) -> None:
+    """Join the cluster at `RAY_ADDRESS`.
+
+    Raises:
+        ValueError: it runs another Ray or Python, with which nothing can be exchanged.
+    """
+    try:
+        # no limit: Ray's own two minutes; `check_reachable` has asked before
+        ray.init(log_to_driver=_shows_logs(), logging_level=logging.WARNING)
+    except RuntimeError as error:
+        mismatch = version_mismatch(error)
+        if mismatch is None:
+            raise
+        raise ValueError(
+            f"RAY_ADDRESS={address}: {mismatch}. "
+            f"Both need the same Python and Ray {VERSION}: start the driver with the cluster's, "
+            "such as by `ray job submit`, which starts it there, or renew the cluster"
+        ) from None
+
+
+def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
+    """Return if something listens at `HOST:PORT` or `ray://HOST:PORT`; Ray checks other forms.
+
+    Ray would try for two minutes without any message.
+
+    Raises:
+        ValueError: nothing does, for all of the time; says what to look at.
+    """
+    match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)
+    if match is None and "://" not in address and address not in ("auto", "local"):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is no address; give HOST:PORT as `ray start --head` printed "
+            "it, ray://HOST:PORT, or auto for the Ray of this machine; or unset RAY_ADDRESS"
+        )
+    deadline_s = time.monotonic() + timeout_s
+    while match:
+        left_s = deadline_s - time.monotonic()
+        try:
+            socket.create_connection((match[1], int(match[2])), max(left_s, 0.1)).close()
+            return
+        except OSError as error:
+            if left_s < 1.0:
+                raise ValueError(
+                    f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, "
+                    "give the address that `ray start --head` printed, or unset RAY_ADDRESS to "
+                    "use this machine alone"
+                ) from None
+            time.sleep(1.0)
+
+
+def _address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def shape(ready_s: float) -> ClusterShape:
+    """The connected cluster as it is now."""
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    held = [n["Resources"] for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
+    is_private = _address() in _STARTED
+    head: dict[str, float] = next((resources for resources in held if _HEAD in resources), {})
+    return ClusterShape(
+        len(held),
+        total.get("CPU", 0),
+        total.get("GPU", 0),
+        ready_s,
+        is_private=is_private,
+        growth=None if is_private else find_growth(_address(), head),
+    )
+
+
+def capacity() -> tuple[float, float]:
+    """GPUs and CPUs that the connected cluster has, or is known to be able to start."""
+    now = shape(time.time())
+    pairs = (now.most_gpus, now.num_gpus), (now.most_cpus, now.num_cpus)
+    gpus, cpus = (num if math.isinf(most) else most for most, num in pairs)
+    return gpus, cpus
+
+
+def local_cpus(recipe: Recipe) -> int:
+    """Logical CPUs for the largest worker group and two data tasks."""
+    workers, data = recipe.workers, recipe.data
+    return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
+
+
+def _shows_logs() -> bool:
+    """Workers' own output is for finding faults: `VIT_RAY_LOGS=1` shows it."""
+    return os.environ.get("VIT_RAY_LOGS") == "1"
+
+
+def _quiet() -> None:
+    if _shows_logs():
+        return
+    # Ray's warning about many small actors, which a sweep has by design.
+    hide_printed_messages(is_warning_of_many_actors)
+    for name in ("ray.train", "ray.data", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # Ray Tune's tables; `progress` shows it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -1,0 +1,236 @@
+"""The streams of a run: its data sets, opened, checked against each other, cut as the recipe says.
+
+Nothing is started; errors say what to change.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from vit_ray.config import Recipe, require
+from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
+from vit_ray.data import open_dataset
+from vit_ray.data.format.joined_datasets import JoinedManifest, join
+from vit_ray.data.format.labels import first_labels
+from vit_ray.data.format.local_cache import LocalCache
+from vit_ray.data.format.manifest import Manifest
+from vit_ray.data.images.crops import Augmentation
+from vit_ray.data.images.randaugment import RandAugment
+from vit_ray.data.order.sample_weights import Weights, row_weights
+from vit_ray.data.order.selection import JoinedSelection, RowSelection, Selection, select
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.evaluate.few_shot import require_shots
+from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.inputs.data_order import rows_per_task, shuffle_window, with_window
+from vit_ray.launch.model_checks import check_model, check_own_parts
+from vit_ray.own_parts import Augments, own_part
+
+logger = logging.getLogger(__name__)
+
+MOST_LABELS_READ: Final = 2_000_000
+"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A recipe resolved on its data: streams, classes and steps."""
+
+    recipe: Recipe
+    """With the order of the data made definite."""
+    manifest: Manifest
+    streams: dict[str, StreamSpec]
+    """`train`, and of `eval`, `eval:NAME` of each further set, `dev`, `few_shot_train` and
+    `few_shot_test` what the recipe has."""
+    total_steps: int
+
+    @property
+    def few_shot_classes(self) -> int:
+        """Classes of the few-shot sets; 0 without them."""
+        stream = self.streams.get("few_shot_train")
+        return stream.manifest.num_classes if stream else 0
+
+    @property
+    def num_images(self) -> int:
+        """Training images of one epoch."""
+        return self.streams["train"].num_images
+
+
+def resolve_run(
+    recipe: Recipe, *, needs_train: bool = True, begun: int | None = None
+) -> ResolvedRun:
+    """Open the data sets and check the recipe's arithmetic.
+
+    Args:
+        needs_train: without, the recipe may have a test set alone.
+        begun: the shuffle window of a run that is continued.
+
+    Raises:
+        ValueError: there is no such model or part of the user's own, a data set is missing or
+            broken, the batch does not
+            divide, the run has no length, the classes of two sets differ, or a class has fewer
+            images than shots.
+    """
+    check_model(recipe)
+    data, evaluate = recipe.data, recipe.evaluate
+    if isinstance(data.train, tuple):
+        sets = data.train
+        manifest: Manifest = join(
+            [_to_train_on(one.path) for one in sets], [one.weight for one in sets]
+        )
+    else:
+        path = data.train if needs_train or data.train else data.test_set
+        key = "data.train" if needs_train else "data.eval"
+        path = require(path, key, "the folder of a converted data set")
+        manifest = _to_train_on(path) if needs_train else open_dataset(path)
+    check_own_parts(recipe, manifest.num_classes)
+    recipe = with_window(recipe, manifest, begun)
+    rows, held_out = select(
+        manifest,
+        seed=recipe.seed,
+        held_out_fraction=data.held_out_fraction,
+        fraction=data.fraction,
+    )
+
+    def evaluated(manifest: Manifest, rows: Selection | None = None) -> StreamSpec:
+        return _spec(recipe, manifest, data.eval_augment, rows)
+
+    train = _spec(recipe, manifest, data.augment, None if rows.is_all else rows)
+    window, task_rows = shuffle_window(recipe, manifest), train.task_rows
+    if window is not None and window.num_batches > 1:
+        task_rows = rows_per_task(recipe, manifest, window, task_rows)
+    weights = _row_weights(manifest, rows, data.sample_weights) if needs_train else None
+    streams = {"train": replace(train, window=window, task_rows=task_rows, weights=weights)}
+    if data.test_set is not None:
+        for place, (name, path) in enumerate(data.eval_sets.items()):
+            streams[f"eval:{name}" if place else "eval"] = evaluated(open_dataset(path))
+        if held_out is not None and recipe.chooses_on_dev and needs_train:
+            streams["dev"] = evaluated(manifest, held_out)
+    elif held_out is not None:
+        streams["eval"] = evaluated(manifest, held_out)
+    if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:
+        pool, test = open_dataset(evaluate.few_shot_train), open_dataset(evaluate.few_shot_test)
+        streams |= {"few_shot_train": evaluated(pool), "few_shot_test": evaluated(test)}
+        _check_classes("evaluate.few_shot_test", test, pool)
+        _check_shots(pool.path, pool.fingerprint, evaluate.shots)
+    total_steps = 0
+    tests = [spec.manifest for name, spec in streams.items() if name.startswith("eval")]
+    for test in tests:
+        _check_classes("data.eval", test, manifest if needs_train else tests[0])
+    if needs_train:
+        check_batch(recipe, rows.count)
+        total_steps = recipe.optim.total_steps(rows.count, recipe.train.global_batch_size)
+    return ResolvedRun(recipe, manifest, streams, total_steps)
+
+
+def _spec(
+    recipe: Recipe,
+    manifest: Manifest,
+    augment: AugmentConfig | EvalAugmentConfig,
+    rows: Selection | None,
+) -> StreamSpec:
+    data = recipe.data
+    cache = data.cache_dir and LocalCache(data.cache_dir, int(data.cache_gib * 2**30))
+    return StreamSpec(
+        manifest,
+        augmentation_of(recipe.model, augment),
+        seed=recipe.seed,
+        rows=rows,
+        max_bad_fraction=data.max_bad_fraction,
+        num_cpus=data.cpus_per_task,
+        concurrency=data.max_tasks,
+        cache_mib=data.task_memory_mib,
+        decode=data.decode,
+        object_store_mib=data.object_store_mib,
+        cache=cache or None,
+    )
+
+
+def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
+    """How images of a model are cut, for training or for evaluation.
+
+    The default resize is 256 for a crop of 224, and in proportion for others; BiT's 448 for 384 is
+    set by recipe.
+    """
+    cut = Augmentation(
+        kind=augment.kind,
+        size=model.image_size,
+        flip=False,
+        resize=augment.resize or round(max(model.sides) * 8 / 7),
+    )
+    if isinstance(augment, EvalAugmentConfig):
+        return replace(cut, border=augment.border, is_exact=augment.crop == "exact")
+    operations = augment.randaugment and RandAugment(
+        augment.randaugment,
+        augment.randaugment_layers,
+        augment.randaugment_magnitude,
+        augment.randaugment_magnitude_std,
+    )
+    return replace(
+        cut,
+        flip=augment.flip,
+        min_area=augment.min_area,
+        max_area=augment.max_area,
+        randaugment=operations,
+        own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
+    )
+
+
+def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
+    if one.classes != other.classes:
+        raise ValueError(
+            f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
+            f"{other.num_classes}, and they are not the same; convert both with one list of classes"
+        )
+
+
+def _row_weights(manifest: Manifest, rows: Selection, by: str | None) -> Weights | None:
+    """By which training rows are drawn; of several sets, of each by itself."""
+    if by is None:
+        return None
+    if isinstance(manifest, JoinedManifest):
+        assert isinstance(rows, JoinedSelection)
+        parts = zip(map(open_dataset, manifest.paths), rows.parts, strict=True)
+    else:
+        assert isinstance(rows, RowSelection)
+        parts = zip([manifest], [rows], strict=True)
+    return np.concatenate([row_weights(m.path, m.fingerprint, by, r) for m, r in parts])
+
+
+def _to_train_on(path: str) -> Manifest:
+    """A training set; refuses one that its maker has marked."""
+    manifest = open_dataset(path)
+    if manifest.origin.get("evaluation_only"):
+        raise ValueError(
+            f"data.train={path!r} is for evaluation only (convert.evaluation_only), so it may be "
+            "data.eval; train on another set"
+        )
+    return manifest
+
+
+@lru_cache(maxsize=4)
+def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
+    """Read labels until every class has its examples; once for all trials of a sweep."""
+    manifest = open_dataset(path)
+    examples = np.zeros(manifest.num_classes, np.int64)
+    for labels in first_labels(manifest):
+        examples += np.bincount(labels[labels >= 0], minlength=len(examples))
+        if examples.min() >= max(shots):
+            return
+        if examples.sum() > MOST_LABELS_READ:
+            logger.warning(
+                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
+                "classes have fewer than %d there; the first evaluation shows whether they have "
+                "them at all",
+                manifest.num_images,
+                examples.sum(),
+                (examples < max(shots)).sum(),
+                len(examples),
+                max(shots),
+            )
+            return
+    require_shots(examples, shots=shots, classes=manifest.classes)

@@ -1,0 +1,130 @@
+"""What a worker group's controller does at its start, and where the group changes its state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import ray
+from ray.util import get_placement_group, placement_group_table, remove_placement_group
+
+from vit_ray.launch.pool.actor_calls import PROCESS_DIED
+from vit_ray.ray_internals import (
+    ControllerCallback,
+    PreemptingState,
+    ResizingState,
+    RunningState,
+    SchedulingState,
+    name_placement_groups,
+)
+from vit_ray.storage import locate
+from vit_ray.worker.job import TrainJob
+
+SAVE_BEFORE_RESIZE_S = 120.0
+JOB_S: Final = 30.0
+
+
+class NotePlacement(ControllerCallback):
+    """Notes whether the group is placed, be it about to lose its place, and its waits for it."""
+
+    def __init__(self, server: Any) -> None:
+        self._server, self._asked_s, self._pool = server, 0.0, ""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """The name of its placement groups begins with that of the pool."""
+        self._pool = train_run_context.run_config.name
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Each time that the group starts, runs, fails, or changes its size."""
+        is_placed = isinstance(current_state, RunningState | PreemptingState | ResizingState)
+        self._server.note_placement.remote(is_placed)
+        was_asking = isinstance(previous_state, SchedulingState)
+        if isinstance(current_state, SchedulingState):
+            self._asked_s = time.time()
+        elif was_asking and isinstance(current_state, RunningState):
+            with contextlib.suppress(ray.exceptions.RayError):  # the next call of it decides
+                job = ray.get(self._server.current_job.remote(), timeout=JOB_S)
+                if job is not None:
+                    wait_s = placement_wait_s(self._pool)
+                    job.record.place_wait(self._asked_s, self._asked_s + wait_s)
+
+
+def placement_wait_s(pool_name: str) -> float:
+    """How long the newest worker group of a pool has waited for its place."""
+    waits = {
+        int(group["name"].rpartition("-")[2]): group["stats"]["end_to_end_creation_latency_ms"]
+        for group in placement_group_table().values()
+        if group["name"].startswith(f"{pool_name}-")
+    }
+    return float(waits[max(waits)]) / 1e3 if waits else 0.0
+
+
+class OwnEnvironment(ControllerCallback):
+    """Sets variables in the controller's process, before it makes a worker group.
+
+    Variables of the driver are for all of its pools, which start in threads.
+    """
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self._variables = variables
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Here, in the controller's process, whose workers get them too."""
+        os.environ |= self._variables
+
+
+class NameGroups(ControllerCallback):
+    """Gives worker groups the name of their pool, so that `remove_groups` finds them."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Here, in the controller's process, which places them."""
+        name_placement_groups(train_run_context.run_config.name)
+
+
+def remove_groups(pool_name: str) -> None:
+    """Take back what the worker groups of a pool hold or wait for."""
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED" and group["name"].startswith(f"{pool_name}-"):
+            with contextlib.suppress(ValueError):  # gone since
+                remove_placement_group(get_placement_group(group["name"]))
+
+
+class SaveBeforeResize(ControllerCallback):
+    """An elastic group that has room to grow is saved first.
+
+    It is started again from its newest checkpoint, which by the clock may be a quarter of an hour
+    old.
+    """
+
+    def __init__(self, current_job: Callable[[], TrainJob | None]) -> None:
+        self._current_job = current_job
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Wait for a checkpoint when Ray has decided to change the size of a running group."""
+        if not isinstance(current_state, ResizingState):
+            return
+        try:
+            job = self._current_job()
+        except PROCESS_DIED:
+            return
+        if job is None or job.kind != "train":
+            return
+        before = newest_step(job.run_folder)
+        job.control.request_save()
+        deadline = time.monotonic() + SAVE_BEFORE_RESIZE_S
+        while newest_step(job.run_folder) <= before and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def newest_step(run_folder: str) -> int:
+    """Of the newest whole checkpoint; -1 where there is none, or storage does not answer."""
+    from vit_ray.checkpoints.run_checkpoints import newest_checkpoint  # torch: few need it
+
+    try:
+        checkpoint = newest_checkpoint(locate(run_folder))
+    except OSError:
+        return -1
+    return checkpoint.position.step if checkpoint else -1

@@ -1,0 +1,252 @@
+"""The one process that owns the worker pools of many trainings, and lends them.
+
+Pools are owned outside the trainings that use them and outlive them. A loan ends with the training,
+or with the borrower's process, whose workers then give up their places: another attempt goes on
+from the newest checkpoint, with other workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import ray
+
+from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
+from vit_ray.launch.pool.placement_wait import NoPlaceError
+from vit_ray.launch.pool.worker_pool import (
+    ABANDON_S,
+    CLOSE_S,
+    BorrowedPool,
+    PoolLostError,
+    PoolShape,
+    WorkerPool,
+)
+
+logger = logging.getLogger(__name__)
+
+Ending = Literal["keep", "close", "abandon"]
+"""What becomes of a pool that is given back: it takes the next training, its workers end, or they
+are not waited for."""
+
+LOOK_S: Final = 1.0
+"""How often it is asked whether borrowers are alive."""
+LEND_S: Final = 2 * (CLOSE_S + ABANDON_S)
+"""Longest time to end pools of other shapes, in whose place a new one starts."""
+_WHOSE: Final = "the keeper of the worker pools"
+
+
+@dataclass
+class _Loan:
+    pool: WorkerPool
+    borrower: Any
+    """Handle of the actor whose loan it is; None for the driver, with which this process ends."""
+    asked: Any = None
+    """A call of the borrower, which fails when its process dies."""
+
+    def is_over(self) -> bool:
+        """Whether the borrower's process has died."""
+        if self.borrower is None:
+            return False
+        if self.asked is None:
+            self.asked = self.borrower.__ray_ready__.remote()
+        if not ray.wait([self.asked], timeout=0)[0]:
+            return False  # it works
+        call, self.asked = self.asked, None
+        try:
+            ray.get(call, timeout=0)
+        except PROCESS_DIED:
+            return True
+        return False
+
+
+class PoolKeeper:
+    """Runs as an actor with threads."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """`environment`: the user's settings of Ray Train, as the driver has them."""
+        os.environ.update(environment)
+        self._idle: list[WorkerPool] = []
+        self._loans: dict[int, _Loan] = {}
+        self._num_lent = self._num_started = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        threading.Thread(target=self._watch, daemon=True, name="borrowers").start()
+
+    def lend(self, shape: PoolShape, is_private: bool, borrower: Any) -> tuple[int, Any]:
+        """Number of the loan, and the handle of the server of a pool of the shape.
+
+        Where none is idle, idle ones of other shapes give up their places to a new one.
+        """
+        pool = self._idle_or_new(shape, is_private)
+        with self._changed:
+            self._num_lent += 1
+            self._loans[self._num_lent] = _Loan(pool, borrower)
+            return self._num_lent, pool.server
+
+    def start(self, shape: PoolShape, is_private: bool) -> None:
+        """Start one of the shape if none is idle, before its training is ready."""
+        pool = self._idle_or_new(shape, is_private)
+        with self._changed:
+            self._idle.append(pool)
+
+    def take_back(self, number: int, ending: Ending) -> None:
+        """The loan has ended."""
+        with self._changed:
+            loan = self._loans.pop(number, None)
+            if loan is None:  # taken back before
+                return
+            if ending == "keep" and loan.pool.is_open and not self._is_closed:
+                self._idle.append(loan.pool)
+                return
+        loan.pool.abandon() if ending == "abandon" else loan.pool.close()
+
+    def num_started(self) -> int:
+        """Pools that it has started so far."""
+        return self._num_started
+
+    def close(self) -> None:
+        """End all pools."""
+        with self._changed:
+            pools = [*self._idle, *(loan.pool for loan in self._loans.values())]
+            self._idle, self._loans, self._is_closed = [], {}, True
+            self._changed.notify_all()
+        for pool in pools:
+            pool.close()
+
+    def _idle_or_new(self, shape: PoolShape, is_private: bool) -> WorkerPool:
+        with self._changed:
+            fitting = [pool for pool in self._idle if pool.shape == shape and pool.is_open]
+            if fitting:
+                self._idle.remove(fitting[0])
+                return fitting[0]
+            others, self._idle = self._idle, []
+            self._num_started += 1
+        for pool in others:
+            pool.close()
+        return WorkerPool(shape, is_private=is_private)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, LOOK_S)
+                if self._is_closed:
+                    return
+                loans = list(self._loans.items())
+            for number, loan in loans:
+                if loan.is_over():
+                    try:
+                        self.take_back(number, "abandon")
+                    except Exception:  # the next loans must be watched, too
+                        logger.exception("a pool could not be taken back")
+
+
+class _Kept:
+    """The keeper of a block, started with its first pool."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
+    def keeper(self) -> Any:
+        if self.handle is None:
+            given = {key: text for key, text in os.environ.items() if key.startswith("RAY_TRAIN_")}
+            node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 64}
+            actor = ray.remote(PoolKeeper).options(**options, label_selector=node)
+            self.handle = actor.remote(given)
+        return self.handle
+
+    def close(self) -> None:
+        if self.handle is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self.handle.close.remote(), timeout=LEND_S)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self.handle)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept_pools", default=None)
+
+
+@contextlib.contextmanager
+def kept_pools() -> Iterator[None]:
+    """Inside the block, pools stay open for the next training of their shape."""
+    if _KEPT.get() is not None:
+        yield
+        return
+    kept = _Kept()
+    with _borrowing_from(kept):
+        try:
+            yield
+        finally:
+            kept.close()
+
+
+@contextlib.contextmanager
+def borrowing(keeper: Any) -> Iterator[None]:
+    """Inside the block, in a trial's process, pools are those of the driver's keeper."""
+    kept = _Kept()
+    kept.handle = keeper
+    with _borrowing_from(kept):
+        yield
+
+
+@contextlib.contextmanager
+def _borrowing_from(kept: _Kept) -> Iterator[None]:
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def keeper() -> Any:
+    """Handle of the keeper of the block, for `borrowing`."""
+    kept = _KEPT.get()
+    assert kept is not None
+    return kept.keeper()
+
+
+def start_kept_pool(shape: PoolShape, *, is_private: bool) -> None:
+    """Inside `kept_pools`: let workers be placed and import before their training is ready."""
+    if (kept := _KEPT.get()) is not None:
+        kept.keeper().start.remote(shape, is_private)  # no limit: it is not waited for
+
+
+@contextlib.contextmanager
+def borrowed_pool(shape: PoolShape, *, is_private: bool) -> Iterator[BorrowedPool]:
+    """A pool of this shape; after an error in the block it ends, and no other run gets it.
+
+    Raises:
+        PoolLostError: the process of the keeper has died.
+    """
+    kept, ending = _KEPT.get(), "close"
+    own: WorkerPool | None = None
+    if kept is None:
+        own = WorkerPool(shape, is_private=is_private)
+        server = own.server
+    else:
+        context = ray.get_runtime_context()
+        borrower = context.current_actor if context.get_actor_id() else None
+        lent = kept.keeper().lend.remote(shape, is_private, borrower)
+        try:
+            number, server = answer(lent, _WHOSE, LEND_S)
+        except PROCESS_DIED as error:
+            raise PoolLostError("the process of the keeper of the pools has died") from error
+    try:
+        yield BorrowedPool(shape, server)
+        ending = "keep"
+    except NoPlaceError:
+        ending = "abandon"
+        raise
+    finally:
+        if own is not None:
+            own.abandon() if ending == "abandon" else own.close()
+        elif kept is not None:
+            with contextlib.suppress(*PROCESS_DIED):
+                answer(kept.keeper().take_back.remote(number, ending), _WHOSE, LEND_S)

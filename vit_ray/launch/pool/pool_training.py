@@ -1,0 +1,96 @@
+"""Runs a training on a pool's workers, and reports the reason of a failure in one line."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from vit_ray.config.secrets import redact
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.pool.actor_calls import ANSWER_LIMIT_S
+from vit_ray.launch.pool.failure_causes import cause
+from vit_ray.launch.pool.group_callbacks import newest_step
+from vit_ray.launch.pool.placement_wait import NoPlaceError, StoppedWaitingError
+from vit_ray.launch.pool.pool_keeper import borrowed_pool
+from vit_ray.launch.pool.worker_pool import PoolEndedError, PoolLostError, PoolShape
+from vit_ray.outcomes import EventKind, Failure
+from vit_ray.worker.job import TrainJob
+
+logger = logging.getLogger(__name__)
+
+MOST_POOLS: Final = 4
+"""Of one training with no new checkpoint between them. A pool is lost where the process of its
+server or of its controller dies, as for lack of memory."""
+
+
+class RunFailedError(RuntimeError):
+    """The run ended in an error; the message holds the cause."""
+
+
+class RunDivergedError(RunFailedError):
+    """Its loss or gradient is not finite: the same recipe would diverge again."""
+
+
+def run_workers(
+    job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape, *, use_gpu: bool
+) -> None:
+    """Train on the recipe's group until it ends, through failures and resizes.
+
+    A stop while the group has no place ends it with the event `stopped`, as workers end it who
+    have written a checkpoint before.
+
+    Args:
+        streams: what the workers read, by name, as in `ResolvedRun`.
+
+    Raises:
+        RunDivergedError: the loss or the gradient is not finite.
+        RunFailedError: training failed more often than the recipe allows, or cannot work.
+    """
+    shape = PoolShape.of(job.recipe, cluster, use_gpu=use_gpu, trains=job.kind == "train")
+    error: BaseException | None = None
+    num_lost, lost_at = 0, -1
+    while num_lost < MOST_POOLS:
+        error = _run_in_pool(shape, job, streams, cluster)
+        if not isinstance(error, PoolLostError):
+            break
+        newest = newest_step(job.run_folder)
+        num_lost, lost_at = (num_lost + 1 if newest == lost_at else 1), newest
+        after = "the training goes on with new workers"
+        if num_lost == MOST_POOLS:
+            after = (
+                f"{num_lost} such losses with no new checkpoint between them; look at the memory "
+                "of that host, then give the same command again"
+            )
+        job.record.event(EventKind.WORKER_FAILED, f"{error}; {after}", 0)
+    # A worker's own reason says more than the time-outs of those that waited for it.
+    failure = job.control.failure()
+    if isinstance(error, StoppedWaitingError) and failure is None:
+        text = f"{error}; no workers were running, so no checkpoint was written for it"
+        job.record.event(EventKind.STOPPED, text, 0, ANSWER_LIMIT_S)
+        return
+    if failure is None and error is not None:
+        failure = Failure(cause(error.__cause__ or error))
+    if failure is not None:
+        kind = RunDivergedError if failure.has_diverged else RunFailedError
+        raise kind(failure.reason) from error
+
+
+def _run_in_pool(
+    shape: PoolShape, job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape
+) -> Exception | None:
+    """Why the pool ended before the training did; None if it did not."""
+    try:
+        with borrowed_pool(shape, is_private=cluster.is_private) as pool:
+            # While the pool's workers import: what keeps the record from being opened ends the run.
+            if job.record.run_id(ANSWER_LIMIT_S) is None:
+                logger.warning(
+                    "MLflow at %s does not answer; %s goes on, and its record waits in %s",
+                    redact(job.recipe.tracking.uri),
+                    job.recipe.name,
+                    job.recipe.run_folder,
+                )
+            pool.run(job, streams)
+    except (PoolEndedError, NoPlaceError) as ended:
+        return ended
+    return None

@@ -1,0 +1,135 @@
+"""Workers whose process has died are replaced alone, and the others keep their processes.
+
+Ray Train 2.60 does so for a backend with groups of replicas, in the places of those that failed.
+The others leave their process group, and meet the new ones at the pool's server. All workers start
+again where that is not enough: after an error that a worker has raised, when its node is gone
+or left out, when the group changes its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import ray
+
+from vit_ray.launch.pool.actor_calls import answer
+from vit_ray.launch.pool.failing_nodes import FAILING_NODES
+from vit_ray.launch.pool.failure_causes import has_died
+from vit_ray.launch.pool.group_callbacks import remove_groups
+from vit_ray.outcomes import WorkerPlace
+from vit_ray.ray_internals import (
+    ControllerCallback,
+    PreemptionCallback,
+    ReplicaGroupCallback,
+    WorkerGroupCallback,
+)
+
+MOST_REPLACED: Final = 8
+"""Workers at a time: Ray starts one after the other, and a whole group at once."""
+PLACED_S: Final = 60.0
+"""Longest time for new workers to start in the places of the old ones, whose node may be dying."""
+LOOK_S: Final = 1.0
+
+
+class Replacement:
+    """Whether the last failure lets the other workers stay, in the process of the controller."""
+
+    def __init__(self) -> None:
+        self.is_allowed = False
+        self.nodes: set[str] = set()
+        """Of those that have failed."""
+
+    def judge(self, error: Any, places: Mapping[int, WorkerPlace]) -> None:
+        """After a failure that the run survives.
+
+        Args:
+            places: of the workers by rank, as far as they are known.
+        """
+        failures = getattr(error, "worker_failures", {})
+        self.is_allowed = False
+        if 0 < len(failures) <= MOST_REPLACED and all(map(has_died, failures.values())):
+            self.nodes = {places[rank].node for rank in failures if rank in places}
+            is_known = failures.keys() <= places.keys()
+            self.is_allowed = is_known and self.nodes <= _alive() - FAILING_NODES.hosts.keys()
+
+
+def _alive() -> set[str]:
+    return {n["NodeID"] for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
+
+
+REPLACEMENT: Final = Replacement()
+
+
+class ReplaceWorkers(ControllerCallback, WorkerGroupCallback):
+    """Has Ray replace some workers or all, and the training assigned again to the group."""
+
+    def __init__(self, server: Any) -> None:
+        """`server`: handle of the pool's `PoolServer`."""
+        self._server, self._pool, self._statuses = server, "", dict[int, Any]()
+        self._are_placed: threading.Event | None = None
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """The name of its placement groups begins with that of the pool."""
+        self._pool = train_run_context.run_config.name
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Ray replaces what has an error in the last of these."""
+        self._statuses = worker_group_status.worker_statuses
+
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Workers are about to start after a failure, or for another size."""
+        failed = sum(status.error is not None for status in self._statuses.values())
+        is_alone = (
+            REPLACEMENT.is_allowed and failed < len(self._statuses) == resize_decision.num_workers
+        )
+        if is_alone and self._reassign(alone=True):
+            self._are_placed = threading.Event()
+            arguments = (self._pool, REPLACEMENT.nodes, self._are_placed)
+            threading.Thread(target=_limit_wait, args=arguments, daemon=True).start()
+        else:
+            self._statuses.clear()
+        REPLACEMENT.is_allowed = False
+
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> None:
+        """All workers are new."""
+        self._reassign(alone=False)
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """The workers have started, or could not."""
+        if self._are_placed is not None:
+            self._are_placed.set()
+            self._are_placed = None
+
+    def _reassign(self, *, alone: bool) -> bool:
+        return bool(answer(self._server.reassign.remote(alone=alone), "the pool's server"))
+
+
+def _limit_wait(pool: str, nodes: set[str], are_placed: threading.Event) -> None:
+    """Take the places from new workers that do not start there: then Ray starts all again.
+
+    It would wait for them without a limit, as where their node has died since.
+    """
+    deadline_s = time.monotonic() + PLACED_S
+    while not are_placed.wait(LOOK_S):
+        is_late = time.monotonic() > deadline_s
+        with contextlib.suppress(ray.exceptions.RayError):
+            if is_late or not nodes <= _alive():
+                remove_groups(pool)
+                return
+
+
+class WatchPreemption(PreemptionCallback, ReplicaGroupCallback):
+    """Ray's, which it leaves out where single workers are replaced: it would keep the old ones."""
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """All workers are new."""
+        self._group = worker_group
+        super().after_worker_group_start(worker_group)
+
+    def after_replica_group_start(self, replica_group: Any) -> None:
+        """A worker was replaced."""
+        self.after_worker_group_start(self._group)

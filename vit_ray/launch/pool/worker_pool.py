@@ -1,0 +1,324 @@
+"""A worker pool: a worker group under Ray Train that trains one run after another.
+
+Starting processes and importing libraries take longer than a small training, so what runs many
+trainings borrows pools from a keeper (`pool_keeper.py`), which outlives each of them. A fault of a
+training costs at most its pool, and the next training gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import fsspec
+import ray
+import ray.train
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+
+from vit_ray.config import Recipe
+from vit_ray.data.stream.batches import StreamSpec
+from vit_ray.data.stream.ray_datasets import start_beside_server
+from vit_ray.data.stream.stream_server import StreamSource
+from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
+from vit_ray.launch.pool.actor_calls import PROCESS_DIED, answer
+from vit_ray.launch.pool.failing_nodes import LeaveOutNodes
+from vit_ray.launch.pool.group_callbacks import (
+    NameGroups,
+    NotePlacement,
+    OwnEnvironment,
+    SaveBeforeResize,
+    remove_groups,
+)
+from vit_ray.launch.pool.placement_wait import PlacementWait, missing_now
+from vit_ray.launch.pool.pool_server import PoolServer
+from vit_ray.launch.pool.ray_policies import (
+    ConsecutiveFailurePolicy,
+    DivisorScalingPolicy,
+    PolicedTrainer,
+)
+from vit_ray.launch.pool.replacement import ReplaceWorkers, WatchPreemption
+from vit_ray.worker.job import TrainJob
+from vit_ray.worker.pool_entry import work_in_pool
+
+_SERVER: Final = "the server of the workers' pool"
+CLOSE_S: Final = 60.0
+"""Longest time for the workers of a pool to end."""
+ABANDON_S: Final = 30.0
+"""Longest time for a controller to end whose group has lost its places, or never had any."""
+
+
+class PoolEndedError(RuntimeError):
+    """The pool's workers have ended before their training did; the cause is Ray Train's error."""
+
+
+class PoolLostError(PoolEndedError):
+    """A process between driver and workers has died; another pool may take the training."""
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What a pool's workers are; a pool takes any training of its shape."""
+
+    num_workers: int | tuple[int, int]
+    sizes: tuple[int, ...]
+    """Worker counts that divide the batch."""
+    cpus_per_worker: float
+    reading_cpus: float = field(compare=False)
+    """Of a task that reads; any group takes trainings that read with others."""
+    kept_cpus: float
+    """That an elastic group leaves to reading as it grows; 0 for others."""
+    use_gpu: bool
+    hides_gpus: bool
+    """There are GPUs that its workers must not see."""
+    collective_timeout_s: int
+    replaces_failed: bool
+    """A worker whose process has died is replaced alone."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool, trains: bool = True
+    ) -> PoolShape:
+        """The shape that a training needs, or an evaluation."""
+        workers = recipe.workers
+        is_elastic = len(workers.sizes) > 1
+        sizes = recipe.group_sizes if trains else list(workers.sizes)
+        return cls(
+            workers.num_workers,
+            tuple(sizes) if is_elastic else (),
+            workers.cpus_per_worker,
+            recipe.data.cpus_per_task,
+            recipe.data.cpus_per_task if is_elastic else 0.0,
+            use_gpu,
+            cluster.most_gpus > 0 and not use_gpu,
+            workers.collective_timeout_s,
+            # A blocked call of NCCL would have to be aborted, which has not been tried on GPUs.
+            workers.replace_failed and not use_gpu,
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group may change its size."""
+        return isinstance(self.num_workers, tuple)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What a worker reserves."""
+        return {"CPU": self.cpus_per_worker, **({"GPU": 1.0} if self.use_gpu else {})}
+
+    def reading_tasks(self, cpus: float) -> int:
+        """Reading tasks that have a place beside the largest group."""
+        left = cpus - self.most_workers * self.cpus_per_worker
+        return max(0, int(left / self.reading_cpus))
+
+    @property
+    def least_workers(self) -> int:
+        """Workers of the smallest group."""
+        return self.num_workers if isinstance(self.num_workers, int) else min(self.sizes)
+
+    @property
+    def most_workers(self) -> int:
+        """Workers of the largest group."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+
+@dataclass(frozen=True)
+class _CurrentJob:
+    """Asked by the controller's policies, in its process."""
+
+    server: Any
+
+    def __call__(self) -> TrainJob | None:
+        job: TrainJob | None = answer(self.server.current_job.remote(), _SERVER)
+        return job
+
+
+@dataclass(frozen=True)
+class BorrowedPool:
+    """A pool as a training sees it, in whatever process the pool is owned."""
+
+    shape: PoolShape
+    server: Any
+    """Handle of its `PoolServer`."""
+
+    def run(self, job: TrainJob, streams: dict[str, StreamSpec]) -> None:
+        """Train, until all workers are done, through failures and resizes.
+
+        Raises:
+            PoolEndedError: the group has ended, and the pool with it.
+            PoolLostError: through no fault of the training.
+            NoPlaceError: there is no place for the group, or a stop came while there was none.
+        """
+        shape = self.shape
+        watch = PlacementWait(job, lambda: missing_now(shape.least_workers, shape.resources))
+        source = StreamSource(self.server, ray.put(streams))
+        self._ask("assign", job, shape.use_gpu, source)
+        while not self._ask("wait_until_ended"):
+            is_closed, error = self._ask("closed")
+            if is_closed:
+                if isinstance(error, PROCESS_DIED):
+                    text = "the process of Ray Train's controller, on the driver's host, has died"
+                    raise PoolLostError(text) from error
+                raise PoolEndedError(str(error)) from error
+            watch.check(is_placed=self._ask("is_placed"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the pool's server."""
+        try:
+            return answer(getattr(self.server, method).remote(*arguments), _SERVER)
+        except PROCESS_DIED as error:
+            text = "the process of the pool's server, on the driver's host, has died"
+            raise PoolLostError(text) from error
+
+
+class WorkerPool:
+    """A worker group, its streams' process, and the thread that runs its controller: its owner."""
+
+    def __init__(self, shape: PoolShape, *, is_private: bool) -> None:
+        """Start it; workers are placed and import while the caller goes on.
+
+        Args:
+            is_private: Ray was started by this driver, for itself alone.
+        """
+        self.shape = shape
+        self.server: Any = (
+            ray.remote(PoolServer)
+            .options(
+                num_cpus=0,
+                max_concurrency=3 * shape.most_workers + 8,
+                label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+            )
+            .remote(
+                keeps_statistics=not is_private or has_dashboard(),
+                warms_up=not is_private,
+                cpus_per_rank=shape.cpus_per_worker,
+            )
+        )
+        if is_private:
+            cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+            start_beside_server(shape.reading_tasks(cpus))
+        self._thread = threading.Thread(
+            target=self._run_workers, args=(is_private,), daemon=True, name="pool"
+        )
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its workers take another training."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Let the workers end, and wait for it; those that do not lose their places."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the processes are gone already
+            ray.get(self.server.close.remote(), timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End the server, and take from the group what it holds or waits for until it has ended.
+
+        The controller of a group without a place, which hears of nothing meanwhile, ends as soon
+        as there is nothing to wait for, and no server; it may only be starting now.
+        """
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.server)
+        deadline = time.monotonic() + ABANDON_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_groups(pool_name(self.server))
+            self._thread.join(0.5)
+
+    def _run_workers(self, is_private: bool) -> None:
+        error = None
+        try:
+            # no limit: a thread; `close` and `abandon` end the trainer
+            _trainer(self.shape, self.server, is_private=is_private).fit()
+        except BaseException as raised:  # raised where the training is waited for
+            error = raised
+        with contextlib.suppress(ray.exceptions.RayError):
+            # In a tuple: the error of an actor, given by itself, would fail the call that gets it.
+            ray.get(self.server.close.remote((error,)), timeout=CLOSE_S)
+
+
+def driver_environment(*, is_private: bool) -> dict[str, str]:
+    """Ray Train's settings for every pool of this driver; what the user has set stays."""
+    return _unless_given(
+        {
+            # How soon Ray Train notices that a worker has ended or died.
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+            # On a private Ray nobody takes the one node away, and nobody reads metrics.
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if is_private else "1",
+            "RAY_TRAIN_METRICS_ENABLED": "0" if is_private else "1",
+        }
+    )
+
+
+def pool_environment(shape: PoolShape) -> dict[str, str]:
+    """Ray Train's settings for one pool; what the user has set stays."""
+    return _unless_given(
+        {
+            "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(shape.collective_timeout_s),
+            # An elastic group must give up the size that a node lost a moment ago had allowed: Ray
+            # takes 15 s to notice, and decides anew each time that a group has found no place.
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10" if shape.is_elastic else "600",
+        }
+    )
+
+
+def _unless_given(wanted: dict[str, str]) -> dict[str, str]:
+    return {key: os.environ.get(key, value) for key, value in wanted.items()}
+
+
+def pool_name(server: Any) -> str:
+    """As Ray shows it: of Ray Train's run and, before a number, of its placement groups."""
+    return f"pool-{server._actor_id.hex()}"
+
+
+def _trainer(shape: PoolShape, server: Any, *, is_private: bool) -> PolicedTrainer:
+    os.environ |= driver_environment(is_private=is_private)
+    scaling = ScalingConfig(
+        num_workers=shape.num_workers,
+        use_gpu=shape.use_gpu,
+        resources_per_worker=shape.resources,
+    )
+    current_job = _CurrentJob(server)
+    callbacks: list[Any] = [
+        OwnEnvironment(pool_environment(shape)),
+        NameGroups(),
+        NotePlacement(server),
+        LeaveOutNodes(current_job),
+        ReplaceWorkers(server),
+    ]
+    if shape.replaces_failed and os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] != "0":
+        callbacks.append(WatchPreemption())
+    if shape.is_elastic:
+        callbacks.append(SaveBeforeResize(current_job))
+    policies: dict[str, Any] = {"failure_policy": ConsecutiveFailurePolicy(current_job)}
+    if shape.is_elastic:
+        policies["scaling_policy"] = DivisorScalingPolicy(
+            scaling, shape.sizes, shape.kept_cpus, current_job
+        )
+    return PolicedTrainer(
+        policies,
+        is_private=is_private,
+        replaces=shape.replaces_failed,
+        train_loop_per_worker=work_in_pool,
+        train_loop_config={"server": server, "replaces": shape.replaces_failed},
+        scaling_config=scaling,
+        run_config=RunConfig(
+            name=pool_name(server),
+            # Ray Train's own notes, which nobody reads: the controller's memory, so that no end of
+            # any kind leaves files behind. Checkpoints do not go through Ray Train.
+            storage_path="pools",
+            storage_filesystem=PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))),
+            # Ray leaves a machine's GPUs visible to workers that did not ask for one.
+            worker_runtime_env=(
+                {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if shape.hides_gpus else None
+            ),
+            callbacks=callbacks,
+        ),
+    )

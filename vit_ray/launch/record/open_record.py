@@ -1,0 +1,164 @@
+"""The record of a run from its opening to its end, which the next driver sets if this one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.record.run_host import HostedRun, RunControl, RunRecord, host_on, start_run
+from vit_ray.launch.record.run_metadata import data_inputs, recipe_yaml, run_facts, trained_params
+from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.tracking.metrics_log import (
+    FAILURE,
+    MetricsLog,
+    RunOpening,
+    Status,
+    lock_log,
+    metrics_log_path,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OpenRun:
+    """A run that is recorded and controlled."""
+
+    opening: RunOpening
+    record: RunRecord
+    control: RunControl
+    is_complete: bool = False
+    """Set when the work is complete; a block that ends without it was stopped."""
+
+    @classmethod
+    def start(cls, opening: RunOpening, node_id: str | None = None) -> OpenRun:
+        """Open a run as `start_run`."""
+        run = start_run(opening, node_id)
+        return cls(opening, RunRecord(run), RunControl(run))
+
+    @classmethod
+    def joined(cls, opening: RunOpening, node_id: str) -> OpenRun:
+        """A run that this driver has opened, in the process of one of its trials."""
+        run = HostedRun(host_on(node_id), opening)
+        return cls(opening, RunRecord(run), RunControl(run))
+
+    def finish(self, status: Status) -> None:
+        """End its record, without which the result is valid; say how MLflow can have it later."""
+        has_all = False
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            has_all = self.record.finish(status)
+        if not has_all:
+            logger.warning(
+                "MLflow at %s does not have all of run %s; when it answers: vit-ray replay %s URI",
+                redact(self.opening.config.uri),
+                self.opening.run_name,
+                self.opening.log_path,
+            )
+
+
+def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
+    log_path = metrics_log_path(recipe.run_folder)
+    return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
+
+
+@contextmanager
+def open_record(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    cluster: ClusterShape,
+    *,
+    run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    node_id: str | None = None,
+    **opening: Any,
+) -> Iterator[OpenRun]:
+    """Record inside this block.
+
+    The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
+
+    Args:
+        resolved: what the run is described by.
+        run_id: the MLflow run to continue; None for a new one.
+        tags: in addition to those that every run has.
+        node_id: the node that writes to MLflow; None for this one.
+        opening: other fields of `RunOpening`.
+    """
+    run = OpenRun.start(
+        _opening(
+            recipe,
+            run_id,
+            params=trained_params(recipe),
+            tags={**run_facts(recipe, kind, resolved, cluster), **(tags or {})},
+            datasets=data_inputs(resolved),
+            **opening,
+        ),
+        node_id,
+    )
+    run.record.text("recipe.yaml", recipe_yaml(recipe), wait_s=0.0)
+    status: Status = "FAILED"
+    try:
+        yield run
+        status = "FINISHED" if run.is_complete else "KILLED"
+    except (RunStoppedError, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except Exception as error:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            run.record.tag(FAILURE, str(error))
+        raise
+    finally:
+        run.finish(status)
+
+
+def tag_ended_run(
+    recipe: Recipe, run_id: str | None, tags: Mapping[str, str], parent: RunOpening, node_id: str
+) -> None:
+    """Tag the record of a run that was stopped and will not be continued; a failure is ignored."""
+    opening = _opening(recipe, run_id, params=trained_params(recipe), tags=tags, parent=parent)
+    OpenRun.start(opening, node_id).finish("KILLED")
+
+
+def end_record(
+    recipe: Recipe, run_id: str | None, step: int, metrics: Mapping[str, float]
+) -> str | None:
+    """End the record of a run that has trained to its end, where its own driver died before it did.
+
+    Args:
+        run_id: the MLflow run, as the last checkpoint has it.
+        step: the run's last.
+        metrics: what its driver would have recorded at its end.
+
+    Returns:
+        The MLflow run; None if the checkpoint has none and MLflow is away.
+    """
+    opening = _opening(recipe, run_id)
+    if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
+        return run_id
+    # Here and not above, for it is rare: they import MLflow, which takes seconds.
+    from vit_ray.tracking.past_runs import is_finished
+    from vit_ray.tracking.tracker import Tracker
+
+    # The log may lie on another machine: a run that has ended is not opened again.
+    if run_id is not None and is_finished(recipe.tracking, run_id):
+        return run_id
+    try:
+        lock = lock_log(opening.log_path, recipe.name)
+    except RuntimeError as error:
+        logger.warning("%s", error)
+        return run_id
+    with lock:
+        tracker = Tracker.start(opening)
+        tracker.log.metrics(step, metrics)
+        tracker.finish("FINISHED", timeout_s=10.0)
+        return tracker.run_id or run_id

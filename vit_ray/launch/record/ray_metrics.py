@@ -1,0 +1,77 @@
+"""The state of each run as metrics of Ray, for those who watch a cluster by Prometheus.
+
+Ray's nodes export them with the prefix `ray_`, from the port `--metrics-export-port` on, with or
+without a dashboard. Alerts and a dashboard of Grafana on them are in `cluster/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Final
+
+from ray.util.metrics import Gauge
+
+from vit_ray.launch.record.control import RunStatus
+from vit_ray.outcomes import EventKind
+
+_TAGS: Final = ("run",)
+_COPIED: Final = {
+    "vit_ray_images_per_s": ("train/images_per_s", "Images trained in a second"),
+    "vit_ray_loss": ("train/loss", "Training loss"),
+    "vit_ray_data_wait_fraction": ("data/wait_fraction", "Share of time waiting for data"),
+    "vit_ray_mfu": ("perf/mfu", "Share of the devices' peak that model FLOPs reach"),
+    "vit_ray_slowest_rank": ("perf/slowest_rank", "Worker with the longest step"),
+    "vit_ray_goodput": ("run/goodput", "Share of the wall clock that trained something new"),
+}
+"""Names of gauges to those of recorded metrics, and what they are."""
+_OWN: Final = {
+    "vit_ray_running": "1 while the run works, 0 from its end on",
+    "vit_ray_step": "Optimizer steps done",
+    "vit_ray_restarts": "Failures of workers, each of which restarted some or all",
+    "vit_ray_checkpoint_time_seconds": "Unix time at which the newest checkpoint was begun",
+    "vit_ray_checkpoint_interval_seconds": "Time between the two newest checkpoints",
+    "vit_ray_output_free_fraction": "Free share of the disk that holds the run's log",
+}
+METRICS: Final = (*_COPIED, *_OWN)
+CHECKPOINT_STALL: Final = "checkpoint/stall_s"
+"""Recorded when a checkpoint is begun."""
+
+
+class RunMetrics:
+    """Gauges of the runs that one process records."""
+
+    def __init__(self) -> None:
+        told = {name: text for name, (_, text) in _COPIED.items()} | _OWN
+        self._gauges = {name: Gauge(name, text, _TAGS) for name, text in told.items()}
+        self._checkpoints: dict[str, float] = {}
+
+    def show(self, run: str, status: RunStatus, log_path: Path, *, is_running: bool) -> None:
+        """Where a run is; what is not known of it yet is left out."""
+        values = {
+            "vit_ray_running": float(is_running),
+            "vit_ray_step": float(status.step),
+            "vit_ray_restarts": float(
+                sum(one.kind is EventKind.WORKER_FAILED for one in status.events)
+            ),
+        }
+        for name, (metric, _) in _COPIED.items():
+            if metric in status.metrics:
+                values[name] = status.metrics[metric]
+        with contextlib.suppress(OSError):  # it may be away
+            usage = shutil.disk_usage(log_path.parent)
+            values["vit_ray_output_free_fraction"] = usage.free / usage.total
+        self._set(run, values)
+
+    def note_checkpoint(self, run: str, time_s: float) -> None:
+        """A checkpoint was begun at this Unix time."""
+        values = {"vit_ray_checkpoint_time_seconds": time_s}
+        if before_s := self._checkpoints.get(run):
+            values["vit_ray_checkpoint_interval_seconds"] = time_s - before_s
+        self._checkpoints[run] = time_s
+        self._set(run, values)
+
+    def _set(self, run: str, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._gauges[name].set(value, {"run": run})

@@ -1,0 +1,161 @@
+"""A run's metadata in MLflow: parameters, tags, data sets and the recipe.
+
+Parameters are what trains and nothing else, so that MLflow's compare view, which draws the
+parameters that differ, draws what a sweep or a study varies.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import ray
+import yaml
+
+from vit_ray.config import Recipe
+from vit_ray.config.model_family import model_family
+from vit_ray.config.resume_compatibility import TAGGED, is_trained, unused_keys
+from vit_ray.config.secrets import redact, redacted
+from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.tracking.metrics_log import RUN_FOLDER
+
+SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+GIT_S: Final = 10.0
+"""Limit of a question to git, of a folder that may be slow."""
+_CONTEXTS: Final = {
+    "train": "training",
+    "eval": "evaluation",
+    "dev": "held-out evaluation",
+    "few_shot_train": "few-shot training",
+    "few_shot_test": "few-shot evaluation",
+}
+
+
+def trained_params(recipe: Recipe) -> dict[str, str]:
+    """The keys that decide the training's result, and its sizes; those that are set."""
+    flat = recipe.flat()
+    left_out = {*TAGGED, *unused_keys(flat)}
+    return {
+        key: value
+        for key, value in flat.items()
+        if (is_trained(key) and key not in left_out) or key in SIZES
+        if value != "None"
+    }
+
+
+def run_facts(
+    recipe: Recipe, kind: str, resolved: ResolvedRun, cluster: ClusterShape
+) -> dict[str, str]:
+    """Tags that say what ran, by whom, on which code, data and cluster."""
+    flat = recipe.flat()
+    data, num_classes = PurePosixPath(redact(resolved.manifest.path)), resolved.manifest.num_classes
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return {
+        **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
+        "vit_ray.kind": kind,
+        "vit_ray.stage": kind,
+        "vit_ray.model": recipe.model.name,
+        "vit_ray.family": model_family(recipe.model.name),
+        "vit_ray.data": "/".join(data.parts[-2:]),
+        "vit_ray.git_commit": git_commit(),
+        "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
+        "vit_ray.cluster": str(cluster),
+        "vit_ray.driver": platform.node(),
+        RUN_FOLDER: recipe.run_folder,
+        "vit_ray.ray_version": ray.__version__,
+        "mlflow.user": user,
+        "mlflow.source.name": command_line(),
+        "mlflow.source.type": "JOB",
+        "mlflow.note.content": (
+            f"{recipe.model.name} on {resolved.num_images:,} images of {num_classes:,} "
+            f"classes, {resolved.total_steps:,} steps of {recipe.train.global_batch_size}\n\n"
+            f"    {command_line()}\n"
+        ),
+    }
+
+
+def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
+    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, terms, use."""
+    found = []
+    for name, spec in resolved.streams.items():
+        path = redact(spec.manifest.path)
+        profile = {
+            "num_images": spec.num_images,
+            "num_images_of_the_whole": spec.manifest.num_images,
+            "num_classes": spec.manifest.num_classes,
+            **redacted(spec.manifest.about),
+        }
+        found.append(
+            {
+                "name": PurePosixPath(path).name,
+                "digest": spec.manifest.fingerprint[:32],
+                "source": path,
+                "context": _CONTEXTS.get(name) or f"evaluation ({name.partition(':')[2]})",
+                "profile": profile,
+            }
+        )
+    return found
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The whole recipe, ready to be run again by itself."""
+    alone = recipe.with_changes(tracking={"parent_run_id": None})
+    return yaml.safe_dump(alone.recorded(), sort_keys=False)
+
+
+def training_cost(recipe: Recipe, resolved: ResolvedRun, steps: int) -> dict[str, float]:
+    """Compute and data of so many steps: `study/...`."""
+    from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
+
+    model = recipe.model
+    macs = forward_macs(
+        model.name, resolved.manifest.num_classes, model.image_size, **model.options()
+    )
+    images_seen = steps * recipe.train.global_batch_size
+    return {
+        "study/exaflops": count_exaflops(macs, images_seen),
+        "study/forward_gmacs": macs / 1e9,
+        "study/images_seen": float(images_seen),
+        "study/train_images": float(resolved.num_images),
+    }
+
+
+def is_on_dev_split(recipe: Recipe) -> bool:
+    """Whether accuracy is measured on images held out of the training set."""
+    return recipe.data.eval is None and recipe.data.held_out_fraction > 0
+
+
+def command_line() -> str:
+    """The command line, without secrets."""
+    return redact(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+
+
+def git_commit() -> str:
+    """Commit of the code that runs, "+" if it was changed since; "unknown" outside a checkout.
+
+    A submitted job's folder travels without .git: `VIT_RAY_GIT_COMMIT` gives it there.
+    """
+    if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return commit
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
+    asked = ["rev-parse", "HEAD"], ["status", "--porcelain"]
+    try:
+        commit, changes = (
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_S
+            ).stdout.strip()
+            for words in asked
+        )
+        return commit + ("+" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

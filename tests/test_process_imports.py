@@ -36,7 +36,7 @@ KINDS = {
     "a pool's server": ("import vit_ray.launch.pool.pool_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": ("import vit_ray.launch.pool.ray_policies", RAY_DATA | {"ray.train"}),
     "a training worker": (
-        "from vit_ray.train.deepspeed_setup import warm_up_process\n"
+        "from vit_ray.train.engine.deepspeed_setup import warm_up_process\n"
         "import vit_ray.worker.worker; warm_up_process()",
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),

@@ -13,7 +13,7 @@ from tests.commands.command_line import run_cli
 from vit_ray.commands.dry_run import describe_sweep, describe_training
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.train.memory_estimate import estimate_memory
+from vit_ray.train.memory.memory_estimate import estimate_memory
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "jobs" / "recipes"

@@ -34,9 +34,9 @@ from vit_ray.data.images.randaugment import RandAugment
 from vit_ray.data.stream.encoded import DrawnCrop, EncodedColumns, packed
 from vit_ray.launch.inputs.streams import augmentation_of
 from vit_ray.storage import locate
-from vit_ray.train.collectives import all_sum
+from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.loop import RankContext
-from vit_ray.train.schedule import lr_at
+from vit_ray.train.optim.schedule import lr_at
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob

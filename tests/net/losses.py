@@ -11,9 +11,9 @@ from tests.train.engine_runs import PLAIN_LINEAR
 from tests.train.golden_runs import fill_zero_kernels, images_of
 from tests.train.ranks import run_ranks
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.schedule import lr_at
+from vit_ray.train.optim.schedule import lr_at
 
 RANKS, STEPS, BATCH, MICRO = 2, 6, 16, 4
 VIT = {"depth": 2, "width": 24, "mlp_dim": 40, "num_heads": 2, "patch_size": 8}

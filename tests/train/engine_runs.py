@@ -12,7 +12,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.objective import classification_loss, freeze, normalize
 
 GLOBAL_BATCH = 8

@@ -19,9 +19,9 @@ from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.objective import classification_loss, normalize
-from vit_ray.train.schedule import lr_at
+from vit_ray.train.optim.schedule import lr_at
 
 FILE = Path(__file__).with_name("golden_losses.json")
 STEPS, BATCH, MICRO, WORKERS = 16, 32, 8, 2

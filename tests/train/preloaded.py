@@ -2,6 +2,6 @@
 
 import sklearn.datasets  # noqa: F401
 
-from vit_ray.train.deepspeed_setup import warm_up_process
+from vit_ray.train.engine.deepspeed_setup import warm_up_process
 
 warm_up_process()

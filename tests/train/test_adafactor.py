@@ -21,9 +21,14 @@ from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights
 from vit_ray.storage import locate
-from vit_ray.train import adafactor
-from vit_ray.train.fragments import Fragment
-from vit_ray.train.optim import build_optimizer, bytes_per_element, shapes_by_head, state_types
+from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim import adafactor
+from vit_ray.train.optim.optimizers import (
+    build_optimizer,
+    bytes_per_element,
+    shapes_by_head,
+    state_types,
+)
 
 RATE, DECAY = 1e-2, 0.1
 SHAPES = {"matrix": (48, 40), "vector": (70,), "kernel": (64, 3, 4, 4), "small": (5, 40)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.train.engine_runs import IMAGES, PLAIN_LINEAR, loss_of, small_model
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 
 WORLD, PASSES, MICRO = 2, 64, 2
 KINDS = [

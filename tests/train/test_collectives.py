@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from tests.train.ranks import run_ranks
-from vit_ray.train.collectives import all_max, all_rows, all_sum, all_sum_array, read_by_first
+from vit_ray.train.engine.collectives import (
+    all_max,
+    all_rows,
+    all_sum,
+    all_sum_array,
+    read_by_first,
+)
 
 COUNTS = (5, 0, 11)
 ROW_BYTES = 3 * 4

@@ -13,7 +13,7 @@ from tests.train.engine_runs import IMAGES, build_engine, run_steps
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
-from vit_ray.train.compiling import compile_failures, compile_model
+from vit_ray.train.engine.compiling import compile_failures, compile_model
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
 # makes machine code, which takes long; the other captures the same graphs, and runs them as torch.

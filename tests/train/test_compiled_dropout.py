@@ -24,8 +24,8 @@ from vit_ray.models.dropout import StochasticDepth, keyed_dropout
 from vit_ray.models.encoder import Block
 from vit_ray.models.masked import draw_corruption
 from vit_ray.models.recompute import run_block
-from vit_ray.train.compiling import compile_model
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.compiling import compile_model
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.mixing import draw_mixing, mix_images
 from vit_ray.train.objective import build_objective, make_loss
 

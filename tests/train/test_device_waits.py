@@ -18,9 +18,9 @@ from tests.worker.fakes import FakeHooks, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
-from vit_ray.train.collectives import all_sum
+from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.loop import RankContext, run_training
-from vit_ray.train.memory_estimate import prepared_model
+from vit_ray.train.memory.memory_estimate import prepared_model
 from vit_ray.train.objective import make_loss
 
 RANKS, MICRO, STEPS = 2, 2, 6
@@ -215,7 +215,7 @@ def pretend_a_gpu() -> PretendedStream:
     """Have DeepSpeed take the CPU for a GPU; returns the stream that computes."""
     from deepspeed.accelerator import get_accelerator
 
-    from vit_ray.train import deepspeed_setup as module
+    from vit_ray.train.engine import deepspeed_setup as module
 
     computing, plain = PretendedStream(), module.deepspeed_config
     pretended = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vit_ray.train.ema import WeightAverage
-from vit_ray.train.fragments import Fragment
+from vit_ray.train.engine.fragments import Fragment
+from vit_ray.train.optim.ema import WeightAverage
 
 
 def average_of(

@@ -21,7 +21,7 @@ from tests.train.engine_runs import (
 )
 from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.train.optim import build_optimizer
+from vit_ray.train.optim.optimizers import build_optimizer
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 4)

@@ -25,8 +25,8 @@ from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.models.parameter_groups import chosen_parts, part_of, parts_of
 from vit_ray.storage import locate
-from vit_ray.train.memory_estimate import count_parameters, state_shape, step_macs
-from vit_ray.train.optim import build_optimizer
+from vit_ray.train.memory.memory_estimate import count_parameters, state_shape, step_macs
+from vit_ray.train.optim.optimizers import build_optimizer
 
 DECAY = 0.5
 FROZEN = ("embedding", "class_token", "blocks.0")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.recipes import recipe_with
-from vit_ray.train import largest_batch
-from vit_ray.train.largest_batch import GIB, pass_bytes, try_micro_batches
-from vit_ray.train.out_of_memory import is_out_of_memory, largest_that_fits
+from vit_ray.train.memory import largest_batch
+from vit_ray.train.memory.largest_batch import GIB, pass_bytes, try_micro_batches
+from vit_ray.train.memory.out_of_memory import is_out_of_memory, largest_that_fits
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 

@@ -19,9 +19,9 @@ from vit_ray.measure.activation_memory import kept_bytes
 from vit_ray.measure.memory import GIB, Activations, state_memory
 from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
-from vit_ray.train.engine import DeepSpeedEngine
-from vit_ray.train.largest_batch import largest_micro_batch
-from vit_ray.train.memory_estimate import (
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.train.memory.largest_batch import largest_micro_batch
+from vit_ray.train.memory.memory_estimate import (
     count_parameters,
     estimate_memory,
     measure_activations,

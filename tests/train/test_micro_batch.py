@@ -8,7 +8,7 @@ import pytest
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.storage import locate
-from vit_ray.train.micro_batch import (
+from vit_ray.train.memory.micro_batch import (
     LIMIT_FILE,
     known_images,
     limit_key,

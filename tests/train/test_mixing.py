@@ -12,8 +12,8 @@ from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.storage import locate
-from vit_ray.train.largest_batch import largest_micro_batch
-from vit_ray.train.micro_batch import lower_limit, micro_batch_size
+from vit_ray.train.memory.largest_batch import largest_micro_batch
+from vit_ray.train.memory.micro_batch import lower_limit, micro_batch_size
 from vit_ray.train.mixing import Mixing, draw_mixing, mix_images, partners, symmetric_beta
 from vit_ray.train.objective import make_loss, multi_hot, normalize
 

@@ -9,9 +9,9 @@ import torch
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
-from vit_ray.train import model_speed
-from vit_ray.train.memory_estimate import estimate_memory, inference_bytes
-from vit_ray.train.model_speed import NUM_CLASSES, BatchSpeed, ModelSpeed, measure_model
+from vit_ray.train.memory import model_speed
+from vit_ray.train.memory.memory_estimate import estimate_memory, inference_bytes
+from vit_ray.train.memory.model_speed import NUM_CLASSES, BatchSpeed, ModelSpeed, measure_model
 
 MODEL = {
     "name": "ViT", "patch_size": 4, "depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2,

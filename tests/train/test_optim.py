@@ -4,7 +4,7 @@ import torch
 
 from tests.train.engine_runs import small_model
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.train.optim import build_optimizer, state_types
+from vit_ray.train.optim.optimizers import build_optimizer, state_types
 
 
 def test_only_matrices_and_kernels_decay() -> None:

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
-from vit_ray.train import replicated
-from vit_ray.train.adafactor import HalfMomentAdamW
-from vit_ray.train.fragments import Fragment, create_state
-from vit_ray.train.optim import StepGuard, build_optimizer, shapes_by_head, state_types
-from vit_ray.train.replicated import ReplicatedOptimizer
+from vit_ray.train.engine import replicated
+from vit_ray.train.engine.fragments import Fragment, create_state
+from vit_ray.train.engine.replicated import ReplicatedOptimizer
+from vit_ray.train.optim.adafactor import HalfMomentAdamW
+from vit_ray.train.optim.optimizers import StepGuard, build_optimizer, shapes_by_head, state_types
 
 
 def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(

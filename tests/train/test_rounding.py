@@ -18,8 +18,8 @@ from tests.train.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.models import build_model
 from vit_ray.train.objective import normalize
-from vit_ray.train.optim import build_optimizer, set_rate
-from vit_ray.train.schedule import lr_at
+from vit_ray.train.optim.optimizers import build_optimizer, set_rate
+from vit_ray.train.optim.schedule import lr_at
 
 # The graphs and formulas of torch.compile's default, inductor, run as torch without machine code.
 BACKEND = "aot_eager_decomp_partition"

@@ -5,7 +5,7 @@ import torch
 from transformers import get_inverse_sqrt_schedule
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.train.schedule import cooldown_start, lr_at
+from vit_ray.train.optim.schedule import cooldown_start, lr_at
 
 TOTAL, WARMUP, PEAK = 50, 10, 0.3
 

@@ -13,7 +13,7 @@ from tests.worker.fakes import FakeHooks, FakeRun, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
-from vit_ray.train.collectives import all_sum
+from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.loop import Batch, Ending, RankContext, run_training
 from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
 from vit_ray.worker.run_link import RunLink

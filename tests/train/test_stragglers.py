@@ -17,7 +17,7 @@ from tests.worker.fakes import FakeHooks, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
-from vit_ray.train.collectives import all_sum
+from vit_ray.train.engine.collectives import all_sum
 from vit_ray.train.loop import RankContext, run_training
 
 STEPS, RANKS, MICRO, SLOW = 4, 2, 2, 1

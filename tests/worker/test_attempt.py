@@ -15,7 +15,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.train.loop import EvaluationCutError
-from vit_ray.train.micro_batch import known_images, limit_key
+from vit_ray.train.memory.micro_batch import known_images, limit_key
 from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.setup import device_name

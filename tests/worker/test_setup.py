@@ -22,7 +22,7 @@ from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
-from vit_ray.train.collectives import all_sum
+from vit_ray.train.engine.collectives import all_sum
 from vit_ray.worker import setup
 from vit_ray.worker.job import DefectiveDeviceError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.setup import (

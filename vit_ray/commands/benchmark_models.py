@@ -8,7 +8,7 @@ from rich.table import Table
 from vit_ray.config import Recipe
 from vit_ray.launch.model_benchmark import benchmark_of, benchmarked_models, model_recipes
 from vit_ray.models.flops import forward_macs
-from vit_ray.train.model_speed import NUM_CLASSES
+from vit_ray.train.memory.model_speed import NUM_CLASSES
 
 
 def benchmark_models(recipe: Recipe) -> int:

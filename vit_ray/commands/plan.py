@@ -27,8 +27,8 @@ from vit_ray.measure.step_time import (
 )
 from vit_ray.models.flops import count_exaflops, forward_macs
 from vit_ray.storage import PLACEHOLDER, is_placeholder, locate
-from vit_ray.train.largest_batch import largest_micro_batch
-from vit_ray.train.memory_estimate import (
+from vit_ray.train.memory.largest_batch import largest_micro_batch
+from vit_ray.train.memory.memory_estimate import (
     count_parameters,
     count_tensors,
     estimate_memory,

@@ -21,7 +21,7 @@ from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.record.run_metadata import git_commit, trained_params
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
-from vit_ray.train.model_speed import ModelSpeed, measure_model
+from vit_ray.train.memory.model_speed import ModelSpeed, measure_model
 
 KIND = "model_benchmark"
 MODEL_LIMIT_S: Final = 3600.0

@@ -26,7 +26,7 @@ from vit_ray.config.cadence import Cadence
 from vit_ray.measure.best_evaluation import BEST
 from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
 from vit_ray.train.early_stopping import judge_evaluation
-from vit_ray.train.schedule import lr_at
+from vit_ray.train.optim.schedule import lr_at
 
 Batch = Mapping[str, Any]
 """`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""

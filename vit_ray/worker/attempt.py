@@ -14,7 +14,7 @@ from vit_ray.measure.goodput import TimeClass
 from vit_ray.measure.profile import profiled
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import Callback, own_part
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import (
     Batch,
     Ending,
@@ -23,7 +23,7 @@ from vit_ray.train.loop import (
     RankContext,
     run_training,
 )
-from vit_ray.train.out_of_memory import is_out_of_memory
+from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import NonfinitePolicy

@@ -22,11 +22,11 @@ from vit_ray.evaluate.few_shot import FewShot
 from vit_ray.evaluate.ground_truth import Answers
 from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import Metric, own_part
-from vit_ray.train.collectives import all_rows, all_sum, all_sum_array, read_by_first
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, EvaluationCutError, as_tensor
+from vit_ray.train.memory.out_of_memory import is_out_of_memory
 from vit_ray.train.objective import classification_loss, normalize, per_image
-from vit_ray.train.out_of_memory import is_out_of_memory
 from vit_ray.worker.extraction import begin_extraction, write_features
 from vit_ray.worker.job import Extraction, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches

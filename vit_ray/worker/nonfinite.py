@@ -17,8 +17,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
-from vit_ray.train.collectives import all_max, all_rows, all_sum, read_by_first
-from vit_ray.train.engine import DeepSpeedEngine
+from vit_ray.train.engine.collectives import all_max, all_rows, all_sum, read_by_first
+from vit_ray.train.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.train.loop import Batch, as_tensor
 from vit_ray.train.objective import normalize
 from vit_ray.worker.job import DivergedError, UnrecoverableError

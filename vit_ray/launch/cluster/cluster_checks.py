@@ -6,7 +6,7 @@ import math
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.train.micro_batch import micro_batch_size
+from vit_ray.train.memory.micro_batch import micro_batch_size
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

@@ -22,9 +22,7 @@ from vit_ray.checkpoints.checkpoint import (
     take_snapshot,
 )
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.train.adafactor import OLD_ROWS, Adafactor
-from vit_ray.train.ema import WeightAverage
-from vit_ray.train.fragments import (
+from vit_ray.train.engine.fragments import (
     create_state,
     exchange_weights,
     frozen_fragments,
@@ -34,7 +32,9 @@ from vit_ray.train.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.train.optim import StepGuard, counts_steps, shapes_by_head, state_types
+from vit_ray.train.optim.adafactor import OLD_ROWS, Adafactor
+from vit_ray.train.optim.ema import WeightAverage
+from vit_ray.train.optim.optimizers import StepGuard, counts_steps, shapes_by_head, state_types
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry

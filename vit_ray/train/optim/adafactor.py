@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit_ray.train.fragments import Fragment
+from vit_ray.train.engine.fragments import Fragment
 
 Groups = list[dict[str, Any]]
 FULL, ROWS, COLUMNS = "exp_avg_sq", "exp_avg_sq_by_row", "exp_avg_sq_by_column"

@@ -15,14 +15,14 @@ import torch
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import drop_gradients
 from vit_ray.measure.memory import GIB, Activations, state_memory
-from vit_ray.train.memory_estimate import (
+from vit_ray.train.memory.memory_estimate import (
     estimate_memory,
     forward_pass,
     prepared_model,
     state_shape,
 )
-from vit_ray.train.micro_batch import pass_sizes
-from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
+from vit_ray.train.memory.micro_batch import pass_sizes
+from vit_ray.train.memory.out_of_memory import largest_that_fits, unless_out_of_memory
 
 # Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
 RESERVED_FRACTION: Final = 0.05

@@ -8,7 +8,7 @@ from torch import nn
 
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models.layers import Head
-from vit_ray.train.fragments import Fragment, Parts, weights_by_name
+from vit_ray.train.engine.fragments import Fragment, Parts, weights_by_name
 
 
 class ExactBiases:

@@ -23,8 +23,8 @@ from vit_ray.deepspeed_internals import (
     watch_norm,
 )
 from vit_ray.measure.zero_settings import ZeroSettings, zero_settings
-from vit_ray.train.optim import StepGuard
-from vit_ray.train.replicated import ReplicatedOptimizer
+from vit_ray.train.engine.replicated import ReplicatedOptimizer
+from vit_ray.train.optim.optimizers import StepGuard
 
 
 def initialize(

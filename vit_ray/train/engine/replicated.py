@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit_ray.train.adafactor import GuardedOptimizer
-from vit_ray.train.optim import StepGuard
+from vit_ray.train.optim.adafactor import GuardedOptimizer
+from vit_ray.train.optim.optimizers import StepGuard
 
 ALIGNED: Final = 64
 """Elements: a weight in a flat tensor starts where kernels read fastest, at whole 256 bytes."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_ray.train.fragments import Fragment, exchange_weights, weights_by_name
+from vit_ray.train.engine.fragments import Fragment, exchange_weights, weights_by_name
 
 
 class WeightAverage:

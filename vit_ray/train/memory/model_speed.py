@@ -20,10 +20,10 @@ import torch
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import BenchmarkModelsConfig
 from vit_ray.measure.memory import GIB
-from vit_ray.train.largest_batch import fits_training, free_gib
-from vit_ray.train.memory_estimate import estimate_memory, inference_bytes, prepared_model
+from vit_ray.train.memory.largest_batch import fits_training, free_gib
+from vit_ray.train.memory.memory_estimate import estimate_memory, inference_bytes, prepared_model
+from vit_ray.train.memory.out_of_memory import largest_that_fits, unless_out_of_memory
 from vit_ray.train.objective import make_loss, normalize
-from vit_ray.train.out_of_memory import largest_that_fits, unless_out_of_memory
 
 Mode = Literal["inference", "training"]
 EndedBy = Literal["memory", "max_batch_size", "pass time"]

@@ -2,7 +2,7 @@
 
 The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per
 global batch, and `predict`. What depends on the stage is in `state.py`, `deepspeed_setup.py`,
-`train/fragments.py` and `deepspeed_internals.py`.
+`train/engine/fragments.py` and `deepspeed_internals.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import compile_backend
 from vit_ray.measure.meters import DeviceTimes
-from vit_ray.train.compiling import compile_failures, compile_model, compile_s
-from vit_ray.train.deepspeed_setup import initialize
-from vit_ray.train.exact_biases import ExactBiases
+from vit_ray.train.engine.compiling import compile_failures, compile_model, compile_s
+from vit_ray.train.engine.deepspeed_setup import initialize
+from vit_ray.train.engine.exact_biases import ExactBiases
+from vit_ray.train.engine.state import TrainingState
 from vit_ray.train.loop import StepResult
 from vit_ray.train.objective import LossFunction
-from vit_ray.train.optim import StepGuard, build_optimizer, set_rate
-from vit_ray.train.state import TrainingState
+from vit_ray.train.optim.optimizers import StepGuard, build_optimizer, set_rate
 
 
 class DeepSpeedEngine:

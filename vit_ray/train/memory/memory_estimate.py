@@ -22,7 +22,7 @@ from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, stat
 from vit_ray.models.flops import TrainingMacs, training_macs
 from vit_ray.own_parts import is_own
 from vit_ray.train.objective import build_objective, make_loss
-from vit_ray.train.optim import bytes_per_element
+from vit_ray.train.optim.optimizers import bytes_per_element
 
 META: Final = torch.device("meta")
 

@@ -14,7 +14,7 @@ from vit_ray.models.build import NamedParameters, decayed_parameters
 from vit_ray.models.encoder import Attention, AttentionPool
 from vit_ray.models.parameter_groups import layer_of
 from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
-from vit_ray.train.adafactor import Adafactor, HalfMomentAdamW
+from vit_ray.train.optim.adafactor import Adafactor, HalfMomentAdamW
 
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its share of the learning rate."""
